@@ -10,9 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -23,10 +21,8 @@ import flax_mesh as fm
 from flax_mesh import explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
-from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.explain import abstract_mesh, explain
-from flax_mesh.train.optimizers.make import make_optimizer
 from tests.golden_text import golden_text
 from tests.mpmd.runtime.pipelines import build, make_net, net_batch, net_loss
 
@@ -62,44 +58,15 @@ def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
         )
 
 
-def test_the_reported_bytes_equal_those_of_placed_arrays():
-    config = load_recipe(TINY)
-
-    def make():
-        model = config.make_model(config.model, nnx.Rngs(0))
-        return model, nnx.Optimizer(model, make_optimizer(config.optimizer), wrt=nnx.Param)
-
-    mesh = fm.create_mesh((2, 2, 2), ("dp", "fsdp", "tp"))
-    place = lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # noqa: E731
-    state = jax.tree.map(place, fm.abstract_state(make, mesh))
-    report = explain(config).report
-    assert explain(config).fingerprint == sharding_fingerprint(state)
-    stored = [sum(leaf.addressable_shards[i].data.nbytes for leaf in jax.tree.leaves(state)) for i in range(8)]
-    assert stored == list(report.memory_per_device.values())
-    model = [sum(x.addressable_shards[i].data.nbytes for x in jax.tree.leaves(state["model"])) for i in range(8)]
-    assert model == [report.parameter_bytes] * 8
-
-
 # --- large models, no backend ---
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [pytest.param("true", marks=pytest.mark.slow), "false"])
+@pytest.mark.parametrize("scan", ["true", "false"])
 def test_405b_on_4096_devices_is_explained_in_seconds_without_a_backend(scan):
     """JAX_PLATFORMS is not a platform, so that any access to a device fails."""
-    probe = [sys.executable, "-c", "import jax; jax.devices()"]
-    run = subprocess.run(probe, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
-    assert run.returncode != 0 and "Unable to initialize backend 'nowhere'" in run.stderr
-    command = [
-        sys.executable,
-        "-m",
-        "flax_mesh.cli",
-        "explain",
-        TINY,
-        *LLAMA_405B.split(),
-        f"model.scan={scan}",
-        "--json",
-    ]
+    settings = [*LLAMA_405B.split(), f"model.scan={scan}"]
+    command = [sys.executable, "-m", "flax_mesh.cli", "explain", TINY, *settings, "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     run = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "nowhere"}, capture_output=True, text=True)
     assert run.returncode == DONE, run.stderr
@@ -129,63 +96,42 @@ def test_tracing_time_grows_linearly_with_the_model():
 
 # --- findings ---
 
-RULES = [
-    ("first/kernel", ("embed", "mlp")),
-    ("first/kernel$", ("mlp", "embed")),
-    ("frist/bias", ()),
-    ("odd", ("mlp", None)),
-    ("twice", ("mlp", "heads")),
-    ("large", ()),
-    ("elsewhere", P("nowhere")),
-]
+RULES = [("first/kernel", ("embed", "mlp")), ("first/kernel$", ("mlp", "embed")), ("large", ())]
 
 
 class Net(nnx.Module):
     def __init__(self):
-        shapes = {"odd": (7, 8), "twice": (8, 8), "large": (64, 64), "elsewhere": (8, 8), "unmatched": (3, 4)}
         self.first = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
         self.tables = nnx.List([nnx.Param(jnp.zeros((5, 5))) for _ in range(3)])
-        self.scale = nnx.Param(jnp.zeros(()))
-        for name, shape in shapes.items():
-            setattr(self, name, nnx.Param(jnp.zeros(shape)))
+        self.scale, self.large = nnx.Param(jnp.zeros(())), nnx.Param(jnp.zeros((64, 64)))
 
 
 MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
 
 
-def test_all_findings_are_in_one_list_and_in_data_and_text():
+def test_all_findings_are_in_data_and_text():
+    """Each kind of finding has its test in tests/sharding/report."""
     explanation = explain_sharding(Net, MESH, RULES, large=64 * 64 * 4)
     found = [str(finding) for finding in explanation.findings]
-    for start in (
-        "tables/{0..2}: no rule matches this array (5, 5); it is counted as replicated",
-        "unmatched: no rule matches this array (3, 4)",
-        "odd: dim 0 has size 7, not divisible by 2",
-        "twice: dim 1 ('heads') resolves to mesh axis 'tp'",
-        "elsewhere: dim 0 of rule 'elsewhere' names mesh axis 'nowhere'",
-        "large: 16.0 KiB are replicated on all 8 devices. Shard a dim in its rule",
-        "rule 2, 'first/kernel$': applies to no array: rule 1, 'first/kernel', matches first",
-        "rule 3, 'frist/bias': matches no array of the model",
-    ):
-        assert sum(text.startswith(start) for text in found) == 1, (start, found)
-    assert len(found) == 8
+    starts = [
+        "tables/{0..2}: no rule matches",
+        "large: 16.0 KiB are replicated",
+        "rule 2, 'first/kernel$': applies to no",
+    ]
+    assert all(text.startswith(start) for text, start in zip(found, starts, strict=True)), found
+    assert "(reported for 16.0 KiB or more)" in found[1]
     leaves = {leaf.path: leaf for leaf in explanation.report.leaves}
-    assert leaves["odd"].spec == P(None, None) and leaves["first/kernel"].spec == P("fsdp", "tp")
-    assert leaves["first/kernel"].rule == 0 and leaves["unmatched"].rule is None
+    assert leaves["first/kernel"].spec == P("fsdp", "tp")
+    assert leaves["first/kernel"].rule == 0 and leaves["tables/0"].rule is None
     data, text = json.loads(json.dumps(explanation.to_dict())), explanation.to_text()
     assert [finding["path"] for finding in data["findings"]] == [finding.path for finding in explanation.findings]
     assert data["rules"][1] == {"pattern": "first/kernel$", "dims": "mlp, embed", "arrays": 0, "shadowed_by": 0}
     assert {leaf["path"] for leaf in data["leaves"]} >= {"tables/0", "tables/2", "scale"}
     assert text.startswith(f"mesh dp:2,fsdp:2,tp:2, 8 devices; fingerprint {data['fingerprint'][:12]}\n")
-    assert "8 findings:" in text and all(f"- {finding}" in text for finding in found)
+    assert "3 findings:" in text and all(f"- {finding}" in text for finding in found)
 
 
-def test_a_clean_table_has_no_findings_and_each_threshold_is_exact():
-    rules = [("kernel", ("embed", "mlp")), (".*", ())]
-    assert not explain_sharding(Net, MESH, rules).findings
-    (large,) = explain_sharding(Net, MESH, rules, large=64 * 64 * 4).findings
-    assert large.path == "large" and "(reported for 16.0 KiB or more)" in large.repair
-    assert not explain_sharding(Net, MESH, rules, large=64 * 64 * 4 + 1).findings
-    # If nothing is split, as in plain data parallelism, replicated arrays are not findings.
+def test_if_nothing_is_split_as_in_plain_data_parallelism_replicated_arrays_are_not_findings():
     assert not explain_sharding(Net, AbstractMesh((8,), ("dp",)), [(".*", ())], large=1).findings
 
 
@@ -224,9 +170,8 @@ def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_array
     config = apply_overrides(load_recipe(TINY), ["mesh.shape=dp:3,tp:4"])
     texts = [str(finding) for finding in explain(config).findings]
     assert texts[0] == "data.batch_size=16: not divisible by 3 (dp=3). Use a multiple, or another mesh.shape"
-    assert any(
-        text.startswith("layers/{0..3}/attention/k/kernel: dim 1 has size 2, not divisible by 4") for text in texts
-    )
+    start = "layers/{0..3}/attention/k/kernel: dim 1 has size 2, not divisible by 4"
+    assert any(text.startswith(start) for text in texts)
     with_rules = dataclasses.replace(config, rules=[("nothing", ()), (".*", ())])
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
 
@@ -243,10 +188,8 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     stored = [float(line.split()[3]) for line in lines[:2]]
     unsplit = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
     assert sum(stored) == pytest.approx(max(unsplit.memory_per_device.values()) / 2**20, abs=0.02)
-    assert [line.split(";")[0] for line in lines[2:4]] == [
-        "stage 0: layers/0 .. layers/1",
-        "stage 1: layers/2 .. layers/3",
-    ]
+    stages = ["stage 0: layers/0 .. layers/1", "stage 1: layers/2 .. layers/3"]
+    assert [line.split(";")[0] for line in lines[2:4]] == stages
     assert main(["explain", TINY, "mesh.shape=pp:8"]) == FINDINGS
     assert "too few for 8 stages" in capsys.readouterr().out
     assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
@@ -271,7 +214,7 @@ def test_cudnn_attention_is_explained_without_cudnn(mesh, capsys):
 # --- the mesh and the command ---
 
 
-def test_the_mesh_is_the_one_of_the_recipe(capsys):
+def test_the_mesh_is_the_one_of_the_recipe():
     for settings, shape in (
         ("mesh.shape=dp:4,fsdp:128,tp:8 run.platform=auto", {"dp": 4, "fsdp": 128, "tp": 8}),
         ("mesh.shape=pp:4,fsdp:-1,tp:2 run.platform=cpu:64", {"fsdp": 8, "tp": 2}),
@@ -279,13 +222,6 @@ def test_the_mesh_is_the_one_of_the_recipe(capsys):
     ):
         mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings.split()))
         assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
-    for settings, line in (
-        ("mesh.shape=fsdp:-1 run.platform=gpu", "Set every size, or set the number of devices by run.platform=cpu:N"),
-        ("mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8", "does not divide 8"),
-        ("model.hidden=3", "model.hidden is not a setting; did you mean model.hidden_size?"),
-    ):
-        assert main(["explain", TINY, *settings.split()]) == BAD_INPUT
-        assert line in capsys.readouterr().err
 
 
 def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):

@@ -4,13 +4,13 @@ import itertools
 import json
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
 
 import numpy as np
 import pytest
 
-from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, INTERRUPTED
 from flax_mesh.cli.text.generated import Printer, json_of, printable
 from flax_mesh.inference import memory
@@ -32,14 +32,8 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def command(capsys):
-    """Runs `flax-mesh generate` and returns (exit code, standard output, standard error)."""
-
-    def call(*argv: object) -> tuple[int, str, str]:
-        code = main(["generate", *map(str, argv)])
-        return code, *capsys.readouterr()
-
-    return call
+def command(call):
+    return partial(call, "generate")
 
 
 def rows(text: str) -> list[dict]:

@@ -1,7 +1,6 @@
 """flax-mesh schedule: its output and files, and one line for every mistake."""
 
 import json
-import random
 import re
 import shlex
 import signal
@@ -138,32 +137,6 @@ def test_invalid_input_is_one_line_and_exit_code_2(row, capsys):
     printed = capsys.readouterr()
     assert not printed.out
     assert re.search(line, printed.err.removesuffix("\n")) and printed.err.count("\n") == 1
-
-
-VALUES = ["", "\x1b[31m", "٣", "9" * 9, "9" * 5000, "x" * 5000, "1,1,1,0.5/" * 3 + "1,1,1"]
-WORDS = "0 1 2 3 -1 4.5 1e308 -inf nan x 1,1,1 1,1,1/2,2,2 1,1 1,nan,1 1e-300,1,1 4,3,2,1 , / --json"
-VALUES += WORDS.split()
-
-
-def test_random_options_succeed_or_are_refused_in_one_line(capsys):
-    codes = []
-    for seed in range(200):
-        choose = random.Random(seed)
-        options = {"--stages": "4", "--microbatches": "8", "--seconds": "0.01"}
-        name = choose.choice([*SCHEDULE_NAMES, "search", "search", "search", "other"])
-        for option in choose.sample([*options, "--costs", "--memory", "--virtual", "--seed"], choose.randint(1, 3)):
-            options[option] = choose.choice(VALUES)
-        if name != "search" and choose.random() < 0.9:
-            del options["--seconds"]
-        argv = [name, *(text for pair in options.items() for text in pair)]
-        codes.append(main(["schedule", *argv]))
-        printed = capsys.readouterr()
-        if codes[-1] == DONE:
-            assert "makespan" in printed.out and not printed.err, argv
-        else:
-            assert codes[-1] == BAD_INPUT and not printed.out, argv
-            assert re.fullmatch(r"flax-mesh: [ -~٣]{10,2100}\n", printed.err), argv
-    assert set(codes) == {DONE, BAD_INPUT}
 
 
 def test_ctrl_c_ends_a_search_and_prints_the_best_so_far(monkeypatch, capsys):

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-import jax
 import pytest
 
 from flax_mesh.cli import main
@@ -22,17 +22,15 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
-from tests.train.bigram import count_compilations, write_text
+from tests.train.bigram import count_compilations, snapshot, write_text
+from tests.train.support.runs import rows_of
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
 BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def on_eight_cpu_devices():
-    if jax.default_backend() != "cpu":
-        pytest.skip("recipes/tiny.py requires CPU devices")
+pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")
 
 
 @pytest.fixture
@@ -50,70 +48,7 @@ def error_lines(capsys):
     return run
 
 
-@pytest.fixture
-def small(tmp_path):
-    """The command that trains on the text and in the folder of this test."""
-    return ("train", BIGRAM, f"data.source={write_text(tmp_path)}", f"run.folder={tmp_path / 'run'}")
-
-
-# --- invalid input: exit code 2 and one line with the setting and the repair; the messages of the settings have their
-# tables in tests/train ---
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        ("TINY run.stps=3", r"run\.stps is not a setting; did you mean run\.steps\?"),
-        ("TINY mesh.shape=dp:3", r"mesh\.shape=dp:3: .*multiply to 3.* 8.*dp:8.*"),
-        ("TINY mesh.shape=dp:2,foo:4", r"mesh\.shape: .*unknown axis 'foo': the axes are pp, dp, fsdp, ep, tp, sp.*"),
-        ("TINY mesh.shape=pp:2,dp:4 pipeline.schedule=1f1c", r"pipeline\.schedule=1f1c: .*; did you mean 1f1b\?.*"),
-        (
-            "TINY mesh.shape=pp:8 pipeline.num_microbatches=8",
-            r"layers=layers has 4 layers, .*: too few for 8 stages\. .*",
-        ),
-        (
-            "TINY mesh.shape=dp:4,fsdp:2 data.batch_size=12",
-            r"data\.batch_size=12 is not divisible by 8 \(fsdp=2 \* dp=4\); use a multiple, or another mesh\.shape",
-        ),
-        ("TINY data.source=/no/such/text", r"data\.source: /no/such/text does not exist; the nearest folder .*"),
-        ("TINY run.folder=/dev/null/run", r"run\.folder=/dev/null/run cannot be written \(Not a directory\); use .*"),
-        ("TINY @/no/such/file", r"@/no/such/file cannot be read: No such file or directory"),
-        ("TINY @binary", r"@binary cannot be read: it is not UTF-8 text"),
-        ("TINY @five @six", r"run\.steps is set twice"),
-        ("TINY --restrat", r"unknown option: --restrat; see flax-mesh --help"),
-        ("TINY -x run.steps=3", r"unknown option: -x; see flax-mesh --help"),
-        ("TINY --step-timeout=0", r"--step-timeout must be more than 0 seconds, got 0"),
-        ("TINY --step-timeout=nan", r"--step-timeout must be more than 0 seconds, got nan"),
-        ("", r"the following arguments are required: RECIPE; see flax-mesh train --help"),
-        ("no/tinny.py", r"recipe no/tinny\.py: no such file.*"),
-        ("TINY:large", r"recipe .*/tiny\.py has no function 'large'; it defines recipe"),
-        ("run.steps=3", r"recipe run\.steps=3: no such file.*"),
-    ],
-)
-def test_a_mistake_is_reported_in_one_line(error_lines, tmp_path, monkeypatch, argv, line):
-    monkeypatch.chdir(tmp_path)  # a command that is not rejected would write there
-    files = {"binary": b"\xff\xfe\x00", "five": b"run.steps=5\n", "six": b"run.steps=6\n"}
-    for name, content in files.items():
-        (tmp_path / name).write_bytes(content)
-    lines = error_lines("train", *argv.replace("TINY", TINY).split())
-    assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
-    assert {path.name for path in tmp_path.iterdir()} == files.keys()
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        ("trian x", r"argument COMMAND: invalid choice: 'trian' .*; see flax-mesh --help"),
-        ("", r"the following arguments are required: COMMAND; see flax-mesh --help"),
-        ("checkpoint", r"the following arguments are required: WHAT; see flax-mesh checkpoint --help"),
-        ("checkpoint list", r"the following arguments are required: DIR; see flax-mesh checkpoint list --help"),
-        ("checkpoint list / --bogus", r"unknown option: --bogus; see flax-mesh --help"),
-        ("checkpoint list / more", r"unexpected arguments: more; see flax-mesh --help"),
-    ],
-)
-def test_an_invalid_command_is_reported_in_one_line(error_lines, argv, line):
-    lines = error_lines(*argv.split())
-    assert len(lines) == 1 and re.fullmatch(line, lines[0]), lines
+# --- mistakes; single ones are those of test_bad_input.py ---
 
 
 def test_all_mistakes_are_reported_at_once(error_lines):
@@ -122,32 +57,23 @@ def test_all_mistakes_are_reported_at_once(error_lines):
         f"model.{name} is not divisible by 4 (tp=4); use a multiple, or another mesh.shape"
         for name in ("num_heads=6", "num_kv_heads=2")
     ]
-    lines = error_lines("train", TINY, "run.stps=3", "run.seed=x", "nonsense", "model.scan=maybe")
-    assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "'nonsense'", "model.scan"]
     for command in (["train"], ["explain"], ["checkpoint", "reshard", "x", "y"], ["schedule", "1f1b", "--measure"]):
-        lines = error_lines(*command, TINY, "run.stps=3", "run.seed=x", "run.steps=0", "model.head_dim=3")
-        assert [line.split()[0] for line in lines] == ["run.stps", "run.seed", "run.steps", "model.head_dim"]
+        lines = error_lines(*command, TINY, "run.stps=3", "run.seed=x", "nonsense", "run.steps=0", "model.head_dim=3")
+        names = ["run.stps", "run.seed", "'nonsense'", "run.steps", "model.head_dim"]
+        assert [line.split()[0] for line in lines] == names
     lines = error_lines("train", TINY, "run.steps=0", "run.platform=npu", "mesh.shape=pp:-1", "model.head_dim=3")
     names = {line.split()[0].split("=")[0] for line in lines}
     assert len(lines) == 4 and names == {"mesh.shape", "model.head_dim", "run.platform", "run.steps"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_a_platform_without_devices_is_reported_in_one_line(platform):
-    argv = ["-m", "flax_mesh.cli", "train", TINY, f"run.platform={platform}"]
+def test_a_platform_without_devices_is_reported_in_one_line():
+    argv = ["-m", "flax_mesh.cli", "train", TINY, "run.platform=tpu"]
     done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == BAD_INPUT
     assert re.fullmatch(
         r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use run\.platform=auto for .*\n", done.stderr
     )
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["x" * 5000, "~no_such_user/x", "/dev/null/x"])
-def test_a_path_that_cannot_exist_is_reported_in_one_line(error_lines, name):
-    for argv in (["train", name], ["train", TINY, f"@{name}"], ["explain", TINY, "--html", name]):
-        assert len(error_lines(*argv)) == 1
 
 
 def test_version_prints_the_versions_of_the_packages(capsys):
@@ -172,6 +98,8 @@ def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
     assert comment == f"# flax-mesh train {TINY} @THIS_FILE"
     assert lines == to_lines(apply_overrides(load_recipe(TINY), changed))
     assert {"run.folder=my runs/a b", "model.axes.batch_axis=dp"} <= set(lines)
+    assert main(["train", TINY, f"@{file}", f"@{file}"]) == BAD_INPUT
+    assert "flax-mesh: run.steps is set twice\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -179,14 +107,9 @@ def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
     [
         ("run.steps=5 run.seed=9", "run.steps=7", "run.steps=7 run.seed=9"),
         # old names and values
-        (
-            "pipeline.residuals=lean",
-            "pipeline.remat=full pipeline.microbatches=2",
-            "pipeline.remat=full pipeline.num_microbatches=2",
-        ),
+        ("pipeline.residuals=lean", "pipeline.remat=full", "pipeline.remat=full"),
         ("pipeline.remat=cheap", "pipeline.residuals=recompute", "pipeline.remat=full"),
         ("pipeline.residuals=store", "pipeline.residuals=recompute", "pipeline.remat=full"),
-        ("pipeline.transport=native", "run.steps=7", "run.steps=7 pipeline.transport=ordered"),
         ("run.steps=7", "pipeline.transport=native", "run.steps=7 pipeline.transport=ordered"),
     ],
 )
@@ -226,7 +149,9 @@ def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, t
     assert "resuming, 2 steps to go" in capsys.readouterr().out
     assert main(argv) == DONE
     assert "Nothing to do." in capsys.readouterr().out
+    before = snapshot(tmp_path / "run")
     assert main([*argv, "--restart"]) == DONE
+    assert snapshot(tmp_path / "run") == before
     argv = printed_command(capsys.readouterr().out, "train on")
     assert f"run.folder={tmp_path / 'run-2'}" in argv and "--restart" not in argv
 
@@ -391,3 +316,43 @@ def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():
                 display.row({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
             assert progress.tasks[0].completed == 104
             assert progress.tasks[0].time_remaining == seconds * 6
+
+
+# --- the cache of compiled programs in the run folder ---
+
+# As a user's process: without the cache that the tests share. Small programs are cached too.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+ENVIRONMENT |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+ENVIRONMENT |= {"JAX_LOG_COMPILES": "1"}
+
+
+def run_process(folder: Path, *settings: str) -> tuple[int, list[float]]:
+    """(how often the compiled step was read, losses) of a run of four steps."""
+    common = [
+        f"data.source={folder.parent / 'squares.txt'}",
+        f"run.folder={folder}",
+        "run.platform=cpu:2",
+        "run.steps=4",
+    ]
+    command = [sys.executable, "-m", "flax_mesh.cli", "train", BIGRAM, *common, "checkpoint.every=2", *settings]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == DONE, done.stderr
+    hits = (done.stdout + done.stderr).count("Persistent compilation cache hit for 'jit_step'")
+    return hits, [row["loss"] for row in rows_of(folder)]
+
+
+@pytest.mark.slow
+def test_runs_that_read_the_programs_compile_damaged_ones_or_have_no_cache_have_the_same_losses(tmp_path):
+    write_text(tmp_path)
+    hits, losses = run_process(tmp_path / "run")
+    assert not hits and len(losses) == 4
+    assert any("jit_step" in file.name for file in (tmp_path / "run" / "compiled").iterdir())
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    for name in ("copy", "damaged"):
+        copy = Path(shutil.copytree(tmp_path / "run", tmp_path / name))
+        for file in (copy / "compiled").iterdir():
+            if name == "damaged":
+                file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        assert run_process(copy, "--allow-changes") == (name == "copy", losses)
+    assert run_process(tmp_path / "none", "run.compilation_cache=false") == (0, losses)
+    assert not (tmp_path / "none" / "compiled").exists()

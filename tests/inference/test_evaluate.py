@@ -94,16 +94,6 @@ def test_a_shorter_window_fits_the_mesh_and_the_kernel():
         assert window_length(DecoderConfig(attention=attention), mesh, 384, most) == expected
 
 
-@pytest.mark.slow
-def test_splash_attention_evaluates_a_short_text(tmp_path):
-    save_run(tmp_path, "model.attention=splash", "data.sequence_length=256", "mesh.shape=fsdp:2")
-    expected = loss_of(
-        open_trained(tmp_path, ["mesh.shape=fsdp:1", "model.attention=xla"]), TOKENS, sequence_length=256
-    )
-    trained = open_trained(tmp_path, ["mesh.shape=fsdp:1"])
-    np.testing.assert_allclose(loss_of(trained, TOKENS, sequence_length=256), expected, rtol=1e-5)
-
-
 def test_bits_and_perplexity_follow_from_the_loss():
     one = Evaluation(10, 10, 2.0)
     assert one.bits_per_byte == 2 / math.log(2) and one.perplexity == math.exp(2)

@@ -29,13 +29,7 @@ class BigramConfig:
     note: str = field(default="", metadata={"changes_result": False})
 
 
-@partitioned(
-    rules=[
-        (r"embed/embedding$", ("vocab", "embed")),
-        (r"head/kernel$", ("embed", "vocab")),
-        (".*", ()),
-    ]
-)
+@partitioned(rules=[(r"embed/embedding$", ("vocab", "embed")), (r"head/kernel$", ("embed", "vocab")), (".*", ())])
 class Bigram(nnx.Module):
     def __init__(self, config: BigramConfig, rngs: nnx.Rngs):
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs)

@@ -1,17 +1,13 @@
 """Runs whose checkpoints cannot be written or read: their output, their exit code, and the files on disk afterwards.
 
-A full disk is simulated by a limit on the file size, set on the running process. A read-only folder is set by its mode,
-in a process without the capability of root to ignore it.
+A full disk is simulated by a limit on the size of files. tests/checkpoint/test_failures.py has the saves alone.
 """
 
-import json
 import os
 import re
 import resource
-import shutil
-import signal
-import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,55 +15,23 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
-from flax_mesh.cli.common import DONE, FAILED, FINDINGS, STOPPED
-from flax_mesh.errors import CheckpointCorruptedError, SaveError
+from flax_mesh.cli.common import DONE, FAILED, FINDINGS
+from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.train import TrainConfig, apply_overrides, train
-from tests.train.bigram import recipe
-from tests.train.support.processes import RECIPE, Run
+from tests.train import bigram
 from tests.train.support.runs import run
-
-ENDLESS = (
-    *("run.steps=1000000", "run.eval_every=0", "run.platform=cpu:1", "mesh.shape=dp:1"),
-    *("model.hidden_size=1024", "checkpoint.every=20"),
-)
-FULL = 2**16  # file size limit in bytes: smaller than the state, larger than the rows of metrics
 
 
 @pytest.fixture
-def endless(start, tmp_path):
-    """`endless(*settings)` starts an endless run that saves every 20 steps."""
-
-    def endless(*settings: str, **kinds: Any) -> Run:
-        given = dict(setting.split("=", 1) for setting in (*ENDLESS, *settings))
-        return start(tmp_path / "run", *(f"{key}={value}" for key, value in given.items()), **kinds)
-
-    return endless
+def settings(text, tmp_path) -> tuple[str, ...]:
+    """A run of 16 steps that saves every 4."""
+    common = ("run.steps=16", "run.eval_every=0", "checkpoint.every=4", "checkpoint.keep=9", "model.hidden_size=256")
+    return f"data.source={text}", f"run.folder={tmp_path / 'run'}", *common
 
 
-def limit_files(run: Run, size: int = resource.RLIM_INFINITY) -> None:
-    resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-
-# Failure -> (how it is caused, how it is repaired, text in the error)
-FAILURES: dict[str, tuple[Callable[[Run], object], Callable[[Run], object], str]] = {
-    "disk full": (lambda run: limit_files(run, FULL), limit_files, "File too large"),
-    "read-only": (lambda x: x.checkpoints.chmod(0o555), lambda x: x.checkpoints.chmod(0o755), "Permission denied"),
-    "folder gone": (
-        lambda run: run.checkpoints.rename(run.folder / "elsewhere"),
-        lambda run: (run.folder / "elsewhere").rename(run.checkpoints),
-        "folder is gone",
-    ),
-}
-# Root may write everywhere, a process without these capabilities may not.
-UNPRIVILEGED = ("setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-dac_override,-dac_read_search")
-
-
-def prefix_of(failure: str) -> tuple[str, ...]:
-    if failure != "read-only" or os.geteuid() != 0:
-        return ()
-    if shutil.which("setpriv") is None:
-        pytest.skip("root can write to a read-only folder, and setpriv is not installed")
-    return UNPRIVILEGED
+@pytest.fixture
+def config(settings) -> TrainConfig:
+    return apply_overrides(bigram.recipe(), settings)
 
 
 def check_valid(folder: Path) -> list[int]:
@@ -77,131 +41,75 @@ def check_valid(folder: Path) -> list[int]:
         return checkpointer.steps()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_checkpoint_that_cannot_be_written_stops_the_run_in_one_line(failure, endless):
-    cause, repair, reason = FAILURES[failure]
-    run = endless(prefix=prefix_of(failure))
-    run.wait_for(lambda: len(run.committed()) >= 2)
-    cause(run)
-    assert run.ended() == FAILED, run.text()
-    if failure != "disk full":  # the limit ended with the process
-        repair(run)
-    steps = check_valid(run.checkpoints)
-    assert len(steps) >= 2
-    usual = re.compile(r"(forecast|mesh|data|model|optimizer|run|note|step)\b")
-    printed = [line for line in run.text().splitlines() if not usual.match(line)]
-    (line,) = printed
-    assert re.match(r"flax-mesh: the checkpoint of step \d+ could not be saved in ", line) and reason in line, line
-    if failure != "folder gone":
-        assert line.endswith(f"the newest checkpoint is of step {steps[-1]}")
-    last = steps[-1]
-    again = endless("run.steps=" + str(last + 5))
-    assert again.ended() == DONE and f"at step {last}; resuming, 5 steps to go" in again.text()
-    assert not again.unfinished()
+# --- checkpoints that cannot be written ---
+
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
+FULL = 2**16  # bytes: smaller than the state, larger than the rows of metrics
+# Failure -> (how it is caused, how it is repaired, text in the error)
+FAILURES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "disk full": (
+        lambda folder: resource.setrlimit(resource.RLIMIT_FSIZE, (FULL, LIMITS[1])),
+        lambda folder: resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS),
+        "File too large",
+    ),
+    "folder gone": (
+        lambda folder: folder.rename(folder.with_name("elsewhere")),
+        lambda folder: folder.with_name("elsewhere").rename(folder),
+        "the folder is gone",
+    ),
+}
+HOOKS: list[Callable[[dict[str, Any]], None]] = []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("failure", FAILURES)
-def test_training_continues_after_a_failed_save_with_on_failure_continue(failure, endless):
-    cause, repair, reason = FAILURES[failure]
-    run = endless("checkpoint.on_failure=continue", prefix=prefix_of(failure))
-    run.wait_for(lambda: len(run.committed()) >= 2)
-    cause(run)
-    run.wait_for(lambda: len(re.findall("^warning: the checkpoint of step", run.text(), re.M)) >= 2)
-    before = check_valid(run.folder / "elsewhere" if failure == "folder gone" else run.checkpoints)
-    repair(run)
-    run.wait_for(lambda: run.committed() and run.committed()[-1] > before[-1])
-    run.process.send_signal(signal.SIGTERM)
-    assert run.ended() == STOPPED
-    assert "Traceback" not in run.text() and "Event loop" not in run.text()
-    for line in re.findall("^warning: .*", run.text(), re.M):
-        assert reason in line and line.endswith("training continues (checkpoint.on_failure)"), line
-    rows = [row["step"] for row in run.rows()]
-    assert rows == list(range(1, rows[-1] + 1)) and check_valid(run.checkpoints)[-1] == rows[-1]
-    assert not run.unfinished()
-
-
-# After a save that fails early, tensorstore raises a second exception per array: `cli` suppresses it, pytest does not.
-ignores_unraisable = pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning"
-)
-
-
-@pytest.mark.slow
-def test_rows_that_cannot_be_written_are_left_out_completely(endless):
-    run = endless("checkpoint.on_failure=continue", "checkpoint.every=1000000")
-    run.wait_for(lambda: len(run.rows()) >= 5)
-    limit_files(run, (run.folder / "metrics.jsonl").stat().st_size + 100)
-    run.wait_for(lambda: "warning: the row of step" in run.text())
-    limit_files(run)
-    run.wait_for(lambda: "metrics are written again" in run.text())
-    run.process.send_signal(signal.SIGTERM)
-    assert run.ended() == STOPPED
-    (lost,) = re.findall(r"rows lost: (\d+)", run.text())
-    steps = [json.loads(line)["step"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == steps[-1] - int(lost) and steps == sorted(set(steps))
-    assert (
-        len(re.findall("^warning: the row of step .*(File too large|No space left).*continues", run.text(), re.M)) == 1
-    )
-
-
-@pytest.mark.slow
-def test_a_full_disk_stops_the_run(endless, tmp_path):
-    """A real file system of 64 MiB, if it can be mounted."""
-    (tmp_path / "run").mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", tmp_path / "run"], capture_output=True, check=False
-    ) if os.geteuid() == 0 and shutil.which("mount") else None  # fmt: skip
-    if mounted is None or mounted.returncode:
-        pytest.skip("no file system can be mounted")
-    try:
-        run = endless("checkpoint.keep=1000000")
-        assert run.ended() == FAILED
-        assert re.search("^flax-mesh: .* could not be .*No space left on device", run.text(), re.M), run.text()[-2000:]
-        assert "Traceback" not in run.text()
-        assert len(check_valid(run.checkpoints)) >= 2
-        assert all(json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines())
-    finally:
-        subprocess.run(["umount", tmp_path / "run"], check=True)
-
-
-# --- in this process ---
+def make_hook(folder: Path, config: TrainConfig, start: int) -> Callable[[dict[str, Any]], None]:
+    """The hook that a test has planned, for `run.hooks`."""
+    return HOOKS[-1]
 
 
 @pytest.fixture
-def config(text, tmp_path) -> TrainConfig:
-    """A run of 12 steps that saves every 4."""
-    settings = (f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.eval_every=0", "checkpoint.every=4")
-    return apply_overrides(recipe(), settings)
+def failure(request, tmp_path) -> Iterator[str]:
+    """Plans a failure from step 6 to step 13, in which the save of step 8 fails. Its value is the text in the error.
+
+    The save of step 4 may still be finished, and that of step 12 may end, during the failure or outside of it.
+    """
+    cause, repair, reason = FAILURES[request.param]
+    folder = tmp_path / "run" / "checkpoints"
+
+    def hook(row: dict[str, Any]) -> None:
+        if row["step"] == 6:
+            while not (folder / "4").exists():
+                time.sleep(0.01)
+            cause(folder)
+        if row["step"] == 13:
+            repair(folder)
+
+    HOOKS.append(hook)
+    yield reason
+    resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
 
 
-def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(config, text, tmp_path, capsys):
-    folder = tmp_path / "run"
-    rows = run(config).rows
-    checkpoints = folder / "checkpoints"
-    assert check_valid(checkpoints) == [4, 8, 12]
-    damage(checkpoints / "12")
-    again = run(config)
-    (warning,) = [line for line in again.lines if line.startswith("warning")]
-    assert re.match(
-        r"warning: the checkpoint of step 12 is damaged and was skipped "
-        r"\(state/_METADATA: \d+ bytes, saved with \d+\); the next save renames it to 12.damaged",
-        warning,
-    )
-    assert again.losses == {row["step"]: row["loss"] for row in rows[8:]}
-    assert sorted(os.listdir(checkpoints)) == ["12", "12.damaged", "4", "8"]
-    for step in check_valid(checkpoints):
-        damage(checkpoints / str(step))
-    metrics = (folder / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointCorruptedError, match="contains 3 checkpoints, and none is valid"):
-        train(config)
-    argv = ["train", str(RECIPE), f"data.source={text}", f"run.folder={folder}", "run.eval_every=0"]
-    assert main(argv) == FINDINGS
-    error = capsys.readouterr().err
-    assert error.startswith("flax-mesh: ") and "none is valid" in error and "Traceback" not in error
-    assert sorted(os.listdir(checkpoints)) == ["12", "12.damaged", "4", "8"]
-    assert (folder / "metrics.jsonl").read_bytes() == metrics  # nothing was started
+# After a save that fails early, tensorstore raises a second exception per array: `cli` suppresses it, pytest does not.
+@pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("failure", FAILURES, indirect=True)
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_one_line_or_is_a_warning(
+    failure, on_failure, settings, tmp_path, capsys
+):
+    more = (f"run.hooks={__name__}.make_hook", f"checkpoint.on_failure={on_failure}")
+    code, printed = main(["train", bigram.__file__, *settings, *more]), capsys.readouterr()
+    problem = rf"the checkpoint of step (4|8|12) could not be saved in .*{failure}.*"
+    folder = tmp_path / "run" / "checkpoints"
+    if on_failure == "stop":
+        assert code == FAILED and re.fullmatch(f"flax-mesh: {problem}\n", printed.err)
+        assert not {"8", "12", "16"} & {*os.listdir(folder if folder.exists() else folder.with_name("elsewhere"))}
+        return
+    assert code == DONE and {16} <= {*check_valid(folder)} <= {4, 12, 16}
+    warnings = [line for line in printed.out.splitlines() if line.startswith("warning")]
+    assert any("step 8" in line for line in warnings)
+    assert all(re.fullmatch(rf"warning: {problem}; training continues \(checkpoint.on_failure\)", w) for w in warnings)
+
+
+# --- checkpoints that cannot be read ---
 
 
 def damage(step: Path) -> None:
@@ -209,32 +117,29 @@ def damage(step: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-@ignores_unraisable
-def test_an_exception_in_the_loop_is_not_hidden_by_a_failed_save(config, tmp_path):
-    def interrupt(row):
-        if row["step"] == 5:  # the save of step 4 is in progress or finished
-            (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
-            raise ZeroDivisionError("in step 5")
-
-    with pytest.raises(ZeroDivisionError, match="in step 5") as error:
-        train(config, hooks=[interrupt])
-    (note,) = error.value.__notes__
-    assert note.startswith("the checkpoint of step 4 could not be saved") and note.endswith("no checkpoint exists")
-
-
-@ignores_unraisable
-def test_a_removed_checkpoint_folder_is_not_recreated(config, tmp_path):
-    config = apply_overrides(config, ["checkpoint.on_failure=continue"])
-    printed = []
-
-    def remove(row):
-        if row["step"] == 6:
-            (tmp_path / "run" / "checkpoints").rename(tmp_path / "elsewhere")
-
-    with pytest.raises(SaveError, match=r"step 12 could not be saved in .*: the folder is gone; "):
-        train(config, say=printed.append, hooks=[remove])
-    assert any("checkpoint of step 8 could not be saved" in line and "continues" in line for line in printed)
-    with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-        assert {8, 12}.isdisjoint(
-            checkpointer.steps()
-        )  # the save of step 4, if it was in progress, may have created a folder
+def test_a_damaged_checkpoint_is_skipped_and_exit_code_3_if_all_are_damaged(config, settings, tmp_path, capsys):
+    folder = tmp_path / "run"
+    rows = run(config).rows
+    checkpoints = folder / "checkpoints"
+    assert check_valid(checkpoints) == [4, 8, 12, 16]
+    damage(checkpoints / "16")
+    again = run(config)
+    (warning,) = [line for line in again.lines if line.startswith("warning")]
+    assert re.match(
+        r"warning: the checkpoint of step 16 is damaged and was skipped "
+        r"\(state/_METADATA: \d+ bytes, saved with \d+\); the next save renames it to 16.damaged",
+        warning,
+    )
+    assert again.losses == {row["step"]: row["loss"] for row in rows[12:]}
+    found = ["12", "16", "16.damaged", "4", "8"]
+    assert sorted(os.listdir(checkpoints)) == found
+    for step in check_valid(checkpoints):
+        damage(checkpoints / str(step))
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointCorruptedError, match="contains 4 checkpoints, and none is valid"):
+        train(config)
+    assert main(["train", bigram.__file__, *settings]) == FINDINGS
+    error = capsys.readouterr().err
+    assert error.startswith("flax-mesh: ") and "none is valid" in error and "Traceback" not in error
+    assert sorted(os.listdir(checkpoints)) == found
+    assert (folder / "metrics.jsonl").read_bytes() == metrics  # nothing was started

@@ -28,65 +28,32 @@ from tests.train.data import own_recipe
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
-# --- settings, of recipes/tiny.py ---
+# --- settings, of recipes/tiny.py; values outside of the limits of single ones are in tests/test_settings.py ---
 
 SETTINGS: list[tuple[str, str]] = [
-    ("run.steps=0", "run.steps must be at least 1, got 0"),
-    ("checkpoint.keep=0", "checkpoint.keep must be at least 1, got 0"),
-    ("run.seed=-1", "run.seed must be at least 0, got -1"),
     ("run.seed=4294967296", "run.seed must be below 4294967296, got 4294967296"),
     ("run.platform=npu", r"run.platform must be auto, cpu, cpu:N \(N devices\), gpu or tpu, got 'npu'"),
-    ("run.platform=cuda", "run.platform must be .*got 'cuda'"),
     ("run.platform=cpu:0", "run.platform must be .*got 'cpu:0'"),
-    ("run.platform=gpu:2", "run.platform must be .*got 'gpu:2'"),
     ("run.folder=", "run.folder is empty; name a folder, such as runs/default"),
-    ("run.folder=~no_such_user/x", "run.folder names a user without a home folder"),
-    (f"run.folder={'x' * 5000}", "run.folder is too long for a path: 5000 bytes"),
     ("run.hardware=nothing.toml", r"run.hardware: nothing.toml: no such file; it must be a TOML file"),
     (f"run.hardware={TINY}", r"run.hardware: .*tiny.py is not a TOML file: "),
-    ("run.on_nonfinite=ignore", "run.on_nonfinite must be one of stop, skip, continue, got 'ignore'"),
-    ("run.spike_factor=1", "run.spike_factor must be above 1, or 0 for no limit, got 1.0"),
     ("run.spike_factor=nan", "run.spike_factor must be above 1 and finite, or 0 for no limit, got nan"),
-    (f"checkpoint.start_from={'x' * 5000}", "checkpoint.start_from is too long for a path: 5000 bytes"),
-    ("checkpoint.start_from=~no_such_user/x", "checkpoint.start_from names a user without a home folder"),
     ("mesh.shape=pp:-1", "mesh.shape=pp:-1 leaves the size of pp to the number of devices; set it"),
     ("mesh.shape=dp:two", r"mesh.shape: .*'dp:two' is malformed"),
     ("mesh.shape=dp:-1,tp:-1", r"mesh.shape: .*only one size can be -1"),
     ("mesh.rules=fdsp+tp", "mesh.rules: 'fdsp' is not a mesh axis; use dp, fsdp, ep, tp, sp, joined by"),
     ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
     ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
-    ("pipeline.remat=keep", "pipeline.remat must be one of none, cheap, full, got 'keep'"),
-    ("pipeline.check=sometimes", "pipeline.check must be one of auto, always, never, got 'sometimes'"),
-    ("pipeline.transport=nccl", "pipeline.transport must be one of auto, server, ordered, got 'nccl'"),
-    ("model.rope_theta=nan", "model.rope_theta must be above 0 and finite, got nan"),
     ("model.head_dim=3", "model.head_dim must be even for rotary positions, got 3"),
     ("model.axes.batch_axis=nope", "model.axes.batch_axis: 'nope' is not a mesh axis; use dp, fsdp, .* or none"),
     ("model.axes.head_axis=tp,pp", "model.axes.head_axis: 'pp' is not a mesh axis"),
-    ("data.batch_size=0", "data.batch_size must be at least 1, got 0"),
-    ("data.batch_size=-2", "data.batch_size must be at least 1, got -2"),
-    ("data.sequence_length=0", "data.sequence_length must be at least 1, got 0"),
-    ("data.held_out=0.0", "data.held_out must be above 0, got 0.0"),
-    ("data.held_out=1.0", "data.held_out must be below 1, got 1.0"),
-    ("data.held_out=nan", "data.held_out must be .* got nan"),
-    ("data.bin_dtype=int8", "data.bin_dtype must be one of uint16, uint32, got 'int8'"),
-    ("data.seed=-1", "data.seed must be at least 0, got -1"),
     ("data.source=", "data.source must be 'stdlib', a file, a folder or a glob; got an empty string"),
-    ("data.source=~no_such_user/x", "data.source names a user without a home folder, '~no_such_user'"),
-    (f"data.source={'x/' * 2500}", "data.source is too long for a path: 5000 bytes, at most 4095 are possible"),
-    ("data.source=a\0b", "data.source contains a null byte"),
-    ("optimizer.learning_rate=nan", "optimizer.learning_rate must be at least 0 and finite, got nan"),
-    ("optimizer.clip_norm=0", "optimizer.clip_norm must be above 0, or inf for no clipping, got 0.0"),
-    ("optimizer.b1=2", "optimizer.b1 must be below 1, got 2.0"),
-    ("optimizer.memory=hbm", r"optimizer\.memory must be one of device, pinned_host, got 'hbm'"),
     ("optimizer.warmup_steps=200", "optimizer.warmup_steps=200 must be below optimizer.decay_steps=150"),
     ("optimizer.decay_start=500", "optimizer.decay_start=500 has no effect with optimizer.schedule=cosine, only with"),
     ("optimizer.shard_over=dp,data", "optimizer.shard_over: 'data' is not a mesh axis; use dp, fsdp, ep"),
     ("optimizer.shard_over=dp,fsdp,dp", "optimizer.shard_over=dp,fsdp,dp has dp twice; remove one"),
     ("optimizer.groups=embed", "optimizer.groups: 'embed' has no words; write PATTERN WORDS"),
     ("optimizer.groups=a learning_rate=0.1", "optimizer.groups: 'learning_rate=0.1' of 'a' is neither frozen"),
-    ("optimizer.groups=a learning_rate*-1", "optimizer.groups: "),
-    ("optimizer.groups=a weight_decay*x", "optimizer.groups: "),
-    ("optimizer.groups=a learning_rate*inf", "optimizer.groups: "),
     ("optimizer.groups=a frozen learning_rate*2", "optimizer.groups: 'a' is frozen, so its factors have no effect"),
     ("optimizer.groups=a learning_rate*2 learning_rate*3", r"optimizer.groups: 'a' has 'learning_rate\*3' twice"),
     ("optimizer.groups=( frozen", r"optimizer.groups: '\(' must be a regular expression, but missing \)"),
@@ -104,6 +71,8 @@ def test_an_invalid_value_is_reported_in_one_line(setting: str, problem: str):
     assert len(found) == 1 and re.match(problem, found[0]) and "\n" not in found[0], found
 
 
+MUON = "optimizer.name=muon"
+WSD = "optimizer.decay_start={} must be at least optimizer.warmup_steps=20 and below"
 SEVERAL: list[tuple[tuple[str, ...], list[str]]] = [
     (
         ("run.steps=0", "run.compiler_options=fast,xla_a=1,--xla_b=2,xla_a=3"),
@@ -115,41 +84,30 @@ SEVERAL: list[tuple[tuple[str, ...], list[str]]] = [
         ],
     ),
     (("optimizer.groups=a learning_rate*-1; b weight_decay*x; c learning_rate*inf",), ["optimizer.groups: "] * 3),
-    *(
-        (("optimizer.name=muon", f"optimizer.matrices={text}"), [f"optimizer.matrices: {problem}"])
-        for text, problem in (
-            ("a 0>0", "'0>0' of 'a' must be input and output dims"),
-            ("a 0", "'0' of 'a' must be input and output dims"),
-            ("(", "'(' must be a regular expression"),
-        )
-    ),
+    ((MUON, "optimizer.matrices=a 0>0"), ["optimizer.matrices: '0>0' of 'a' must be input and output dims"]),
+    ((MUON, "optimizer.matrices=a 0"), ["optimizer.matrices: '0' of 'a' must be input and output dims"]),
+    ((MUON, "optimizer.matrices=("), ["optimizer.matrices: '(' must be a regular expression"]),
     (
-        (
-            *("optimizer.name=sgd", "optimizer.b1=0.5", "optimizer.epsilon=1e-6", "optimizer.momentum=0"),
-            "optimizer.moment_dtype=float32",
-        ),
+        ("optimizer.name=sgd", "optimizer.b1=0.5", "optimizer.momentum=0", "optimizer.moment_dtype=float32"),
         [
             "optimizer.b1=0.5 has no effect with optimizer.name=sgd, only with adamw or muon; remove it",
-            "optimizer.epsilon=1e-06 has no effect with optimizer.name=sgd, only with adamw or muon; remove it",
             "optimizer.moment_dtype=float32 has no effect with optimizer.name=sgd without momentum; remove it, or",
         ],
     ),
     (
-        ("optimizer.name=adafactor", "optimizer.b2=0.9", "optimizer.moment_dtype=bfloat16"),
+        ("optimizer.name=adafactor", "optimizer.epsilon=1e-6", "optimizer.b2=0.9"),
         [
             "optimizer.b2=0.9 has no effect with optimizer.name=adafactor, only with adamw or muon; remove it",
-            "optimizer.moment_dtype=bfloat16 has no effect with optimizer.name=adafactor without momentum; remove",
+            "optimizer.epsilon=1e-06 has no effect with optimizer.name=adafactor, only with adamw or muon; remove it",
         ],
+    ),
+    (
+        ("optimizer.name=adafactor", "optimizer.moment_dtype=bfloat16"),
+        ["optimizer.moment_dtype=bfloat16 has no effect"],
     ),
     (("optimizer.name=adafactor", "optimizer.momentum=0.9", "optimizer.moment_dtype=bfloat16"), []),
     (("optimizer.name=sgd", "optimizer.moment_dtype=bfloat16"), []),
-    *(
-        (
-            ("optimizer.schedule=wsd", f"optimizer.decay_start={start}"),
-            [f"optimizer.decay_start={start} must be at least optimizer.warmup_steps=20 and below"],
-        )
-        for start in (19, 150)
-    ),
+    *((("optimizer.schedule=wsd", f"optimizer.decay_start={start}"), [WSD.format(start)]) for start in (19, 150)),
 ]
 
 
@@ -175,7 +133,6 @@ ON_DEVICES: list[tuple[tuple[str, ...], str]] = [
     (("mesh.shape=tp:8", "model.vocab_size=257"), r"head/kernel: dim 1 has size 257, not divisible by 8"),
     (("run.compiler_options=xla_fast=true",), r"^run.compiler_options: xla_fast=true is refused"),
     (("checkpoint.best_metric=accuracy",), "best_metric=accuracy is in no row of metrics, which have loss"),
-    (("checkpoint.keep_best=1", "run.eval_every=0"), "best_metric=eval_loss is in no row .*run.eval_every"),
     (("run.profile=20",), r"^run.profile=20 records the steps 3 to 22, but run.steps=12 ends before that"),
     (("run.hooks=tensorbord",), r"^run.hooks: 'tensorbord' must be tensorboard, or .* did you mean tensorboard\?"),
     (("run.hooks=no.such.module",), r"^run.hooks: 'no.such.module' cannot be .* is no module 'no.such'. Install"),
@@ -185,7 +142,6 @@ ON_DEVICES: list[tuple[tuple[str, ...], str]] = [
     (("run.hooks=os.getcwd",), r"^run.hooks=os.getcwd: it must be callable with the .*\(folder, config, start\)"),
     (("run.hooks=a,b",), r"^run.hooks: 'a' must be .*\nrun.hooks: 'b' must be"),
     (("run.hooks=.x",), r"^run.hooks: '.x' must be tensorboard"),
-    (("run.hooks=..x",), r"^run.hooks: '..x' cannot be imported"),
 ]
 
 
@@ -198,7 +154,6 @@ def test_settings_that_do_not_fit_stop_before_anything_is_compiled_or_written(se
     assert not (tmp_path / "run").exists()
 
 
-MUON = "optimizer.name=muon"
 PATTERNS: list[tuple[tuple[str, ...], str]] = [
     (("optimizer.groups=nothing weight_decay*0",), r"^optimizer.groups: no trained parameter has 'nothing' in "),
     (("optimizer.groups=nothing frozen",), r"^optimizer.groups: no variable of the model has 'nothing' in its "),
@@ -303,7 +258,6 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("loss_fn", lambda model, batch: model(batch["inputs"]), rf"{LOSS_FORMS} f32\[8,32,256\]\."),
     ("loss_fn", lambda model: 1, WITH_ARGUMENTS + " .model, batch."),
     ("loss_fn", lambda model, batch: batch["labels"], "KeyError: 'labels'"),
-    ("loss_fn", lambda model, batch: bool(batch["inputs"].sum()), "TracerBoolConversionError"),
     ("loss_fn", lambda model, batch: sys.exit(0), "SystemExit: 0"),
     ("loss_fn", lambda model, batch: 1 / (not model.dropout.deterministic), "ZeroDivisionError"),
     *(("loss_fn", loss_with(metrics), f"metrics of loss_fn {problem}") for metrics, problem in ROW_METRICS),
@@ -311,16 +265,13 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("make_model", lambda config, rngs: None, "it must return an nnx.Module, got NoneType"),
     ("make_model", lambda config: None, WITH_ARGUMENTS + " .config, rngs."),
     ("flops_per_token", lambda model, count, length: None, "it must return a number"),
-    ("flops_per_token", lambda model, count, length: model.x, "AttributeError"),
     ("make_optimizer", lambda config, given: 3, "it must return an"),
-    ("make_optimizer", lambda config: None, WITH_ARGUMENTS),
     ("make_optimizer", lambda config, given: 1 / 0, "ZeroDivisionError"),
     ("make_schedule", lambda config: 3, r"it must return a function of the step .* got int"),
     ("make_schedule", lambda config: jnp.atleast_1d, "a function that returns the shape"),
     ("wrt", 3, "wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got 3"),
     ("wrt", (nnx.Param, 3), "wrt must be a filter of NNX, .* got .*, 3.$"),
     ("wrt", ..., "wrt=... selects all variables, also the counts of random streams, .* such as nnx.Param$"),
-    ("wrt", True, "wrt=True selects all variables"),
     ("wrt", lambda path: True, WITH_ARGUMENTS + " .path, variable."),
     ("wrt", [nnx.LoRAParam, lambda: True], rf"wrt: .*{PLACE}{WITH_ARGUMENTS}"),
     ("wrt", lambda path, variable: {}["x"], "KeyError: 'x'"),
@@ -333,7 +284,6 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("make_batches", lambda: None, WITH_ARGUMENTS + " .config."),
     ("make_batches", lambda config: None, "must return a function of the step, or an iterator .*, got NoneType"),
     ("make_batches", lambda config: iter([1]), "got list_iterator, which has no get_state and no set_state"),
-    ("make_batches", lambda config: config.nothing, "AttributeError"),
     ("make_batches", lambda config: lambda step: {}["x"], "batch 0: .*KeyError: 'x'"),
     ("make_batches", UNKNOWN, "^make_batches: it must return a function of"),
     ("make_batches", Forgets, r"after set_state\(get_state\(\)\) the iterator returns another batch"),
@@ -357,8 +307,6 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("eval_fns", {"a": numbers(3.0)}, r"eval_fns\['a'\]: .*must return a dict of real numbers, got float"),
     ("eval_fns", {"a": numbers({"b/c": 1})}, "got the name 'b/c'; a name must be text without '/'"),
     ("eval_fns", {"a": numbers({"b": "high"})}, "got 'b' of type str; convert it by float"),
-    ("eval_fns", {"a": numbers({"b": True})}, "got 'b' of type bool"),
-    ("eval_fns", {"a": numbers({"b": 1j})}, "got 'b' of type complex"),
     ("eval_fns", {"a": numbers({"b": np.zeros(3)})}, "got 'b' of type ndarray"),
     ("eval_fns", {"a": lambda config, evaluate: {}["x"]}, rf"eval_fns\['a'\]: .*{PLACE}KeyError: 'x'"),
     ("eval_fns", {"a": evaluated({"inputs": [1]})}, "'inputs/0' must be a numpy array"),
@@ -399,6 +347,7 @@ def test_a_wrong_function_is_one_line_with_its_place_before_the_run_has_a_folder
     error = str(caught.value)
     assert len(caught.value.problems) == 1 and error.startswith(name) and ": : " not in error, error
     assert re.search(problem, error), error
+    assert problem != "KeyError: 'labels'" or isinstance(caught.value.__cause__, KeyError)
     if callable(value) and name != "sample" and value is not UNKNOWN and "must fit int32" not in error:
         place = re.search(r"test_mistakes\.py, line (\d+): ", error)
         of_class = value if isinstance(value, type) else Ends
@@ -407,29 +356,32 @@ def test_a_wrong_function_is_one_line_with_its_place_before_the_run_has_a_folder
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("metrics", ROW_METRICS, ids=["names", "numbers"])
-@pytest.mark.slow
-def test_a_wrong_function_of_a_pipeline_is_one_line_too(metrics, tmp_path):
-    def loss(model: Any, batch: Any) -> Any:
-        loss_sum, weight = next_token_loss(model, batch)[:2]
-        return loss_sum, weight, metrics[0](loss_sum)
+def pipeline_loss_with(metrics: Any) -> Any:
+    return lambda model, batch: (*next_token_loss(model, batch)[:2], metrics(jnp.float32(0)))
 
-    tokens = np.zeros((6, 16), np.int32)
-    rows = {"a": evaluated({"inputs": tokens, "targets": tokens})}
-    wrongs: list[tuple[dict[str, Any], str]] = [
-        ({"loss_fn": loss}, rf"^loss_fn: .*{PLACE}metrics of loss_fn {metrics[1]}"),
-        ({"wrt": ...}, "^wrt=... selects all variables"),
-        (
-            {"make_batches": own_recipe.token_batches, "eval_fns": {"a": evaluated({"inputs": TOKENS})}},
-            "next_token_loss takes a batch with .* got .*inputs.: .i32.4,32",
-        ),
-        (
-            {"make_batches": own_recipe.token_batches, "eval_fns": rows},
-            r"6 rows is not divisible by 4 \(dp=2 \* pipeline\.num_microbatches=2\)",
-        ),
-    ]
-    for functions, problem in wrongs:
-        settings = [*own_recipe.MESHES["pp"], "run.eval_every=2"]
-        config = apply_overrides(replace(own_recipe.recipe(), **functions), settings)
-        with pytest.raises(ConfigError, match=problem):
-            build_program(config)
+
+SIX_ROWS = np.zeros((6, 16), np.int32)
+OF_PIPELINES: list[tuple[dict[str, Any], str]] = [
+    ({"loss_fn": lambda model, batch: {}["a"]}, rf"^loss_fn: .*{PLACE}KeyError: 'a'"),
+    *(
+        ({"loss_fn": pipeline_loss_with(metrics)}, rf"^loss_fn: .*{PLACE}metrics of loss_fn {problem}")
+        for metrics, problem in ROW_METRICS
+    ),
+    ({"wrt": ...}, "^wrt=... selects all variables"),
+    (
+        {"eval_fns": {"a": evaluated({"inputs": TOKENS})}},
+        "next_token_loss takes a batch with .* got .*inputs.: .i32.4,32",
+    ),
+    (
+        {"eval_fns": {"a": evaluated({"inputs": SIX_ROWS, "targets": SIX_ROWS})}},
+        r"6 rows is not divisible by 4 \(dp=2 \* pipeline\.num_microbatches=2\)",
+    ),
+]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("functions", "problem"), OF_PIPELINES, ids=range(len(OF_PIPELINES)))
+def test_a_wrong_function_of_a_pipeline_is_one_line_too(functions, problem):
+    recipe = replace(own_recipe.recipe(), make_batches=own_recipe.token_batches, **functions)
+    with pytest.raises(ConfigError, match=problem):
+        build_program(apply_overrides(recipe, [*own_recipe.MESHES["pp"], "run.eval_every=2"]))

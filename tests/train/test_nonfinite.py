@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.metrics import LEAST, MOST_SKIPPED, WINDOW, StepCheck
 from tests.train import bigram
-from tests.train.bigram import count_compilations, write_text
-from tests.train.support.runs import checkpoints, rows_of, run, state_of
+from tests.train.bigram import write_text
+from tests.train.support.runs import checkpoints, rows_of, run
 
 BAD = "Z"  # a letter that occurs in no other line of the text
 
@@ -105,32 +104,6 @@ def test_a_skipped_step_is_counted_and_changes_nothing(skipping):
     # The learning rate is that of the optimizer's count, which is the number of updates.
     rates = [row["learning_rate"] for row in rows]
     assert rates[bad - 1] == rates[bad] and len({*rates}) == len(rates) - 1
-
-
-@pytest.mark.slow
-def test_a_run_that_skips_resumes_bit_for_bit_before_at_and_after_the_skipped_step(config, skipping, tmp_path, capsys):
-    rows, _, bad = skipping
-    for stop in (bad - 1, bad, bad + 1, 40):
-        run(config("run.on_nonfinite=skip", f"run.steps={stop}", "checkpoint.keep=10"))
-    resumed = rows_of(tmp_path / "run")
-    assert [row["resumed_from"] for row in resumed if "resumed_from" in row] == [bad - 1, bad, bad + 1]
-    assert numbers(resumed) == numbers(rows)
-    saved = Checkpointer(tmp_path / "run" / "checkpoints").metadata(bad)
-    assert saved["finite"] and saved["data"]["position"] == bad and np.isinf(saved["metrics"]["loss"])
-    before, at, after = (state_of(tmp_path / "run", step) for step in (bad - 1, bad, bad + 1))
-    assert before == at
-    assert {"optimizer/step", "model/embed/embedding", "model/mean"} <= {path for path in at if at[path] != after[path]}
-
-
-@pytest.mark.slow
-def test_skipping_compiles_nothing_more(config):
-    counts = []
-    for settings in (["stop"], ["skip"], ["skip", "run.spike_factor=3"]):
-        changed = [f"run.on_nonfinite={settings[0]}", *settings[1:], "run.steps=6", "checkpoint.every=100"]
-        with count_compilations() as compiled:
-            run(apply_overrides(config(*changed), [f"run.folder={config().run.folder}-{len(counts)}"]))
-        counts.append(len(compiled))
-    assert counts[0] == counts[1] == counts[2]
 
 
 def test_a_run_that_continues_keeps_the_newest_finite_checkpoint(config, skipping, tmp_path, capsys):

@@ -31,14 +31,9 @@ LAYOUTS = {
     "pipeline, scan": ("mesh.shape=pp:2,fsdp:2", "model.scan=true"),
 }
 OTHERS = {
-    "muon": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=muon", "optimizer.moment_dtype=bfloat16"),
-    "adafactor": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=adafactor", "optimizer.momentum=0.9"),
-    "adafactor, plain": ("mesh.shape=fsdp:4", "optimizer.name=adafactor", "optimizer.momentum=0.9"),
-    "sgd, frozen": (
-        *("mesh.shape=pp:2,fsdp:2", "optimizer.name=sgd"),
-        "optimizer.groups=embed frozen; norm learning_rate*0.5",
-    ),
-    "average": ("mesh.shape=pp:2,fsdp:2", "optimizer.ema=0.9"),
+    "muon": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=muon", "optimizer.moment_dtype=bfloat16", "optimizer.ema=0.9"),
+    "adafactor": ("mesh.shape=fsdp:4", "optimizer.name=adafactor", "optimizer.momentum=0.9"),
+    "frozen": ("mesh.shape=pp:2,fsdp:2", "optimizer.name=sgd", "optimizer.groups=embed frozen"),
 }
 
 
@@ -85,17 +80,6 @@ def test_moments_are_in_the_memory_of_the_host_between_steps_and_results_do_not_
         assert found == expected and evaluated == expected_evaluated
     for one, other in zip(found, expected, strict=True):
         assert {k: float(v) for k, v in one.items()} == pytest.approx({k: float(v) for k, v in other.items()}, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_a_refused_update_leaves_the_moments_as_they_are(tmp_path):
-    program = program_of(tmp_path, *LAYOUTS["scan, skip"], HOST)
-    state, _ = program.step(program.init(), batch_of(program))
-    before = [np.asarray(x) for x in state.leaves if is_on_host(x)]
-    state, metrics = program.step(state, batch_of(program), (0.0, 0.0))
-    assert metrics["skipped"] == 1
-    for x, y in zip(before, filter(is_on_host, state.leaves), strict=True):
-        np.testing.assert_array_equal(x, np.asarray(y))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.train import PipelineConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train import RunConfig, TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.overrides import Change, changes, current_settings, flat_fields, to_lines, to_texts
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
@@ -96,19 +96,15 @@ def test_an_override_becomes_a_value_of_the_field_s_type(key):
     ("setting", "problem"),
     [
         ("model.count=many", "model.count must be an integer, got 'many'"),
-        ("model.count=1.5", "model.count must be an integer, got '1.5'"),
         ("model.rate=fast", "model.rate must be a number, got 'fast'"),
         ("model.flag=1", "model.flag must be true or false, got '1'"),
         ("model.maybe=x", "model.maybe must be an integer or none, got 'x'"),
         ("model.mixed=x", "model.mixed must be an integer or a number, got 'x'"),
         ("model.names=a", "model.names must be values joined by commas, got 'a'"),
         ("model.inner.sizes=1,b", "model.inner.sizes must be values joined by commas, got '1,b'"),
-        ("run.steps=", "run.steps must be an integer, got ''"),
         ("run.lr=3e-4", "run.lr is not a setting; did you mean optimizer.learning_rate?"),
-        ("optimizer.lr=3e-4", "optimizer.lr is not a setting; did you mean optimizer.learning_rate?"),
         ("wd=0", "wd is not a setting; did you mean optimizer.weight_decay?"),
         ("batch_size=3", "batch_size is not a setting; did you mean data.batch_size?"),
-        ("optimizer.learnig_rate=3", "optimizer.learnig_rate is not a setting; did you mean optimizer.learning_rate?"),
         ("run.stepz=3", "run.stepz is not a setting; did you mean run.steps?"),
         ("steps=3", "steps is not a setting; did you mean run.steps?"),
         ("model.iner.name=x", "model.iner.name is not a setting; did you mean model.inner.name?"),
@@ -118,16 +114,6 @@ def test_an_override_becomes_a_value_of_the_field_s_type(key):
 )
 def test_a_wrong_override_is_one_line_that_names_the_setting(setting, problem):
     assert problems_of(config_of(Model()), setting) == [problem]
-
-
-def test_all_mistakes_are_in_one_error_in_order_one_line_each():
-    wrong = ["run.stps=3", "model.count=x", "nonsense", "run.seed=1", "run.seed=2", "model.rate=y"]
-    with pytest.raises(ConfigError) as caught:
-        apply_overrides(config_of(Model()), wrong)
-    problems = caught.value.problems
-    starts = ["run.stps ", "model.count ", "'nonsense' ", "run.seed is set twice", "model.rate "]
-    assert all(line.startswith(start) for line, start in zip(problems, starts, strict=True))
-    assert str(caught.value).splitlines() == problems
 
 
 def test_a_field_without_text_form_can_be_set_by_the_recipe_only():
@@ -222,31 +208,36 @@ def test_changes_lists_differences_and_whether_they_change_the_result():
 # --- names and values of the first version ---
 
 
-@pytest.mark.parametrize(("old", "current"), [("store", "none"), ("lean", "cheap"), ("recompute", "full")])
-def test_old_names_and_values_are_read_as_the_renamed_ones(old, current):
-    words = ["pipeline.microbatches=4", "pipeline.virtual=2", f"pipeline.residuals={old}"]
-    config = apply_overrides(config_of(Model()), words)
-    assert config.pipeline == PipelineConfig(num_microbatches=4, num_virtual_stages=2, remat=current)
-    lines = {"pipeline.num_microbatches=4", "pipeline.num_virtual_stages=2", f"pipeline.remat={current}"}
-    assert {*to_lines(config)} >= lines and not {*to_lines(config)} & {*words}
+@pytest.mark.parametrize(
+    ("words", "current"),
+    [
+        ("residuals=store", "remat=none"),
+        ("residuals=lean", "remat=cheap"),
+        ("residuals=recompute", "remat=full"),
+        ("microbatches=4", "num_microbatches=4"),
+        ("virtual=2", "num_virtual_stages=2"),
+        ("transport=native", "transport=ordered"),
+    ],
+)
+def test_old_names_and_values_are_read_as_the_renamed_ones(words, current):
+    old, new = f"pipeline.{words}", f"pipeline.{current}"
+    config = apply_overrides(config_of(Model()), [old])
+    assert config.pipeline == apply_overrides(config_of(Model()), [new]).pipeline
+    lines = to_lines(config)
+    assert new in lines and old not in lines
+    (old_key, old_value), (new_key, new_value) = old.split("="), new.split("=")
     saved = to_texts(config)
-    assert changes({**saved, "pipeline.residuals": old, "pipeline.remat": current}, config) == []
-    del saved["pipeline.remat"]
-    assert changes({**saved, "pipeline.residuals": old}, config) == []
+    others = {key: value for key, value in saved.items() if key != new_key}
+    assert saved[new_key] == new_value
+    assert changes({**saved, old_key: old_value}, config) == changes({**others, old_key: old_value}, config) == []
+    assert current_settings({old_key: old_value}) == {new_key: new_value}
 
 
-def test_the_old_value_of_a_setting_with_the_same_name_is_read_as_the_present_one():
+def test_a_setting_that_was_renamed_is_compared_and_may_be_set_once():
     config = apply_overrides(config_of(Model()), ["pipeline.transport=native"])
-    assert config.pipeline.transport == "ordered"
-    saved = to_texts(config)
-    assert saved["pipeline.transport"] == "ordered" and "pipeline.transport=ordered" in to_lines(config)
-    assert changes({**saved, "pipeline.transport": "native"}, config) == []
-    assert changes({**saved, "pipeline.transport": "server"}, config) == [
+    assert changes(to_texts(config) | {"pipeline.transport": "server"}, config) == [
         Change("pipeline.transport", "server", "ordered", False)
     ]
-    assert current_settings({"pipeline.transport": "native"}) == {"pipeline.transport": "ordered"}
-    for value in ("auto", "server", "ordered"):
-        assert apply_overrides(config_of(Model()), [f"pipeline.transport={value}"]).pipeline.transport == value
     twice = ["pipeline.transport=native", "pipeline.transport=ordered"]
     assert problems_of(config_of(Model()), *twice) == ["pipeline.transport is set twice"]
 

@@ -100,8 +100,8 @@ def test_trace_and_measure_require_a_pipeline(tmp_path, text):
 
 @pytest.mark.slow
 def test_costs_of_a_recipe_are_measured(tmp_path, text):
-    measured = measure_recipe(config_of(tmp_path, text, "mesh.shape=pp:2,fsdp:4", "pipeline.schedule=interleaved-1f1b",
-                                        "model.num_layers=4"))  # fmt: skip
+    settings = ("mesh.shape=pp:2,fsdp:4", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4")
+    measured = measure_recipe(config_of(tmp_path, text, *settings))
     assert (measured.num_groups, measured.num_microbatches, len(measured.costs)) == (2, 4, 4)
     assert all(cost.forward > 0 and cost.weights > 0 for cost in measured.costs)
 
@@ -122,9 +122,7 @@ def said(lines):
 def test_a_run_searches_after_three_steps_and_resumed_runs_take_the_file_and_have_the_same_bits(tmp_path, text):
     once = run(config_of(tmp_path / "once", text, *SEARCH, "run.steps=6"))
     (line,) = said(once.lines)
-    assert re.match(
-        r"schedule: searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the first", line
-    )
+    assert re.match(r"schedule: searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the f", line)
     schedule = read_schedule(str(tmp_path / "once" / "schedule.txt"))
     check_schedule(schedule, 2)
     assert schedule.name == "searched" and schedule.splits_backward

@@ -5,11 +5,6 @@ only the second of the three processes has. On another mesh, the losses are equa
 exception in a hook; test_kills.py has that of a process at any moment.
 """
 
-import os
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +17,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import next_token_loss
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe, train
+from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.data.iterators import IteratorBatches, decode, encode
 from tests.train.data import own_recipe
 from tests.train.data.own_recipe import MAKERS, Windows
@@ -144,36 +139,14 @@ def kills_of(case: Case) -> tuple[int, int]:
     return int(draw.integers(3, 5)), int(draw.integers(6, 8))
 
 
-def killed_process(number: int, folder: Path, text: Path, kill_at: int) -> None:
-    """Run a case in a process that kills itself after a step."""
-    call = f"run_and_die({number}, {str(folder)!r}, {str(text)!r}, {kill_at})"
-    names = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_DISABLE_MOST_OPTIMIZATIONS": "true"}
-    command = [sys.executable, "-c", f"from tests.train.test_resume import run_and_die; {call}"]
-    ended = subprocess.run(command, env=os.environ | names, capture_output=True, text=True, timeout=240, check=False)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-
-
-def run_and_die(number: int, folder: str, text: str, kill_at: int) -> None:
-    def kill(row: dict[str, Any]) -> None:
-        if row["step"] == kill_at:
-            while not Path(folder, "checkpoints", str(EVERY)).exists():  # it is being saved
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train(config_of(MATRIX[number], Path(folder), Path(text)), hooks=[kill])
-
-
 def resumed(case: Case, folder: Path, text: Path) -> list[int]:
-    """Run a case in three processes, of which the last one finishes. Returns the steps of which hooks see the rows."""
+    """Run a case three times, of which the last one finishes. Returns the steps of which hooks see the rows."""
     start, seen = 0, []
     for number, kill_at in enumerate((*kills_of(case), None)):
-        if case[1] == "every" and kill_at and number == 0:
-            killed_process(MATRIX.index(case), folder, text, kill_at)
-        else:
-            ran = run(config_of(case, folder, text, second=number == 1), kill_at=kill_at)
-            assert [row["step"] for row in ran.rows] == list(range(start + 1, (kill_at or STEPS) + 1))
-            resumes = f"at step {start}; resuming, {STEPS - start} steps to go"
-            assert any(resumes in line for line in ran.lines) == (start > 0)
+        ran = run(config_of(case, folder, text, second=number == 1), kill_at=kill_at)
+        assert [row["step"] for row in ran.rows] == list(range(start + 1, (kill_at or STEPS) + 1))
+        resumes = f"at step {start}; resuming, {STEPS - start} steps to go"
+        assert any(resumes in line for line in ran.lines) == (start > 0)
         seen += range(start + 1, kill_at or STEPS + 1)  # the hook that kills is the first one
         start = checkpoints(folder)[-1]
         assert start == ((kill_at or STEPS + 1) - 1) // EVERY * EVERY

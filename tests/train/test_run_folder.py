@@ -3,8 +3,7 @@
 import json
 import os
 import re
-import shutil
-import subprocess
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,18 +11,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.cli.common import BAD_INPUT
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
-from tests.multiprocess.processes import run_all
 from tests.train.bigram import recipe, snapshot
-from tests.train.support.processes import RECIPE
 
 STEPS = 5
 NOBODY = 65534
@@ -80,25 +74,20 @@ def test_a_file_that_was_cut_at_any_byte_gets_the_rows_of_an_uninterrupted_run(s
     assert sorted(os.listdir(tmp_path)) == ["config.txt", "metrics.jsonl"]
 
 
-def test_rows_that_earlier_versions_wrote_twice_or_on_one_line_are_repaired():
-    """Those appended to the file, wherever the run was killed and resumed: here at random bytes and steps."""
-    for seed in range(50):
-        rng = np.random.default_rng(seed)
-        text, start, complete = b"", 0, set()
-        for _ in range(rng.integers(1, 6)):
-            new = b"".join(ROWS[start:])
-            new = new[: rng.integers(0, len(new) + 1)]
-            glued = text != b"" and not text.endswith(b"\n")
-            text += new
-            reached = start + new.count(b"\n")
-            complete |= set(range(start + 1 + glued, reached + 1))
-            start = int(rng.integers(0, reached + 1))
-        for step in range(STEPS + 1):
-            kept = rows_until(text, step)
-            assert kept == b"".join(ROWS[number - 1] for number in steps_of(kept))
-            assert steps_of(kept) == sorted(set(steps_of(kept))), seed
-            # A complete row that is followed by no newline is kept too.
-            assert {number for number in complete if number <= step} <= set(steps_of(kept)) <= set(range(1, step + 1))
+@pytest.mark.parametrize(
+    ("written", "until", "kept"),
+    [
+        ([1, 2, 3, 4, 3, 4, 5], 5, [1, 2, 3, 4, 5]),  # a run that was killed after step 4 and resumed after step 2
+        ([1, 2, 3, 4, 2], 3, [1, 2, 3]),
+        ([2, 1, 5], 4, [1, 2]),
+    ],
+)
+def test_rows_that_earlier_versions_wrote_twice_are_repaired(written, until, kept):
+    expected = b"".join(ROWS[step - 1] for step in kept)
+    last = {step: i for i, step in enumerate(written)}
+    rows = [ROWS[step - 1] if last[step] == i else line(step).replace(b"mfu", b"old") for i, step in enumerate(written)]
+    text = b"".join(rows)
+    assert rows_until(text, until) == rows_until(text[:-1], until) == expected  # the last newline may be missing
 
 
 NO_ROWS = (b"", b"[]", b"3", b"null", b'{"loss": 1}', b'{"step": "3"}', b'{"step": null}', b"\xff\xfe", b"\0" * 40)
@@ -107,12 +96,8 @@ NO_ROWS += (b"[" * 9999, b'{"step": 2, "lo{"step": 2, "loss": 1}', b'{"step": 2,
 
 @pytest.mark.parametrize("bad", [*NO_ROWS, b'{"step": -2}'])
 def test_lines_that_are_not_rows_are_removed(bad):
-    assert rows_until(ROWS[0] + bad + b"\n" + ROWS[2], STEPS) == ROWS[0] + ROWS[2]
-
-
-def test_names_of_metrics_may_contain_braces():
-    text = b'{"step": 1, "norm of {embed}": 2.0}\n'
-    assert rows_until(text + ROWS[1], 1) == text
+    braces = b'{"step": 2, "norm of {embed}": 2.0}\n'
+    assert rows_until(ROWS[0] + bad + b"\n" + braces + ROWS[2], STEPS) == ROWS[0] + braces + ROWS[2]
 
 
 def test_a_new_run_keeps_the_files_of_an_old_one_under_other_names(tmp_path):
@@ -187,20 +172,20 @@ def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, mo
     assert metrics(tmp_path) == ROWS[0] + ROWS[1] and os.listdir() == []
 
 
-def test_a_row_for_a_folder_that_is_gone_is_an_error(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    file = MetricsFile(folder, recipe(), 0, print)
+def test_a_row_for_which_there_is_no_room_is_left_out_completely(tmp_path):
+    file = MetricsFile(tmp_path, recipe(), 0, print)
     file.write(row(1))
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(
-        SaveError, match=rf"the row of step 2 could not be written to {folder}/metrics.jsonl: No such fi"
-    ):
-        file.write(row(2))
-    (tmp_path / "elsewhere").rename(folder)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(ROWS[0]) + 9, limits[1]))
+    try:
+        with pytest.raises(SaveError, match=r"the row of step 2 could not be written to .*: No space left on device"):
+            file.write(row(2))
+        assert metrics(tmp_path) == ROWS[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     file.write(row(3))
     file.close()
-    assert metrics(folder) == ROWS[0] + ROWS[2]
+    assert metrics(tmp_path) == ROWS[0] + ROWS[2]
 
 
 # --- the lock, and what is in the way ---
@@ -256,55 +241,33 @@ def test_entries_of_another_kind_are_listed_and_stay(found, tmp_path):
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
-    """Without the rights of root, which may read and write everything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@contextmanager
 def without_rights(path: Path, mode: int) -> Iterator[None]:
-    """A mode of a file or folder that belongs to nobody, in a folder that everybody may enter."""
+    """A mode of a file or folder, as a user other than root, who may read and write everything."""
     outside = [one for one in path.parents if one.stat().st_uid == os.getuid() and one.stat().st_mode & 7 == 0]
     modes = {one: one.stat().st_mode & 0o777 for one in [*outside, path]}
     for one in outside:
         one.chmod(0o711)
     path.chmod(mode)
+    user = os.geteuid()
+    os.seteuid(user or NOBODY)
     try:
-        with as_nobody():
-            yield
+        yield
     finally:
+        os.seteuid(user)
         for one, old in modes.items():
             one.chmod(old)
 
 
-@contextmanager
-def immutable(path: Path) -> Iterator[None]:
-    chattr = shutil.which("chattr")
-    if chattr is None or subprocess.run([chattr, "+i", path], capture_output=True, check=False).returncode:
-        pytest.skip("no file can be made immutable here")
-    try:
-        yield
-    finally:
-        subprocess.run([chattr, "-i", path], check=True)
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", ""])
-@pytest.mark.parametrize("mode", [0o000, 0o555, 0o333, "immutable"])
+@pytest.mark.parametrize("mode", [0o000, 0o555, 0o333])
 def test_entries_without_rights_are_an_error(name, mode, tmp_path):
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "metrics.jsonl").touch()
-    if os.geteuid() == 0 and mode != "immutable":
+    if os.geteuid() == 0:
         for path in (tmp_path, folder, folder / "checkpoints", folder / "metrics.jsonl"):
             os.chown(path, NOBODY, NOBODY)
-    with immutable(folder / name) if mode == "immutable" else without_rights(folder / name, mode):
+    with without_rights(folder / name, mode):
         problems = rejected(folder)
     assert problems == [
         f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
@@ -316,6 +279,7 @@ def test_folders_are_removed_as_far_as_they_were_created(tmp_path):
     for _ in range(2):
         with run_folder(tmp_path / "runs" / "a" / "b"):
             assert os.listdir(tmp_path / "runs" / "a" / "b") == [".lock"]
+            (tmp_path / "runs" / "a" / "b" / "compiled").mkdir()  # programs of a start that fails
         assert os.listdir(tmp_path / "runs") == []
     assert "cannot be written (File name too long)" in rejected(tmp_path / "x" / LONG)[0]
     assert os.listdir(tmp_path) == ["runs"]
@@ -345,38 +309,16 @@ def fail_in_a_step(model, batch):
     return jnp.float32(0), jnp.float32(1)
 
 
-def too_large_loss(model, batch):
-    huge = jax.lax.optimization_barrier(jnp.ones((2**20, 2**20, 2**8)))  # 1 PiB
-    return huge.sum() * model.head.kernel[...].sum(), jnp.float32(1)
-
-
-class Broken(nnx.Module):
-    def __init__(self, *arguments: object):
-        raise ZeroDivisionError("in the model")
-
-
-NO_MEMORY = r"(?i)memory|YNNPACK operation failed"  # depends on the operation that allocates
-# Failure -> (how the config changes, further settings, text in the error)
-FAILED_STARTS = {
-    "the model raises": (lambda config: replace(config, make_model=Broken), (), "in the model"),
-    "the loss raises": (lambda config: replace(config, loss_fn=fail), (), "in the recipe"),
-    "a step raises": (lambda config: replace(config, loss_fn=fail_in_a_step), ("mesh.shape=dp:1",), "in the recipe"),
-    "out of memory": (lambda config: replace(config, loss_fn=too_large_loss), ("mesh.shape=dp:1",), NO_MEMORY),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("failure", FAILED_STARTS)
-def test_a_start_that_fails_leaves_no_folder_or_the_old_one_unchanged(failure, config, tmp_path):
-    change, settings, text = FAILED_STARTS[failure]
-    with pytest.raises(Exception, match=text):
-        train(change(config("run.steps=4", *settings)))
+def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(config, tmp_path):
+    with pytest.raises(Exception, match="in the recipe"):
+        train(replace(config("run.steps=4", "mesh.shape=dp:1"), loss_fn=fail_in_a_step))
     assert os.listdir(tmp_path) == []
     train(config("run.steps=2"))
     (tmp_path / "run" / ".lock").unlink()
-    before = snapshot(tmp_path)
-    with pytest.raises(Exception, match=text):
-        train(change(config("run.steps=4", "checkpoint.every=7", *settings)), allow_changes=True)
+    before, longer = snapshot(tmp_path), config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:1")
+    with pytest.raises(Exception, match="in the recipe"):
+        train(replace(longer, loss_fn=fail_in_a_step), allow_changes=True)
     assert snapshot(tmp_path) == before
 
 
@@ -386,12 +328,14 @@ def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_e
     path, said = tmp_path / "run" / "metrics.jsonl", []
 
     def replace_by_a_folder(row):
-        if row["step"] == 3:
-            path.rename(tmp_path / "old")
+        if row["step"] == 4:
+            path.rmdir()
+        if row["step"] in (2, 5):
+            path.rename(tmp_path / f"old{row['step']}")
             path.mkdir()
 
-    reason = f"the row of step 4 could not be written to {path}: Is a directory"
-    changed = config(f"checkpoint.on_failure={on_failure}", "run.steps=6")
+    reason = f"the row of step 3 could not be written to {path}: Is a directory"
+    changed = config(f"checkpoint.on_failure={on_failure}", "run.steps=8")
     if on_failure == "stop":
         with pytest.raises(SaveError, match=re.escape(reason)):
             train(changed, hooks=[replace_by_a_folder], say=said.append)
@@ -400,38 +344,14 @@ def test_rows_that_can_no_longer_be_written_stop_the_run_or_are_counted_at_its_e
         assert train(changed, hooks=[replace_by_a_folder], say=said.append).status == "finished"
         expected = [
             f"warning: {reason}; training continues (checkpoint.on_failure)",
+            "metrics are written again from step 5 on; rows lost: 2",
+            f"warning: {reason.replace('step 3', 'step 6')}; training continues (checkpoint.on_failure)",
             "warning: the last rows of metrics could not be written; rows lost: 3",
         ]
-    assert [line for line in said if line.startswith("warning")] == expected
-    assert steps_of((tmp_path / "old").read_bytes()) == [1, 2, 3]
-
-
-@pytest.mark.slow
-def test_all_of_several_processes_report_what_is_in_the_way(text, tmp_path):
-    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints").touch()
-    settings = [str(RECIPE), f"data.source={text}", f"run.folder={tmp_path / 'run'}", "run.platform=cpu:2"]
-    command = ["-m", "flax_mesh.cli", "launch", "-n", "2", "--", "train", *settings]
-    (ended,) = run_all([command])
-    assert ended.code == BAD_INPUT and "Traceback" not in ended.output
-    for start in (r"\[0\] flax-mesh: run\.folder", r"\[1\] flax-mesh: process 0: run\.folder"):
-        assert len(re.findall(f"^{start}: .* must be a .*, found a ", ended.output, re.MULTILINE)) == 2, ended.output
-    assert sorted(os.listdir(tmp_path / "run")) == ["checkpoints", "metrics.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_disk_that_is_full_at_the_first_row_ends_the_run_in_one_line(config, tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted")
-    try:
-        with pytest.raises(SaveError, match=r"the row of step 1 could not be written to .*: No space left on device$"):
-            train(config("run.steps=2"))
-        assert not (folder / "config.txt.new").exists()
-    finally:
-        subprocess.run(["umount", folder], check=True)
+        assert steps_of((tmp_path / "old5").read_bytes()) == [5]
+    lines = [line for line in said if "could not be" in line or "written again" in line]
+    assert lines == expected
+    assert steps_of((tmp_path / "old2").read_bytes()) == [1, 2]
 
 
 def test_a_checkpoint_from_the_python_api_is_an_error_that_names_start_from(text, tmp_path):

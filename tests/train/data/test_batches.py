@@ -1,5 +1,6 @@
 """Batches: the windows of a step, equality on all meshes, and the background thread."""
 
+import itertools
 import math
 import threading
 from functools import partial
@@ -54,13 +55,10 @@ def test_permuted_is_in_range_distinct_and_of_every_index_alone_for_very_large_s
 
 
 def test_orders_differ_between_epochs_and_seeds_and_from_the_files():
-    orders = [
-        np.arange(1000),
-        *(permuted(np.arange(1000), 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2)),
-    ]
-    for i, one in enumerate(orders):
-        for other in orders[:i]:
-            assert (one == other).sum() < 10  # one is expected by chance
+    index = np.arange(1000)
+    orders = [index, *(permuted(index, 1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1, 2))]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 10  # one is expected by chance
 
 
 @pytest.mark.parametrize("size", [2, 10, pytest.param(17, marks=pytest.mark.slow)])
@@ -92,9 +90,8 @@ def test_targets_are_inputs_shifted_by_one():
     part = np.random.default_rng(0).integers(0, 60000, 501).astype(np.uint16)
     batch, positions = batch_rows(part, 0, CONFIG, 3), batch_rows(np.arange(501), 0, CONFIG, 3)
     assert {(rows.shape, rows.dtype.name) for rows in batch.values()} == {((B, S), "int32")}
-    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    np.testing.assert_array_equal(part[positions["inputs"]], batch["inputs"])
-    np.testing.assert_array_equal(part[positions["inputs"] + 1], batch["targets"])
+    for name, ahead in (("inputs", 0), ("targets", 1)):
+        np.testing.assert_array_equal(part[positions["inputs"] + ahead], batch[name])
 
 
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 2), slice(2, 4), slice(1, 2)])
@@ -111,24 +108,21 @@ def test_rows_and_columns_are_slices_of_the_batch(columns):
 
 def test_only_the_requested_rows_are_read():
     part = PART.astype(np.int64)
-    wanted = batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))
     other = starts(batch_rows(part, 1, CONFIG, 0))[6]
     part[other * S + 2] = 2**40  # reading this id raises an error
-    np.testing.assert_array_equal(batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))["inputs"], wanted["inputs"])
+    batch_rows(part, 1, CONFIG, 0, rows=slice(0, 4))
     batch_rows(part, 1, CONFIG, 0, columns=slice(0, 1))
     with pytest.raises(ConfigError, match=f"token id {2**40} is outside the vocabulary of {2**31} ids"):
         batch_rows(part, 1, CONFIG, 0)
 
 
 def test_a_batch_depends_on_seed_and_step_only_and_not_on_the_division_into_files():
-    in_order = [batch_rows(PART, 3, CONFIG, step) for step in range(10)]
+    in_order = [starts(batch_rows(PART, 3, CONFIG, step)) for step in range(10)]
     files = TokenFiles((PART[:7], PART[7:50], PART[50:]))
     for step in (9, 4, 0):
-        for name, expected in in_order[step].items():
-            np.testing.assert_array_equal(batch_rows(PART, 3, CONFIG, step)[name], expected)
-            np.testing.assert_array_equal(batch_rows(files, 3, CONFIG, step)[name], expected)
-    assert starts(in_order[0]) != starts(in_order[1])
-    assert starts(batch_rows(PART, 4, CONFIG, 0)) != starts(in_order[0])
+        assert starts(batch_rows(PART, 3, CONFIG, step)) == starts(batch_rows(files, 3, CONFIG, step)) == in_order[step]
+    assert in_order[0] != in_order[1]
+    assert starts(batch_rows(PART, 4, CONFIG, 0)) != in_order[0]
 
 
 def test_held_out_batches_are_in_order_and_do_not_wrap():
@@ -183,17 +177,12 @@ OUTSIDE = "token id {} is outside the vocabulary of 101 ids, 0 to 100"
     [
         (lambda: num_eval_batches(PART[:32], CONFIG), FEW),
         (lambda: on_one(make_eval_fn, PART[:32]), FEW),
-        (
-            lambda: batch_rows(PART[:4], 0, CONFIG, 0),
-            r"4 tokens are fewer than one window of data.sequence_length \+ 1 = 5",
-        ),
+        (lambda: batch_rows(PART[:4], 0, CONFIG, 0), r"4 tokens are fewer than one window of data.seq.* \+ 1 = 5"),
         (
             lambda: make_batch_fn(PART, seed=0, config=SIX, sharding=mesh_sharding("data")),
             "data.batch_size = 6 by data.sequence_length = 4 is not evenly divisible .* 4 times",
         ),
         (lambda: on_one(make_batch_fn, np.full(101, 300, np.uint16), seed=0)(0), OUTSIDE.format(300)),
-        (lambda: on_one(make_eval_fn, np.full(101, 300, np.uint16))(0), OUTSIDE.format(300)),
-        (lambda: on_one(make_batch_fn, np.full(101, -1), seed=0)(0), OUTSIDE.format(-1)),
         (lambda: on_one(make_eval_fn, np.full(101, -1))(0), OUTSIDE.format(-1)),
     ],
 )

@@ -4,8 +4,6 @@ import dataclasses
 import io
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,14 +13,8 @@ import pytest
 from flax_mesh.errors import ConfigError
 from flax_mesh.train.data import data
 from flax_mesh.train.data.batches import batch_rows, held_out_rows
-from flax_mesh.train.data.data import (
-    Corpus,
-    DataConfig,
-    TokenFiles,
-    check_data_config,
-    decode,
-    load_corpus,
-)
+from flax_mesh.train.data.data import Corpus, DataConfig, TokenFiles, decode, load_corpus
+from tests.hash_seed import printed_with_another_hash_seed
 
 TINY = DataConfig(sequence_length=4, batch_size=2, held_out=0.25)
 
@@ -58,6 +50,13 @@ def folder(tmp_path) -> Path:
     return write(tmp_path, DOCUMENTS)
 
 
+@pytest.fixture
+def mapped(tmp_path) -> Path:
+    for i in range(8):
+        np.save(tmp_path / f"shard{i}.npy", np.arange(50, dtype=np.uint16) + 100 * i)
+    return tmp_path
+
+
 # --- sources ---
 
 
@@ -91,14 +90,9 @@ def test_a_text_file_of_any_suffix_holds_out_its_end(tmp_path):
 def test_a_folder_includes_text_suffixes_and_utf8_files_without_suffix(tmp_path):
     taken = {f"a/b/{suffix}{suffix}": f"taken {suffix}".encode() for suffix in (*data.TEXT_SUFFIXES, ".TXT")}
     taken |= {"LICENSE": "free as in frei für alle".encode(), "latin.txt": b"caf\xe9 noir"}
+    taken["cut"] = b"x" + "é".encode() * data.TEXT_PROBE_BYTES  # in the middle of a character
     taken = {name.replace("/.", "/x."): content for name, content in taken.items()}
-    left = {
-        "image.png": b"\x89PNG",
-        "program": b"\x7fELF\xff\xfe",
-        "empty.txt": b"",
-        ".git/HEAD": b"ref: x",
-        ".env": b"K",
-    }
+    left = {"image.png": b"\x89PNG", "program": b"\x7fELF\xff\xfe", "empty.txt": b"", ".git/HEAD": b"x", ".env": b"K"}
     corpus = load(write(tmp_path, taken | left))
     assert documents(corpus.train) + documents(corpus.held_out) == Counter(taken.values())
 
@@ -108,9 +102,8 @@ def test_the_files_of_a_folder_are_divided_and_joined_in_path_order_by_zero_byte
     train, held_out = documents(corpus.train), documents(corpus.held_out)
     assert not train & held_out and train + held_out == Counter(DOCUMENTS.values())
     assert 4 <= len(held_out) <= 16 and len(train) > 20
-    assert corpus.train[:].tobytes() == b"\0".join(
-        DOCUMENTS[name] for name in sorted(DOCUMENTS) if DOCUMENTS[name] in train
-    )
+    in_order = [DOCUMENTS[name] for name in sorted(DOCUMENTS)]
+    assert corpus.train[:].tobytes() == b"\0".join(text for text in in_order if text in train)
     part = load(f"{folder}/part[01]/*.txt")
     found = documents(part.train) + documents(part.held_out)
     assert found == Counter(DOCUMENTS[name] for name in DOCUMENTS if name.startswith(("part0", "part1")))
@@ -140,15 +133,11 @@ def test_token_files_are_memory_mapped_and_hold_out_their_end(tmp_path, dtype):
     assert corpus.description == f"{path}: 1 file, 100 tokens; trains on the first 75, holds out the last 25"
 
 
-def test_several_token_files_are_split_by_file_and_stay_mapped(tmp_path):
-    for i in range(8):
-        np.save(tmp_path / f"shard{i}.npy", np.arange(50, dtype=np.uint16) + 100 * i)
-    corpus = load(tmp_path / "*.npy")
-    assert isinstance(corpus.train, TokenFiles) and isinstance(corpus.held_out, TokenFiles)
-    pieces = (*corpus.train.pieces, *corpus.held_out.pieces)
+def test_several_token_files_are_split_by_file_and_stay_mapped(mapped):
+    corpus = load(mapped / "*.npy")
+    pieces = [piece for part in (corpus.train, corpus.held_out) for piece in getattr(part, "pieces", ())]
     assert all(isinstance(piece, np.memmap) for piece in pieces)
     assert sorted(int(piece[0]) for piece in pieces) == [100 * i for i in range(8)]
-    assert 1 <= len(corpus.held_out.pieces) <= 7
 
 
 def test_a_slice_of_token_files_equals_the_slice_of_their_concatenation():
@@ -183,17 +172,13 @@ def test_large_files_are_mapped_not_read_and_hashed_by_their_ends_and_size(tmp_p
 
 
 def test_parts_and_hash_do_not_depend_on_the_location_or_the_process(folder, tmp_path_factory):
-    elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
     corpus = load(folder)
-    folder.rename(elsewhere)
-    script = (
-        "import sys; from flax_mesh.train.data.data import DataConfig, load_corpus;"
-        "print(load_corpus(DataConfig(sys.argv[1], sequence_length=4, held_out=0.25)).content_hash)"
+    elsewhere = folder.rename(tmp_path_factory.mktemp("elsewhere") / "moved")
+    imports = "from flax_mesh.train.data.data import DataConfig, load_corpus"
+    config = f"DataConfig({str(elsewhere)!r}, sequence_length=4, held_out=0.25)"
+    assert (
+        printed_with_another_hash_seed(f"{imports}; print(load_corpus({config}).content_hash)") == corpus.content_hash
     )
-    environment = os.environ | {"PYTHONHASHSEED": "1"}
-    command = [sys.executable, "-c", script, str(elsewhere)]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    assert printed == corpus.content_hash
 
 
 def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
@@ -206,13 +191,6 @@ def test_a_file_stays_in_its_part_when_others_are_added_or_removed():
 
 
 # --- files that change under a run ---
-
-
-@pytest.fixture
-def mapped(tmp_path) -> Path:
-    for i in range(4):
-        np.save(tmp_path / f"shard{i}.npy", np.arange(50, dtype=np.uint16) + 100 * i)
-    return tmp_path
 
 
 def overwrite(path: Path, at: int, content: bytes) -> None:
@@ -279,29 +257,19 @@ def test_reading_a_file_that_has_shrunk_is_an_error(mapped, source):
 # --- bytes and text ---
 
 
-@pytest.mark.parametrize("text", ["", "plain", "naïve café — 文字 🙂", "a\0b"])
-def test_decode_inverts_utf8(text):
+def test_decode_inverts_utf8_and_replaces_what_is_no_text():
+    text = "naïve café — 文字 🙂 a\0b"
     tokens = np.frombuffer(text.encode(), np.uint8)
-    assert decode(tokens) == text
-    assert decode(tokens.astype(np.int32)) == text
-
-
-def test_invalid_utf8_becomes_a_replacement_character():
+    assert decode(tokens) == decode(tokens.astype(np.int32)) == text and decode(tokens[:0]) == ""
     assert decode(np.array([97, 0xE6, 98, 300, -1, 99])) == "a\ufffdb\ufffd\ufffdc"
 
 
 # --- errors ---
 
 
-def test_all_mistakes_are_reported_together():
-    wrong = DataConfig(sequence_length=0, batch_size=True, held_out=2, seed=-1, eval_batches=1.5)  # pyright: ignore
-    assert check_data_config(DataConfig()) == []
-    found = check_data_config(wrong)
-    assert len(found) == 5
-    assert {"data.batch_size must be an integer, got True", "data.eval_batches must be an integer, got 1.5"} <= {*found}
-    with pytest.raises(ConfigError) as caught:
-        load_corpus(wrong)
-    assert caught.value.problems == found
+def test_wrong_settings_are_refused_before_the_files_are_read():
+    with pytest.raises(ConfigError, match=r"^data.batch_size must be an integer, got True$"):
+        load_corpus(DataConfig("/nowhere", batch_size=True))
 
 
 NEAREST = "the nearest folder that does is {folder}"
@@ -312,8 +280,6 @@ REFUSED: list[tuple[dict[str, bytes], str, str]] = [
     (DOCUMENTS, "part0/fil0.txt", "fil0.txt does not exist; the nearest .* {folder}/part0; did you mean .*file0.txt"),
     (DOCUMENTS, "pat0/deep/x.txt", f"x.txt does not exist; {NEAREST}; did you mean part0"),
     (DOCUMENTS, "zzz", rf"zzz does not exist; {NEAREST}\.$"),
-    (DOCUMENTS, "pat0/*.txt", f"pat0 does not exist; {NEAREST}; did you mean part0"),
-    (DOCUMENTS, "x" * 300, "data.source contains a name of 300 bytes, at most 255 are possible"),
     (DOCUMENTS, "part0/*.md", r"no file in {folder}/part0 matches .*part0/\*.md"),
     (
         {"a/tokens.bin": b"1234", "image.png": b"\x89PNG"},
@@ -321,16 +287,12 @@ REFUSED: list[tuple[dict[str, bytes], str, str]] = [
         r"contains no text files .* among its 2 files\. For its token files, use .*/\*\*/\*\.bin\.",
     ),
     ({"none.txt": b""}, "none.txt", "none.txt is empty: 1 file without content"),
-    ({"none.bin": b""}, "none.bin", "none.bin is empty: 1 file without content"),
     ({"x.gz": GZ}, "x.gz", "x.gz is not UTF-8 text. Convert it, or use token files"),
-    ({"x.gz": GZ, "y.gz": GZ}, "*.gz", "x.gz is not UTF-8 text"),
     ({"x.npy": npy(np.zeros((4, 25), np.uint16))}, "x.npy", r"must contain .* integers, got shape \(4, 25\) of uint16"),
     ({"x.npy": npy(np.zeros(100, np.float32))}, "x.npy", r"1-D array of integers, got shape \(100,\) of float32"),
-    ({"x.npy": npy(np.zeros(100, bool))}, "x.npy", r"1-D array of integers, got shape \(100,\) of bool"),
     ({"x.npy": npy(np.array(["a"] * 100, object))}, "x.npy", "is not a readable .npy file: .*[Pp]ython objects"),
     ({"cut.npy": HUNDRED[:-80]}, "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size"),
     ({"no.npy": b"hello"}, "no.npy", "no.npy is not a readable .npy file"),
-    ({"empty.npy": b""}, "empty.npy", "empty.npy is not a readable .npy file"),
     ({"odd.bin": b"12345"}, "odd.bin", "has 5 bytes; uint16 tokens .data.bin_dtype. require a multiple of 2"),
     (
         {"a.bin": b"1234", "b.txt": b"text"},
@@ -352,12 +314,6 @@ def test_a_source_that_cannot_be_read_is_one_line(files, source, message, tmp_pa
     with pytest.raises(ConfigError, match=message.replace("{folder}", re.escape(str(tmp_path)))) as caught:
         load(tmp_path / source)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_a_character_truncated_by_the_probe_is_still_text(tmp_path):
-    text = "é" * data.TEXT_PROBE_BYTES
-    path = write(tmp_path, {"cut.log": b"x" + text.encode()}) / "cut.log"
-    assert len(load(path).train) > data.TEXT_PROBE_BYTES
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that even root cannot read")

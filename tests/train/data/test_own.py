@@ -1,6 +1,8 @@
-"""Batches of a recipe: what they must be, their shapes and placement; and batches of arrays in memory."""
+"""Batches of a recipe: what they must be, their placement, runs on them; and batches of arrays in memory."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,13 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from flax_mesh import PartitionAxis, create_mesh
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.train import array_batches
+from flax_mesh.train import TrainConfig, apply_overrides, array_batches, train
 from flax_mesh.train.data.iterators import IteratorBatches, decode, encode, is_state
 from flax_mesh.train.data.own import OwnBatches, abstract_batch, batch_shapes, place_batch, zero_batches
-from tests.train.data.own_recipe import recipe
+from tests.train import bigram
+from tests.train.data.own_recipe import Windows, recipe, token_batches
+from tests.train.support.runs import checkpoints, run
 
 ROWS = 8
 IMAGES = {"images": np.zeros((ROWS, 4, 4, 1), np.float32), "labels": np.arange(ROWS)}
@@ -175,8 +179,104 @@ def test_a_plan_and_a_search_count_examples_unless_the_recipe_counts_the_flops_o
     assert counted.time.tokens_per_s == built_in.time.tokens_per_s and counted.time.mfu is not None
     calls.clear()
     searched = search_layouts(config, "v5e:4", plans=4)
-    assert calls == [8] and len(searched.planned) == 4
-    assert {one.unit for one in searched.planned} == {"examples"}
+    assert calls == [8] and {one.unit for one in searched.planned} == {"examples"}
     assert len({one.tokens for one in searched.planned}) > 1, "other batch sizes were planned too"
     zeros = zero_batches(batch_shapes(recipe()))(replace(recipe(), data=replace(recipe().data, batch_size=2**30)))(0)
     assert zeros["inputs"].shape == (2**30, 16) and zeros["inputs"].base.nbytes == 4
+
+
+# --- runs ---
+
+
+STEPS = 7
+
+
+def run_config(folder: Path, text: Path, make: Any, *settings: str) -> TrainConfig:
+    common = [f"run.folder={folder}", f"data.source={text}", f"run.steps={STEPS}", "run.eval_every=0"]
+    config = apply_overrides(replace(bigram.recipe(), make_batches=make, sample=None), common)
+    return apply_overrides(config, settings)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "problem"),
+    [
+        (token_batches, Windows, r"state of the iterator of make_batches: \(absent\) -> present"),
+        (Windows, token_batches, r"state of the iterator of make_batches: present -> \(absent\)"),
+        (None, token_batches, r"first batch of make_batches: \w+ -> \w+ "),
+        (token_batches, None, r"content of data\.source: \w+ -> \w+ "),
+    ],
+)
+def test_other_batches_require_allow_changes(first, second, problem, tmp_path, text):
+    run(run_config(tmp_path / "run", text, first, "run.steps=2"))
+    other = run_config(tmp_path / "run", text, second)
+    with pytest.raises(ConfigError, match=problem):
+        run(other)
+    after = run(other, allow_changes=True)
+    assert [row["step"] for row in after.rows] == [*range(3, STEPS + 1)]
+    assert [line for line in after.lines if line.startswith("changed since the checkpoint: ")]
+
+
+class Strict(Windows):
+    """Takes its own first state, which is checked before a run, and refuses another."""
+
+    is_checked = False
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if self.is_checked:
+            raise ValueError("not a state of this version")
+        self.is_checked = True
+        super().set_state(state)
+
+
+def test_a_saved_state_that_no_run_writes_or_that_the_iterator_refuses_is_an_error(tmp_path, text):
+    config = run_config(tmp_path / "run", text, Windows, "run.steps=2")
+    run(config)
+    with pytest.raises(ConfigError, match=r"^set_state of the iterator .*test_own\.py, line \d+: ValueError: not a"):
+        run(run_config(tmp_path / "run", text, Strict))
+    path = tmp_path / "run" / "checkpoints" / "2" / "metadata" / "metadata"
+    record = json.loads(path.read_text())
+    assert record["data"]["state"].keys() == {"json"}
+    for state in ([], {}, {"json": 1, "base64": ""}, {"base64": "%"}, {"base64": 3}, {"other": 1}, "text"):
+        record["data"]["state"] = state
+        path.write_text(json.dumps(record))
+        with pytest.raises((CheckpointCorruptedError, ConfigError), match=r"its state|damaged|metadata"):
+            run(config)
+
+
+def test_make_batches_is_called_once_and_its_first_batch_is_not_consumed(tmp_path, text):
+    calls, drawn = [], []
+
+    def counted(config: TrainConfig) -> Any:
+        calls.append(config.run.steps)
+        batches = token_batches(config)
+        return lambda step: (drawn.append(step), batches(step))[1]
+
+    run(run_config(tmp_path / "run", text, counted, "run.steps=3"))
+    assert calls == [3] and drawn == [0, 0, 1, 2]
+
+
+@pytest.mark.slow
+def test_one_iterator_that_make_batches_returns_every_time_is_not_advanced_by_plans(tmp_path, text):
+    config = run_config(tmp_path / "run", text, None)
+    only, fresh = Windows(config), Windows(config)
+    plan(run_config(tmp_path / "run", text, lambda config: only), "v5e:1x2")
+    assert only.get_state() == fresh.get_state()
+
+
+def test_an_iterator_that_ends_is_one_line_and_the_completed_steps_are_saved(tmp_path, text):
+    class Short(Windows):
+        drawn = 0
+
+        def __next__(self) -> Any:
+            self.drawn += 1
+            if self.drawn > 5:  # the first batch is drawn twice before the run
+                raise StopIteration
+            return super().__next__()
+
+    printed: list[str] = []
+    with pytest.raises(ConfigError, match=r"^make_batches: .*the iterator ended before batch 3; it must"):
+        train(run_config(tmp_path / "run", text, Short, "checkpoint.every=2"), say=printed.append)
+    assert printed[-1] == "the state after step 3 is saved, since the next batch cannot be made"
+    assert checkpoints(tmp_path / "run") == [2, 3]
+    after, whole = (run(run_config(tmp_path / name, text, Windows)).losses for name in ("run", "whole"))
+    assert after == {step: whole[step] for step in (4, 5, 6, 7)}

@@ -169,15 +169,6 @@ def test_a_resumed_run_records_its_own_third_step_or_nothing_if_it_ends_before(t
     assert recorded(tmp_path / "run")[0] == [8]
 
 
-@pytest.mark.slow
-def test_a_run_that_stops_while_it_records_closes_the_trace(tmp_path, text):
-    stops = iter([False] * 3 + [True] * 9)
-    stopped = run(config_of(tmp_path, text, "run.profile=3"), should_stop=lambda: next(stops))
-    assert stopped.result.status == "stopped" and recorded(tmp_path / "run")[0] == [3, 4]
-    again = run(config_of(tmp_path, text, "run.profile=3", folder="other"))
-    assert again.result.status == "finished"  # a new trace may start
-
-
 def test_a_profiler_that_fails_is_one_warning(tmp_path, text):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "profile").write_text("a file")

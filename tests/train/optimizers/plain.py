@@ -92,14 +92,11 @@ PLAIN: dict[str, Any] = {
             optax.trace(0.9), optax.add_decayed_weights(0.2, is_decayed), optax.scale_by_learning_rate(RATE)
         ),
     ),
-    "sgd without momentum and decay": (
-        {"name": "sgd", "weight_decay": 0.0, "momentum": 0.0},
-        lambda: optax.sgd(RATE),
-    ),
+    "sgd without momentum and decay": ({"name": "sgd", "weight_decay": 0.0, "momentum": 0.0}, lambda: optax.sgd(RATE)),
 }
 
 
-MESHES = {"one": "dp:1", "mesh": "dp:2,fsdp:2,tp:2", "pp": "pp:2,fsdp:2,tp:2"}
+MESHES = {"one": "dp:1", "mesh": "dp:2,fsdp:2,tp:2", "pp": "pp:2,fsdp:2,tp:2", "sp": "fsdp:2,tp:2,sp:2"}
 STEPS = 3
 
 

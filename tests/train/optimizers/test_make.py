@@ -1,7 +1,8 @@
-"""Every optimizer by name equals plain optax, on one device, on a mesh and in a pipeline; the layout of its state."""
+"""Every optimizer by name equals plain optax on one device, a mesh and in a pipeline; layouts of states; averages."""
 
 import difflib
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -10,10 +11,11 @@ import optax
 import pytest
 from flax import nnx
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
 from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import build_program
 from flax_mesh.train.explain import explain
+from flax_mesh.train.optimizers.average import with_average
 from flax_mesh.train.optimizers.make import make_optimizer
 from flax_mesh.tree import named_leaves
 from tests.golden_text import golden_text
@@ -31,6 +33,7 @@ from tests.train.optimizers.plain import (
     plain,
     trained,
 )
+from tests.train.support.runs import run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ROOT = Path(__file__).parents[3]
@@ -38,8 +41,7 @@ GOLDEN = ROOT / "tests" / "golden" / "optimizers"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(("name", "mesh"), [*product(PLAIN, ("mesh", "pp")), ("adamw", "sp")])
 def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
     settings, make = PLAIN[name]
     expected, losses = plain(optax.chain(CLIP, make()))
@@ -172,18 +174,61 @@ def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stor
         assert momenta == stored, settings
 
 
+# --- the moving average of the parameters ---
+
+
+DECAY = 0.7
+
+
+def average_of(history):
+    """The mean of the parameters after every step with the weights decay^0, decay^1 ... from the last one back."""
+    state = optax.ema(DECAY, debias=True).init(history[0])
+    for values in history:
+        found, state = optax.ema(DECAY, debias=True).update(values, state)
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
-def test_zero_1_does_not_change_an_optimizer(name):
-    states = [trained(config_of("mesh", name=name, shard_over=over))[1] for over in ("", "dp")]
-    assert_close(parameters(states[1]), parameters(states[0]))
-    large = [x for _, x in named_leaves(states[1].to_nnx()["optimizer"]) if x.size >= 64]
-    assert large and all(x.addressable_shards[0].data.size <= x.size / 2 for x in large)
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_the_average_equals_that_of_optax_over_the_history(mesh):
+    history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
+    program, state, _ = trained(config_of(mesh, ema=DECAY))
+    averaged = with_average(state, DECAY)
+    assert_close(parameters(averaged), average_of(history))
+    assert_close(parameters(state), history[-1])
+    with pytest.raises(AssertionError):
+        assert_close(parameters(averaged), history[-1])
+    for (path, new), (_, old) in zip(named_leaves(averaged.to_nnx()), named_leaves(state.to_nnx()), strict=True):
+        assert new.sharding == old.sharding and new.dtype == old.dtype, path
+    first = program.init()  # before the first step, the average is the parameters
+    assert with_average(first, DECAY) is first
 
 
-def test_the_default_is_the_optimizer_of_earlier_checkpoints():
-    """Paths of moments and counts as those that checkpoints of the first versions contain."""
-    state = build_program(config_of("one")).layout.to_nnx()["optimizer"]
-    paths = {path.split("/embed/")[0] for path, _ in named_leaves(state) if "layers" not in path and "norm" not in path}
-    assert paths == {"opt_state/1/0/count", "opt_state/1/0/mu", "opt_state/1/0/nu", "opt_state/1/2/count", "step"}
-    assert SETTINGS.name == "adamw" and jax.tree.leaves(state)
+@pytest.mark.slow
+def test_the_average_of_half_precision_parameters_is_in_float32():
+    model = replace(MODEL, param_dtype="bfloat16")
+    _, state, _ = trained(config_of("mesh", model=model, ema=0.999), steps=1)
+    leaves = {path: x.dtype for path, x in named_leaves(state.to_nnx()["optimizer"]) if "/average/" in path}
+    assert leaves and set(leaves.values()) == {jnp.dtype("float32")}
+    assert {x.dtype for x in parameters(with_average(state, 0.999)).values()} == {jnp.dtype("bfloat16")}
+
+
+# --- runs ---
+
+
+def run_config(folder, text, *settings, ema=DECAY, steps=4):
+    config = replace(config_of("mesh", ema=ema), model=replace(MODEL, vocab_size=256))
+    more = [f"data.source={text}", "data.held_out=0.3", "data.eval_batches=2", "checkpoint.every=2", "run.eval_every=4"]
+    more += [f"run.steps={steps}", f"run.folder={folder / 'run'}", "run.sample_tokens=0"]
+    return apply_overrides(config, [*more, *settings])
+
+
+@pytest.mark.slow
+def test_another_decay_is_refused_on_resume(tmp_path, text):
+    """Also with --allow-changes, which accepts other changes: the stored average is divided by 1 - decay^steps."""
+    run(run_config(tmp_path, text, steps=2))
+    for allow_changes, changed in ((False, 2), (True, 1)):
+        with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)") as refused:
+            run(run_config(tmp_path, text, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
+        _, *changes, repair = refused.value.problems
+        assert len(changes) == changed and "start a new run" in repair and "needs one decay for all" in repair
