@@ -18,7 +18,6 @@ memory, in the size of the program, and in the rest.
     python -m tests.benchmarks compile [--layers 4,12,24,48,96] [--rounds 3] [--kinds "scanned;unrolled"]
 """
 
-import itertools
 import json
 import resource
 import subprocess
@@ -77,16 +76,14 @@ def measure(kind: str, num_layers: int) -> dict[str, float]:
     """Seconds and memory of one compilation in this process."""
     config = DecoderConfig(num_layers=num_layers, **SIZES, **KINDS[kind])
     step, arguments, params = program(kind, config)
-    before, cpu, marks = peak_mib(), time.process_time(), [time.perf_counter()]
+    before, cpu, began, found = peak_mib(), time.process_time(), time.perf_counter(), {}
     traced = step.trace(*arguments)
-    marks.append(time.perf_counter())
+    found["trace s"] = time.perf_counter() - began
     lowered = traced.lower()
-    marks.append(time.perf_counter())
+    found["lower s"] = time.perf_counter() - began - found["trace s"]
     compiled = lowered.compile()
-    marks.append(time.perf_counter())
-    trace, lower, xla = (b - a for a, b in itertools.pairwise(marks))
-    found = {"trace s": trace, "lower s": lower, "XLA s": xla, "seconds": marks[-1] - marks[0]}
-    found |= {"CPU s": time.process_time() - cpu}
+    found["seconds"] = time.perf_counter() - began
+    found |= {"XLA s": found["seconds"] - found["trace s"] - found["lower s"], "CPU s": time.process_time() - cpu}
     found |= {"host MiB": peak_mib() - before, "program KiB": len(compiled.as_text()) / 1024}
     found["temp MiB"] = compiled.memory_analysis().temp_size_in_bytes / MIB
     if config.remat == "full":

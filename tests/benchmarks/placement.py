@@ -52,14 +52,10 @@ def shard_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, V
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     on_one = jax.tree.map(jnp.asarray, tree)
 
-    def functions() -> Callable[[], Any]:
-        fns, _ = make_shard_and_gather_fns(specs, mesh)
-        return lambda: apply(fns, tree)
-
     variants = {
         "jax.device_put": (rounds, lambda: lambda: jax.device_put(tree, shardings)),
         "shard": (rounds, lambda: lambda: shard(tree, specs, mesh)),
-        "functions": (rounds, functions),
+        "functions": (rounds, lambda: functools.partial(apply, make_shard_and_gather_fns(specs, mesh)[0], tree)),
     }
     for name, make in peers(specs, mesh, tree).items():
         variants[name] = (min(rounds, PEER_ROUNDS), lambda make=make: functools.partial(apply, make()[0], on_one))

@@ -47,9 +47,9 @@ def make_config(given: Any, folder: str) -> TrainConfig:
     steps, heads = given.rounds * given.steps + 1, given.width // 32  # the last step is followed by an evaluation
     sizes = {"hidden_size": given.width, "mlp_size": 3 * given.width, "num_layers": given.layers}
     return TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        model=DecoderConfig(**sizes, num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32),
+        make_decoder,
+        next_token_loss,
+        DecoderConfig(**sizes, num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32),
         mesh=MeshConfig("fsdp:1"),
         data=DataConfig(source="stdlib", sequence_length=given.length, batch_size=given.rows),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=10, decay_steps=1000),
