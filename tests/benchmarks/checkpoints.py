@@ -1,12 +1,8 @@
-"""Saving and restoring 1 GiB (64 arrays of 16 MiB), against plain Orbax and against tensorstore alone.
+"""Saving and restoring 1 GiB in 64 arrays, against plain Orbax and tensorstore alone (docs/benchmarks.md).
 
-flax_mesh: `Checkpointer`, with checksums written and every byte verified before it is restored. orbax: its
-AsyncCheckpointer (v0) with the PyTree handler and the same compression. tensorstore: one zarr3 array per leaf, without
-a record of the tree and without a commit; "blocked" excludes only the wait for the last writes. The arrays are random,
-on 8 CPU devices, and restored into the same layout. Every round saves new steps, so that only the files just written
-are cached. The libraries alternate in all orders, so that none always profits from memory that another has touched:
-most of an uncompressed save is the kernel's work on fresh pages. The result is the best round, in time and, since a
-busy machine distorts that, in CPU time of all threads. "checksums" is the time to compute them once more by themselves.
+flax_mesh and Orbax use the same compression; tensorstore writes one zarr3 array per leaf, without a record of the tree
+and without a commit. Every round saves new steps in another order of the libraries: most of an uncompressed save is the
+kernel's work on fresh pages. The result is the best round, in time and in CPU time of all threads.
 
 Targets: save at least 0.9x Orbax's speed; restore at most 1.5x its time; the caller blocked at most 1.2x as long.
 Options: --folder (on the disk to measure; default: a temporary one), --mib, --rounds.

@@ -1,17 +1,13 @@
 """The step of a recipe on one accelerator, compared in one run with the same step handwritten in jax and optax.
 
-`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` runs recipes of the decoder; remat, batch, attention,
-loss chunk and compiler options are those of the recipe. The steps alternate in blocks, with a wait at both ends of a
-block: `flax_mesh` is the step of the recipe with batches on the device, `fed` the same with batches created and metrics
-read as in `flax_mesh.train`, `plain` the one of `_plain_llama`.
-
-MFU = tokens/s * (6 (N - N_embedding_lookup) + 6 L D S) / peak FLOP/s, D = heads * head_dim: attention is counted
-as causal, recomputation is not counted. Targets: MFU 0.5, ratio of flax_mesh to plain at least 0.99.
+`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` runs recipes of the decoder in alternating blocks:
+`flax_mesh` is the step of the recipe with batches on the device, `fed` the same with batches created and metrics read
+as in `flax_mesh.train`, `plain` the one of `common/plain_llama.py`. docs/benchmarks.md has the formula of MFU. Targets:
+MFU 0.5, ratio of flax_mesh to plain at least 0.99.
 
 --tiny       small sizes, to test the benchmark on a CPU
 --profile F  write a trace of 5 steps to the folder F, and print its ten longest kernels
---all F      run every variant of VARIANTS in a separate process until --time-limit; results are written to F, and the
-             same command continues from there
+--all F      run every variant of VARIANTS in a separate process until --time-limit; the same command continues
 """
 
 import argparse

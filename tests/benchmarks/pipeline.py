@@ -1,17 +1,11 @@
 """Host cost of a pipeline step compared with a handwritten loop for the same model, and the overlap of its groups.
 
-Four residual MLP blocks of width 64, one per stage, one device per stage, 1F1B, plain SGD. The handwritten loop is
-specialized for this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, and no loss
-weights, norms or metrics.
+Four residual MLP blocks of width 64, one per stage and device, 1F1B, plain SGD. The handwritten loop is specialized for
+this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, no loss weights or metrics.
 
-The first table: medians over interleaved steps of the ratio of the two, in time and in CPU time of the process; CPU
-time of the dispatching thread per action in microseconds (F, B, and the whole step over the number of its actions);
-bytes transferred between groups in one step, counted from the arrays passed to the copy functions; and the ratio of the
-second half of the run over that of the first. Target: time at most 1.5 times, no growth.
-
-"over jit": the time over that of one jitted step of the model on one device, with as many microbatches.
-
-The second table: layers that sleep, and the step time over the simulated makespan, as in the benchmark `overlap`.
+The first table has medians over alternating steps: the ratio of the two, the same step on one device ("over jit"), CPU
+time of the dispatching thread per action, bytes between groups, and the second half of the run over the first. Target:
+time at most 1.5 times, no growth. The second table is that of the benchmark `overlap`.
 
     python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
 """

@@ -1,14 +1,9 @@
 """Sharding and gathering 302 arrays on 8 devices, compared with `jax.device_put(tree)` and `jax.device_get(tree)`.
 
 shard, gather: the complete tree; functions: the trees of `make_shard_and_gather_fns`, created again for each round;
-stream: `gather(bytes_in_flight=)`. Best CPU time of interleaved rounds, the time of the first round, and the number of
-compilations in all rounds. Target: at most 1.2 times JAX's own, no compilation.
-
-eformer and scalax are included if they are installed, for two rounds, with functions created again for each. They get
-arrays on one device, since eformer does not move numpy arrays.
-
-The last table has everything that flax_mesh and these two have in common, from the benchmarks rules, mesh and imports.
-"floor" is the minimum cost: the path strings of the tree, `jax.device_put` and `jax.device_get` of it.
+stream: `gather(bytes_in_flight=)`. CPU time, best and first of interleaved rounds, and the number of compilations.
+Target: at most 1.2 times JAX's own, no compilation. eformer and scalax get arrays on one device, for two rounds. The
+last table has everything that the libraries have in common, from the benchmarks rules, mesh and imports.
 
     python -m tests.benchmarks placement [--rounds 15] [--alone]
 """

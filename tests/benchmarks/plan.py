@@ -1,15 +1,9 @@
 """Predicted step times of published training runs; needs no devices, and measures nothing here.
 
-The rows with a bar are those of Llama and GPT-3 in bf16 and of the older table (tests/plan/published.py). Sorted by id,
-the odd ones were fitted: two constants per chip, `matmul_fraction` and `overlap_fraction` of flax_mesh/hardware.py. The
-even ones are held out. `--fit` fits the constants again and prints them beside those of the table.
-
-`--compiled` compares memory and collectives with what XLA allocates and sends, for the cases of tests/plan/cases.py, as
-Markdown: bytes on one device, the errors of the estimate, and why a case has no bar. `--tpu` includes the cases on TPU
-topologies, which need libtpu and a minute each, but no TPU.
-
-`--ranking` calibrates the CPU, and compares the plans of 8 layouts of a model with the CPU time of their steps, which
-takes minutes. The last figure is Spearman's rank correlation of both; it should be at least 0.8.
+Of the rows with a bar, sorted by id, two constants per chip were fitted to the odd ones; the even ones are held out.
+`--fit` fits them again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
+of tests/plan/cases.py, as Markdown; `--tpu` includes those on TPU topologies, which need libtpu and a minute each.
+`--ranking` compares the plans of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
 
     python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu] | --ranking [--rounds N]]
 """

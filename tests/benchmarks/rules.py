@@ -1,10 +1,8 @@
 """Matching 30 rules with about 2,000 and 20,000 leaves, compared with building the path strings only.
 
-paths: `jax.tree_util.keystr` over the tree; cold: rules that were not applied before; warm: another tree of the same
-structure; map: `jax.tree.map` of the identity, the minimum cost of returning such a tree. Best CPU time of interleaved
-rounds, so that the ratios are valid on a busy machine. Targets: cold at most 1.5 times the paths, warm at most 0.6
-times. Also the same work by eformer and scalax, if they are installed, and by Flax: 30 logical axis rules for a state
-with annotated Variables.
+cold: rules that were not applied before; warm: another tree of the same structure; map: `jax.tree.map` of the identity;
+flax: 30 logical axis rules for a state with annotated Variables. Best CPU time of interleaved rounds. Targets: cold at
+most 1.5 times the paths, warm at most 0.6 times.
 
     python -m tests.benchmarks rules [--rounds 15] [--layers 83,832]
 """

@@ -73,15 +73,6 @@ def test_the_table_has_enough_cases():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@slow
-def test_activations_are_more_than_half_in_enough_cases():
-    assert sum(mostly_activations(case) for case in CASES if not case.outside) >= 12
-
-
-def mostly_activations(case: Case) -> bool:
-    return any(2 * figures.arguments < figures.total for figures in estimated(case).values())
-
-
 QUICK = next(case for case in CASES if case.quick)
 
 
