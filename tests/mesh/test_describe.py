@@ -13,7 +13,6 @@ from flax_mesh.cli import main
 from flax_mesh.mesh import describe_mesh, draw_mesh_svg
 from flax_mesh.mesh.describe import read_layout
 from flax_mesh.mesh.torus.assign import assignment_cost
-from flax_mesh.mesh.torus.torus import known_assignment
 from tests.mesh.fakes import factor_shapes, gpu_hosts, tpu_slice, tpu_slices
 
 
@@ -69,9 +68,6 @@ def test_the_layout_of_a_mesh_is_the_assignment_that_created_it(shape):
         assert np.array(layout.assignment).prod(axis=0).tolist() == list(mesh_shape)
         hops = [cost.hops for cost in assignment_cost(layout.torus, layout.assignment)]
         assert hops == pytest.approx(layout.hops)
-        known = known_assignment(shape, mesh_shape, allow_split=True)
-        ours, theirs = (assignment_cost(layout.torus, a) for a in (layout.assignment, known))
-        assert all(new.seconds <= old.seconds * (1 + 1e-9) for new, old in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ def mesh_of(sizes, kind=AxisType.Auto):
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
-def tiny(sizes=None, kind=AxisType.Auto, platform="cpu", **settings) -> Estimate:
-    sizes = SIZES if sizes is None else sizes
+def tiny(sizes=SIZES, kind=AxisType.Auto, **settings) -> Estimate:
     step, arguments = decoder(mesh_of(sizes, kind), base=TINY, **({"batch": BATCH, "seq": SEQ} | settings))
-    return estimate(step, arguments, sizes, platform)
+    return estimate(step, arguments, sizes, "cpu")
 
 
 def flops(one: Estimate, phase: str) -> float:
@@ -209,15 +208,11 @@ def test_the_results_have_the_shardings_of_the_compiled_step(make):
 
 
 @pytest.mark.slow
-def test_a_device_stores_and_computes_an_eighth_of_a_split_batch():
+def test_a_device_stores_and_computes_its_part_and_remat_and_shorter_sequences_need_less_memory():
     alone, split = tiny({"fsdp": 1}, scan=True), tiny({"fsdp": 8}, scan=True)
     assert flops(split, "forward") == pytest.approx(flops(alone, "forward") / 8, rel=0.01)
     assert alone.profile.peak / 12 < split.profile.peak < alone.profile.peak / 4
     assert not alone.exchanges and split.exchanges
-
-
-@pytest.mark.slow
-def test_remat_and_shorter_sequences_need_less_memory():
     plain = tiny(scan=True, seq=256)
     assert tiny(scan=True, seq=256, remat="full").profile.peak < 0.7 * plain.profile.peak
     assert tiny(scan=True, seq=128).profile.peak < 0.6 * plain.profile.peak

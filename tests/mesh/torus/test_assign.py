@@ -14,11 +14,8 @@ from flax_mesh.mesh.torus.assign import (
     choose_assignment,
     gather_seconds,
     is_better,
-    neighbour_hops,
-    strides_of,
 )
 from flax_mesh.mesh.torus.torus import arrange, factorings, known_assignment, mean_hops
-from tests.mesh.fakes import factor_shapes
 from tests.mesh.torus.family import FAMILY, SAMPLE, changes, torus_of
 
 
@@ -140,16 +137,6 @@ def test_gather_seconds_follow_from_the_bandwidth_of_the_links():
     over_dcn = gather_seconds(axis_phases(torus, (1, 1, 8), (1, 1, 1), num_slices=2), gib)
     assert over_dcn == pytest.approx(gib / 16 / 6.25e9 + gib * 14 / 16 / (2 * 4.5e10))
     assert gather_seconds(axis_phases(torus, (1, 1, 1), (1, 1, 1)), gib) == 0
-
-
-def test_predicted_hops_equal_measured_hops():
-    torus = torus_of("TPU v4", (4, 4, 4))
-    for mesh_shape in factor_shapes(64, 3):
-        assignment = known_assignment(torus.shape, mesh_shape, allow_split=True)
-        strides = list(zip(*strides_of(assignment), strict=True))
-        columns = zip(*assignment, strict=True)
-        predicted = [neighbour_hops(torus, f, s) for f, s in zip(columns, strides, strict=True)]
-        assert predicted == pytest.approx(mean_hops(points_of(torus, assignment), torus))
 
 
 def test_better_requires_a_faster_axis_and_no_worse_axis():
