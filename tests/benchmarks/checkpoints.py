@@ -88,8 +88,8 @@ def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bo
             store = ts.open(spec).result()
             for shard in x.addressable_shards:
                 # A view of the array, as both other libraries use for CPU arrays; nothing modifies it here.
-                data, view = np.asarray(shard.data), {"can_reference_source_data_indefinitely": True}
-                written.append(store[shard.index].write(data, **view))
+                write, data = store[shard.index].write, np.asarray(shard.data)
+                written.append(write(data, can_reference_source_data_indefinitely=True))
 
     return timed(start, lambda: [write.result() for write in written])
 

@@ -243,7 +243,8 @@ def test_two_processes_have_the_requested_shape_and_split_dp():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command, pipes = [sys.executable, "-c", WORKER, port], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command: list[str] = [sys.executable, "-c", WORKER, port]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     workers = [subprocess.Popen([*command, str(i)], text=True, **pipes) for i in range(2)]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert all("done" in output for output in outputs), outputs

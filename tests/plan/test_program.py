@@ -85,16 +85,6 @@ def test_the_flops_of_a_convolution_and_of_its_gradients():
     assert flops(one, "backward") == pytest.approx(2 * once)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("sizes", "parts"), [({"fsdp": 8}, 8), ({"fsdp": 1}, 1)])
-def test_the_bytes_of_arguments_are_those_of_their_shards(sizes, parts):
-    mesh = mesh_of(sizes)
-    step, arguments = decoder(mesh, base=TINY, batch=BATCH, seq=SEQ)
-    leaves = jax.tree.leaves(arguments)
-    expected = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    assert estimate(step, arguments, sizes, "cpu").argument_bytes == expected
-
-
 def test_trip_counts_of_nested_loops_multiply():
     split = NamedSharding(mesh_of({"dp": 8}), P(None, "dp"))
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)
@@ -205,15 +195,3 @@ def test_the_results_have_the_shardings_of_the_compiled_step(make):
     shapes, shardings = jax.tree.leaves(lowered.out_info), jax.tree.leaves(lowered.compile().output_shardings)
     true = [sharding.shard_shape(x.shape) for x, sharding in zip(shapes, shardings, strict=True)]
     assert [x.local for x in one.program.block.results] == true
-
-
-@pytest.mark.slow
-def test_a_device_stores_and_computes_its_part_and_remat_and_shorter_sequences_need_less_memory():
-    alone, split = tiny({"fsdp": 1}, scan=True), tiny({"fsdp": 8}, scan=True)
-    assert flops(split, "forward") == pytest.approx(flops(alone, "forward") / 8, rel=0.01)
-    assert alone.profile.peak / 12 < split.profile.peak < alone.profile.peak / 4
-    assert not alone.exchanges and split.exchanges
-    plain = tiny(scan=True, seq=256)
-    assert tiny(scan=True, seq=256, remat="full").profile.peak < 0.7 * plain.profile.peak
-    assert tiny(scan=True, seq=128).profile.peak < 0.6 * plain.profile.peak
-    assert tiny(scan=True, seq=256, num_layers=12).profile.peak > 2 * plain.profile.peak
