@@ -11,13 +11,14 @@ MFU 0.5, ratio of flax_mesh to plain at least 0.99.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,14 +147,14 @@ class Bench:
         count = self.tokens_per_step * BATCHES + 1
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.int32)
         self.make_batch = make_batch_fn(tokens, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
-        self.batches = [self.make_batch(i) for i in range(BATCHES)]
+        batches = [self.make_batch(i) for i in range(BATCHES)]
+        self.feeds = {name: itertools.cycle(batches) for name in ("flax_mesh", "plain")}
         # On the host, so that they do not count in the peak of device memory.
         self.initial = plain_parameters(parameters, model.num_layers) if plain else None
-        self.done = {"flax_mesh": 0, "plain": 0}
 
     def flax_mesh(self, steps: int) -> list[jax.Array]:
         losses = []
-        for batch in self._next("flax_mesh", steps):
+        for batch in itertools.islice(self.feeds["flax_mesh"], steps):
             self.state, metrics = self.program.step(self.state, batch)
             losses.append(metrics["loss"])
         jax.block_until_ready(self.state.leaves)
@@ -179,7 +180,7 @@ class Bench:
 
     def plain(self, steps: int) -> list[jax.Array]:
         losses = []
-        for batch in self._next("plain", steps):
+        for batch in itertools.islice(self.feeds["plain"], steps):
             self.plain_params, self.plain_state, loss, _ = self.plain_step(self.plain_params, self.plain_state, batch)
             losses.append(loss)
         jax.block_until_ready((self.plain_params, self.plain_state))
@@ -215,14 +216,9 @@ class Bench:
         ratios = {f"{name}/plain": rates[name] / rates["plain"] for name in rates if "plain" in rates}
         return row | {"tokens_per_s": rates, "mfu": mfu, "ratios": ratios, "flops_per_token": flops}
 
-    def _next(self, name: str, steps: int) -> Iterator[dict[str, jax.Array]]:
-        first = self.done[name]
-        self.done[name] += steps
-        return (self.batches[i % BATCHES] for i in range(first, first + steps))
-
 
 def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict[str, Any]:
-    """Convert the leaves of a decoder, listed or stacked, to numpy parameters of `_plain_llama`."""
+    """Convert the leaves of a decoder, listed or stacked, to numpy parameters of `plain_llama`."""
     params: dict[str, Any] = {"layers": [{} for _ in range(num_layers)]}
     for path, leaf in leaves:
         parts = path.split("/")

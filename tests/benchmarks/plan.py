@@ -128,9 +128,9 @@ def compare_ranks(given: argparse.Namespace, arguments: Sequence[str] | None) ->
     chosen = {name: config for name, config in configs.items() if given.only in name}
     found = rank(calibration.chip, chosen, given.rounds)
     columns = ("layout", "predicted, busy s", "measured, CPU s / cores")
-    rows: list[dict[str, Any]] = [
-        dict(zip(columns, row, strict=True)) for row in sorted(found, key=lambda row: row.measured)
-    ]
+    rows: list[dict[str, Any]] = []
+    for row in sorted(found, key=lambda row: row.measured):
+        rows.append(dict(zip(columns, row, strict=True)))
     print_table(rows)
     figure = spearman([row.predicted for row in found], [row.measured for row in found])
     print(f"Spearman's rank correlation: {figure:.3f}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.stats import rankdata
 
 from flax_mesh.hardware import Chip
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -82,8 +83,4 @@ def busy_seconds(time: Time) -> float:
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The correlation of the ranks; equal values have the mean of their ranks."""
-    return float(np.corrcoef(_ranks(xs), _ranks(ys))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+    return float(np.corrcoef(rankdata(xs), rankdata(ys))[0, 1])

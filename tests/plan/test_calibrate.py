@@ -36,7 +36,7 @@ from flax_mesh.plan.calibrate import (
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import DataConfig, build_program
-from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
+from tests.plan.ranking import LAYOUTS, config_of, rank
 
 SMALL = Sizes((64, 128), (1 << 20,), (1 << 14, 1 << 20))
 SHORT = 0.005  # seconds of a repetition
@@ -266,10 +266,3 @@ def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured, quick_compilation)
     assert row.predicted == plan(config, topology).time.seconds
     assert row.layout == "fsdp" and row.measured > 0
     assert len(set(LAYOUTS)) == len(LAYOUTS) == 8
-
-
-def test_spearman():
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1)
-    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
-    assert spearman([1, 1, 2], [1, 2, 3]) == pytest.approx(math.sqrt(3) / 2)
