@@ -23,6 +23,7 @@ from tests.benchmarks import imports, rules
 from tests.benchmarks import mesh as meshes
 from tests.benchmarks.common.peers import peer
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
+from tests.train.bigram import count_compilations
 
 PEER_ROUNDS = 2
 TARGET = 1.2  # of the time of JAX itself
@@ -78,13 +79,6 @@ def gather_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, 
 
 def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
     """One row per variant: milliseconds of CPU time, best and first, and the number of compilations."""
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if "backend_compile" in event:
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
     times: dict[str, list[float]] = {name: [] for name in variants}
     compiled = dict.fromkeys(variants, 0)
     for number in range(max(rounds for rounds, _ in variants.values())):
@@ -92,12 +86,11 @@ def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
             if number >= rounds:
                 continue
             run = prepare()
-            events.clear()
-            began = time.process_time()
-            jax.block_until_ready(run())
-            times[name].append(1e3 * (time.process_time() - began))
-            compiled[name] += len(events)
-    jax.monitoring.unregister_event_duration_listener(listen)
+            with count_compilations() as programs:
+                began = time.process_time()
+                jax.block_until_ready(run())
+                times[name].append(1e3 * (time.process_time() - began))
+            compiled[name] += len(programs)
     best = {name: min(spent) for name, spent in times.items()}
     floor = next(iter(best.values()))
     return [

@@ -57,8 +57,7 @@ def work(what: str, index: int, count: int, port: int, devices: int, given: argp
 def real_steps(count: int, steps: int) -> dict[str, float]:
     """Median and best step time of two groups that multiply matrices, in milliseconds."""
     batch = random_batch(count * ROWS, WIDTH)
-    product = lambda x, w: jax.nn.tanh(x @ w)  # noqa: E731
-    make = lambda: overlap.Net(LAYERS, product, nnx.Rngs(0), WIDTH)  # noqa: E731
+    make = lambda: overlap.Net(LAYERS, lambda x, w: jax.nn.tanh(x @ w), nnx.Rngs(0), WIDTH)  # noqa: E731
     pipeline = make_pipeline(make, overlap.loss_fn, batch, "1f1b", 2, count, rate=1e-3)
     took, _ = times_of_steps(pipeline, batch, steps)
     return {"median_ms": statistics.median(took), "best_ms": min(took)}
