@@ -69,18 +69,16 @@ def test_the_legacy_context_sets_the_current_mesh(legacy):
     assert isinstance(current_mesh_inside_jit(), Mesh)
 
 
-def test_set_mesh_takes_precedence_over_the_legacy_context(legacy):
-    other = create_mesh((8,), ("fsdp",))
+def test_set_mesh_takes_precedence_over_the_legacy_context_and_an_abstract_mesh_over_both(legacy):
+    other, abstract = (
+        create_mesh((8,), ("fsdp",)),
+        AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2),
+    )
     with jax.set_mesh(other):
         assert current_mesh() is other
+        with jax.sharding.use_abstract_mesh(abstract):
+            assert current_mesh() == abstract and get_mesh_axis_size("fsdp") == 4
     assert current_mesh() is legacy
-
-
-def test_an_abstract_mesh_takes_precedence_over_the_mesh(mesh):
-    other = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(other):
-        assert current_mesh() == other
-        assert get_mesh_axis_size("fsdp") == 8
 
 
 def test_transformations_see_the_mesh_and_mapped_axes_take_precedence(mesh):

@@ -214,9 +214,9 @@ def test_a_plan_uses_the_file(measured, tmp_path):
 # --- the command ---
 
 
-def test_the_command_writes_the_file_and_a_forecast_prints_times(monkeypatch, tmp_path, capsys):
+def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "cpu_sizes", lambda count: SMALL)
-    monkeypatch.setattr(module, "TARGET", SHORT)
+    monkeypatch.setattr(module, "measure", lambda *_: measured.samples)
     file = tmp_path / "chip.toml"
     file.write_text("an older file")
     assert main(["plan", "--calibrate", str(file)]) == DONE

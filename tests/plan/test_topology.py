@@ -158,7 +158,7 @@ def test_h100_across_two_nodes():
     assert inside.split(1.0) == (1.0, 0.0)
 
 
-def test_dp_over_the_network_of_two_slices():
+def test_axes_over_the_network_of_two_slices():
     text, mesh = "v5p:16x16x16*2", {"dp": 2, "fsdp": 256, "tp": 16}
     assert network(text, mesh, "dp").seconds("all-reduce", 1 * GB) == pytest.approx(2 * (1 / 2 / 6.25 + 2 * US))
     assert network(text, mesh, "dp").split(1.0) == (0.0, 1.0)
@@ -166,15 +166,11 @@ def test_dp_over_the_network_of_two_slices():
     both = network(text, mesh, "fsdp", "dp")
     assert both.seconds("all-gather", 1 * GB) == pytest.approx(1 / 512 / 6.25 + 2 * 255 / 512 / 360 + 2 * US + 16 * US)
     assert both.split(511.0) == pytest.approx((510.0, 1.0))
-
-
-def test_an_axis_may_be_partly_in_a_slice():
+    # an axis that is partly in a slice
     found = network("v5p:4x4x4*2", {"fsdp": 8, "tp": 16}, "fsdp")
     assert sorted((phase.kind, phase.size) for phase in found.phases) == [("dcn", 2), ("ici", 4)]
     assert found.split(7.0) == pytest.approx((6.0, 1.0))
-
-
-def test_pp_is_the_outermost_axis_and_split_over_slices_first():
+    # pp is the outermost axis and split over slices first
     mesh = {"fsdp": 16, "tp": 4, "pp": 2}
     assert list(resolve_mesh(parse_topology("v5p:4x4x4*2"), mesh)) == ["pp", "fsdp", "tp"]
     found = network("v5p:4x4x4*2", mesh, "pp")
