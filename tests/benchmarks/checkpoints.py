@@ -1,18 +1,15 @@
-"""Saving and restoring 1 GiB (64 arrays of 16 MiB), against plain Orbax and against tensorstore alone.
+"""Saving and restoring 1 GiB in 64 arrays, against plain Orbax and tensorstore alone (docs/benchmarks.md).
 
-flax_mesh: `Checkpointer`, with checksums written and every byte verified before it is restored. orbax: its
-AsyncCheckpointer (v0) with the PyTree handler and the same compression. tensorstore: one zarr3 array per leaf, without
-a record of the tree and without a commit; "blocked" excludes only the wait for the last writes. The arrays are random,
-on 8 CPU devices, and restored into the same layout. Every round saves new steps, so that only the files just written
-are cached. The libraries alternate in all orders, so that none always profits from memory that another has touched:
-most of an uncompressed save is the kernel's work on fresh pages. The result is the best round, in time and, since a
-busy machine distorts that, in CPU time of all threads. "checksums" is the time to compute them once more by themselves.
+flax_mesh and Orbax use the same compression; tensorstore writes one zarr3 array per leaf, without a record of the tree
+and without a commit. Every round saves new steps in another order of the libraries: most of an uncompressed save is the
+kernel's work on fresh pages. The result is the best round, in time and in CPU time of all threads.
 
 Targets: save at least 0.9x Orbax's speed; restore at most 1.5x its time; the caller blocked at most 1.2x as long.
 Options: --folder (on the disk to measure; default: a temporary one), --mib, --rounds.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -57,8 +54,7 @@ def save_by_flax_mesh(folder: Path, arrays: dict[str, jax.Array], compress: bool
     with Checkpointer(folder, compress=compress) as checkpointer:
         checkpointer.save(0, nnx.State({"first": arrays["w0"]}), {})  # creates the folder and the threads
         checkpointer.wait()
-        state = nnx.State(arrays)
-        return timed(lambda: checkpointer.save(1, state, {}), checkpointer.wait)
+        return timed(functools.partial(checkpointer.save, 1, nnx.State(arrays), {}), checkpointer.wait)
 
 
 def restore_by_flax_mesh(folder: Path, target: dict[str, Any]) -> Any:
@@ -70,8 +66,8 @@ def save_by_orbax(folder: Path, arrays: dict[str, jax.Array], compress: bool) ->
     with closing(ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=compress))) as checkpointer:
         checkpointer.save(folder / "0", args=ocp.args.PyTreeSave({"first": arrays["w0"]}))
         checkpointer.wait_until_finished()
-        save = ocp.args.PyTreeSave(arrays)
-        return timed(lambda: checkpointer.save(folder / "1", args=save), checkpointer.wait_until_finished)
+        save = functools.partial(checkpointer.save, folder / "1", args=ocp.args.PyTreeSave(arrays))
+        return timed(save, checkpointer.wait_until_finished)
 
 
 def restore_by_orbax(folder: Path, target: dict[str, Any]) -> Any:
@@ -92,9 +88,8 @@ def save_by_tensorstore(folder: Path, arrays: dict[str, jax.Array], compress: bo
             store = ts.open(spec).result()
             for shard in x.addressable_shards:
                 # A view of the array, as both other libraries use for CPU arrays; nothing modifies it here.
-                written.append(
-                    store[shard.index].write(np.asarray(shard.data), can_reference_source_data_indefinitely=True)
-                )
+                write, data = store[shard.index].write, np.asarray(shard.data)
+                written.append(write(data, can_reference_source_data_indefinitely=True))
 
     return timed(start, lambda: [write.result() for write in written])
 
@@ -121,7 +116,7 @@ LIBRARIES = {
 }
 
 
-def timed(start: Callable[[], Any], finish: Callable[[], Any]) -> dict[str, float]:
+def timed(start: Callable[[], Any], finish: Callable[[], Any] = lambda: None) -> dict[str, float]:
     """Seconds until the arrays may be modified, until the save is complete, and of CPU time."""
     began, cpu = time.perf_counter(), time.process_time()
     start()
@@ -142,17 +137,12 @@ def measure(folder: Path, arrays: dict[str, jax.Array], compress: bool, rounds: 
             os.sync()  # pending writes of the previous save
             seconds = save(place, arrays, compress)
             if name == "flax_mesh":
-                began = time.perf_counter()
-                write_checksums(place / "1")
-                seconds["checksums"] = time.perf_counter() - began
+                seconds["checksums"] = timed(lambda place=place: write_checksums(place / "1"))["save"]
             os.sync()
             began, cpu = time.perf_counter(), time.process_time()
             restored = jax.block_until_ready(restore(place, layout(arrays)))
             seconds |= {"restore": time.perf_counter() - began, "restore_cpu": time.process_time() - cpu}
-            same = [
-                bool((x == y).all()) for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(arrays), strict=True)
-            ]
-            assert all(same), name
+            assert jax.tree.all(jax.tree.map(np.array_equal, jax.tree.leaves(restored), jax.tree.leaves(arrays))), name
             best[name] |= {what: min(best[name].get(what, value), value) for what, value in seconds.items()}
             best[name]["mib"] = sum(f.stat().st_size for f in place.rglob("*") if f.is_file()) / 2**20
             shutil.rmtree(place)
@@ -174,9 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ratios = {what: seconds[what] / found["orbax"][what] for what in COLUMNS}
                 text = "".join(f"{seconds[what]:7.3f} ({ratios[what]:5.2f}x)" for what in COLUMNS)
                 print(f"  {name:12}{text} {seconds['mib']:6.0f} MiB")
-                if "checksums" in seconds:
-                    sums, share = seconds["checksums"], seconds["checksums"] / seconds["save"]
-                    print(f"{'':14}of it checksums: {sums:.3f} s, {share:.0%}")
+                if sums := seconds.get("checksums"):
+                    print(f"{'':14}of it checksums: {sums:.3f} s, {sums / seconds['save']:.0%}")
                 rows.append({"library": name, "compress": compress, **seconds, "of_orbax": ratios})
     print("targets, of Orbax's time: " + ", ".join(f"{what} {limit:.2f}x" for what, limit in TARGETS.items()))
     print_json("checkpoints", arguments, mib=given.mib, targets=TARGETS, rows=rows)

@@ -1,24 +1,14 @@
 """Time and memory to compile the train step of a decoder (AdamW) of 4 to 96 layers, scanned and unrolled.
 
-Every figure is measured in a fresh process, the best of `--rounds` alternating ones. "plain" is the script of the
-benchmark `step`: the same model in Flax and optax only.
+Every figure is the best of `--rounds` fresh processes. "plain" is the script of the benchmark `step`. "temp MiB" is the
+memory beside arguments and results, as planned by XLA, and "rest MiB" is temp without what must grow with the layers if
+remat is "full": the gradients and the inputs of the layers.
 
-Seconds: tracing, lowering to StableHLO, XLA, and the sum of the three; "CPU s" is the sum in CPU time of the process,
-which other jobs affect less. "host MiB": increase of the peak memory of the process by tracing, lowering and compiling.
-"program KiB": size of the compiled program as text.
-
-"temp MiB" is the memory of the step beside its arguments and results, as planned by XLA. Part of it grows with the
-layers by necessity: the gradients, and the residuals of the backward pass. With remat "full" both are known: every
-gradient is as large as its parameter, and the residuals are the inputs of the layers. "rest MiB" is temp without these
-two. Without remat, XLA stores intermediate results of the layers, for which there is no formula here.
-
-Target, scanned with remat "full": 96 layers at most 1.2 times 4 layers, in seconds of all three together, in host
-memory, in the size of the program, and in the rest.
+Target, scanned with remat "full": 96 layers at most 1.2 times 4 layers, in seconds, host memory, program and rest.
 
     python -m tests.benchmarks compile [--layers 4,12,24,48,96] [--rounds 3] [--kinds "scanned;unrolled"]
 """
 
-import itertools
 import json
 import resource
 import subprocess
@@ -77,16 +67,14 @@ def measure(kind: str, num_layers: int) -> dict[str, float]:
     """Seconds and memory of one compilation in this process."""
     config = DecoderConfig(num_layers=num_layers, **SIZES, **KINDS[kind])
     step, arguments, params = program(kind, config)
-    before, cpu, marks = peak_mib(), time.process_time(), [time.perf_counter()]
+    before, cpu, began, found = peak_mib(), time.process_time(), time.perf_counter(), {}
     traced = step.trace(*arguments)
-    marks.append(time.perf_counter())
+    found["trace s"] = time.perf_counter() - began
     lowered = traced.lower()
-    marks.append(time.perf_counter())
+    found["lower s"] = time.perf_counter() - began - found["trace s"]
     compiled = lowered.compile()
-    marks.append(time.perf_counter())
-    trace, lower, xla = (b - a for a, b in itertools.pairwise(marks))
-    found = {"trace s": trace, "lower s": lower, "XLA s": xla, "seconds": marks[-1] - marks[0]}
-    found |= {"CPU s": time.process_time() - cpu}
+    found["seconds"] = time.perf_counter() - began
+    found |= {"XLA s": found["seconds"] - found["trace s"] - found["lower s"], "CPU s": time.process_time() - cpu}
     found |= {"host MiB": peak_mib() - before, "program KiB": len(compiled.as_text()) / 1024}
     found["temp MiB"] = compiled.memory_analysis().temp_size_in_bytes / MIB
     if config.remat == "full":

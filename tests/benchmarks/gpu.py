@@ -1,27 +1,24 @@
 """The step of a recipe on one accelerator, compared in one run with the same step handwritten in jax and optax.
 
-`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` runs recipes of the decoder; remat, batch, attention,
-loss chunk and compiler options are those of the recipe. The steps alternate in blocks, with a wait at both ends of a
-block: `flax_mesh` is the step of the recipe with batches on the device, `fed` the same with batches created and metrics
-read as in `flax_mesh.train`, `plain` the one of `_plain_llama`.
-
-MFU = tokens/s * (6 (N - N_embedding_lookup) + 6 L D S) / peak FLOP/s, D = heads * head_dim: attention is counted
-as causal, recomputation is not counted. Targets: MFU 0.5, ratio of flax_mesh to plain at least 0.99.
+`python -m tests.benchmarks gpu [RECIPE] [section.key=value ...]` runs recipes of the decoder in alternating blocks:
+`flax_mesh` is the step of the recipe with batches on the device, `fed` the same with batches created and metrics read
+as in `flax_mesh.train`, `plain` the one of `common/plain_llama.py`. docs/benchmarks.md has the formula of MFU. Targets:
+MFU 0.5, ratio of flax_mesh to plain at least 0.99.
 
 --tiny       small sizes, to test the benchmark on a CPU
 --profile F  write a trace of 5 steps to the folder F, and print its ten longest kernels
---all F      run every variant of VARIANTS in a separate process until --time-limit; results are written to F, and the
-             same command continues from there
+--all F      run every variant of VARIANTS in a separate process until --time-limit; the same command continues
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +37,7 @@ from flax_mesh.train.config import options_text, parse_compiler_options
 from flax_mesh.train.data.batches import make_batch_fn, prefetch
 from flax_mesh.train.metrics import peak_memory
 from flax_mesh.tree import named_leaves
-from tests.benchmarks.common.plain_llama import Llama, make_optimizer, make_step
+from tests.benchmarks.common.plain_llama import make_optimizer, make_step
 from tests.benchmarks.common.profile import kernels_text, profile
 from tests.benchmarks.common.report import origin
 
@@ -52,32 +49,32 @@ TINY = [
     *("model.dtype=float32", "model.attention=xla", "data.batch_size=4", "data.sequence_length=16", "run.platform=cpu"),
     *("optimizer.warmup_steps=1", "optimizer.learning_rate=1e-3", "optimizer.end_learning_rate=1e-4"),
 ]  # fmt: skip
-# name -> arguments, most important first. Every variant differs from `base` in one setting.
-SHORT = ("--no-plain", "--steps=20")
 LLAMA_3 = f"{RECIPE}:llama_3_2_1b"
 LATENCY = "run.compiler_options=xla_gpu_enable_latency_hiding_scheduler=true"
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "base": (RECIPE, "--ceilings", "--profile"),
-    "llama-3.2-1b": (LLAMA_3, "--profile"),
-    "batch-24": (RECIPE, "data.batch_size=24", *SHORT),
-    "no-options": (RECIPE, "run.compiler_options=", *SHORT),
-    "no-excess-precision": (RECIPE, f"{LATENCY},xla_allow_excess_precision=false", *SHORT),
-    "whole-logits": (RECIPE, "model.loss_chunk=0", *SHORT),
-    "chunk-8192": (RECIPE, "model.loss_chunk=8192", *SHORT),
-    "chunk-2048": (RECIPE, "model.loss_chunk=2048", *SHORT),
-    "no-triton-gemm": (RECIPE, f"{LATENCY},xla_gpu_enable_triton_gemm=false", *SHORT),
-    "no-command-buffer": (RECIPE, f"{LATENCY},xla_gpu_enable_command_buffer=", *SHORT),
-    "cudnn-gemm-fusion": (RECIPE, f"{LATENCY},xla_gpu_cudnn_gemm_fusion_level=2", *SHORT),
-    "exhaustive-tiling": (RECIPE, f"{LATENCY},xla_gpu_exhaustive_tiling_search=true", *SHORT),
-    "remat-dots": (RECIPE, "model.remat=dots_saveable", *SHORT),
-    "remat-dots-batch-32": (RECIPE, "model.remat=dots_saveable", "data.batch_size=32", *SHORT),
-    "remat-full": (RECIPE, "model.remat=full", *SHORT),
-    "batch-8": (RECIPE, "data.batch_size=8", *SHORT),
-    "scan-batch-8": (RECIPE, "model.scan=true", "data.batch_size=8", *SHORT),
-    "attention-xla-batch-4": (RECIPE, "model.attention=xla", "data.batch_size=4", *SHORT),
-    "attention-cudnn-batch-4": (RECIPE, "data.batch_size=4", *SHORT),
-    "llama-3.2-1b-whole-logits": (LLAMA_3, "model.loss_chunk=0", *SHORT),
+# name -> the settings in which it differs from `base`, most important first.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "batch-24": ("data.batch_size=24",),
+    "no-options": ("run.compiler_options=",),
+    "no-excess-precision": (f"{LATENCY},xla_allow_excess_precision=false",),
+    "whole-logits": ("model.loss_chunk=0",),
+    "chunk-8192": ("model.loss_chunk=8192",),
+    "chunk-2048": ("model.loss_chunk=2048",),
+    "no-triton-gemm": (f"{LATENCY},xla_gpu_enable_triton_gemm=false",),
+    "no-command-buffer": (f"{LATENCY},xla_gpu_enable_command_buffer=",),
+    "cudnn-gemm-fusion": (f"{LATENCY},xla_gpu_cudnn_gemm_fusion_level=2",),
+    "exhaustive-tiling": (f"{LATENCY},xla_gpu_exhaustive_tiling_search=true",),
+    "remat-dots": ("model.remat=dots_saveable",),
+    "remat-dots-batch-32": ("model.remat=dots_saveable", "data.batch_size=32"),
+    "remat-full": ("model.remat=full",),
+    "batch-8": ("data.batch_size=8",),
+    "scan-batch-8": ("model.scan=true", "data.batch_size=8"),
+    "attention-xla-batch-4": ("model.attention=xla", "data.batch_size=4"),
+    "attention-cudnn-batch-4": ("data.batch_size=4",),
 }
+SHORT = ("--no-plain", "--steps=20")
+VARIANTS = {"base": (RECIPE, "--ceilings", "--profile"), "llama-3.2-1b": (LLAMA_3, "--profile")}
+VARIANTS |= {name: (RECIPE, *settings, *SHORT) for name, settings in SETTINGS.items()}
+VARIANTS["llama-3.2-1b-whole-logits"] = (LLAMA_3, "model.loss_chunk=0", *SHORT)
 
 Block = Callable[[int], list[jax.Array]]  # runs a number of steps, waits for them and returns the losses
 
@@ -107,9 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_one(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one configuration, printing its results, and return its row."""
-    config = apply_overrides(
-        apply_overrides(load_recipe(arguments.recipe), TINY if arguments.tiny else []), arguments.overrides
-    )
+    tiny = TINY if arguments.tiny else []
+    config = apply_overrides(apply_overrides(load_recipe(arguments.recipe), tiny), arguments.overrides)
     device = jax.devices()[0]
     row: dict[str, Any] = {"recipe": arguments.recipe, "overrides": arguments.overrides, "device": device.device_kind}
     print(f"jax {jax.__version__}, {device.device_kind}: {arguments.recipe} {' '.join(arguments.overrides)}")
@@ -151,14 +147,14 @@ class Bench:
         count = self.tokens_per_step * BATCHES + 1
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.int32)
         self.make_batch = make_batch_fn(tokens, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
-        self.batches = [self.make_batch(i) for i in range(BATCHES)]
+        batches = [self.make_batch(i) for i in range(BATCHES)]
+        self.feeds = {name: itertools.cycle(batches) for name in ("flax_mesh", "plain")}
         # On the host, so that they do not count in the peak of device memory.
         self.initial = plain_parameters(parameters, model.num_layers) if plain else None
-        self.done = {"flax_mesh": 0, "plain": 0}
 
     def flax_mesh(self, steps: int) -> list[jax.Array]:
         losses = []
-        for batch in self._next("flax_mesh", steps):
+        for batch in itertools.islice(self.feeds["flax_mesh"], steps):
             self.state, metrics = self.program.step(self.state, batch)
             losses.append(metrics["loss"])
         jax.block_until_ready(self.state.leaves)
@@ -175,11 +171,8 @@ class Bench:
         return losses
 
     def start_plain(self) -> None:
-        model = self.config.model
-        llama = Llama(model.head_dim, model.rope_theta, model.norm_epsilon, tuple(model.rope_scaling), model.dtype,
-                      model.attention, model.remat, model.loss_chunk)  # fmt: skip
         optimizer = make_optimizer(self.config.optimizer)
-        self.plain_step = make_step(llama, optimizer, self.options)
+        self.plain_step = make_step(self.config.model, optimizer, self.options)
         # In the layout that the step returns; otherwise the second step would compile again.
         replicated = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         self.plain_params = jax.device_put(self.initial, replicated)
@@ -187,7 +180,7 @@ class Bench:
 
     def plain(self, steps: int) -> list[jax.Array]:
         losses = []
-        for batch in self._next("plain", steps):
+        for batch in itertools.islice(self.feeds["plain"], steps):
             self.plain_params, self.plain_state, loss, _ = self.plain_step(self.plain_params, self.plain_state, batch)
             losses.append(loss)
         jax.block_until_ready((self.plain_params, self.plain_state))
@@ -213,30 +206,19 @@ class Bench:
                 began = time.perf_counter()
                 run(block)
                 times[name].append((time.perf_counter() - began) / block)
-        row |= {
-            "losses": [float(loss) for loss in losses],
-            "steps": steps,
-            "seconds_per_step": {n: statistics.mean(t) for n, t in times.items()},
-        }
-        row["spread"] = {n: max(t) / min(t) for n, t in times.items()}
-        return row | self._rates(row["seconds_per_step"])
-
-    def _rates(self, seconds: dict[str, float]) -> dict[str, Any]:
+        seconds = {name: statistics.mean(spent) for name, spent in times.items()}
+        row |= {"losses": [float(loss) for loss in losses], "steps": steps, "seconds_per_step": seconds}
+        row["spread"] = {name: max(spent) / min(spent) for name, spent in times.items()}
         data, peak = self.config.data, peak_flops(self.device.device_kind)
         flops = self.flops(self.config.model, self.num_parameters, data.sequence_length) if self.flops else None
         rates = {name: self.tokens_per_step / time for name, time in seconds.items()}
         mfu = {name: rate * flops / peak for name, rate in rates.items()} if flops and peak else None
         ratios = {f"{name}/plain": rates[name] / rates["plain"] for name in rates if "plain" in rates}
-        return {"tokens_per_s": rates, "mfu": mfu, "ratios": ratios, "flops_per_token": flops}
-
-    def _next(self, name: str, steps: int) -> Iterator[dict[str, jax.Array]]:
-        first = self.done[name]
-        self.done[name] += steps
-        return (self.batches[i % BATCHES] for i in range(first, first + steps))
+        return row | {"tokens_per_s": rates, "mfu": mfu, "ratios": ratios, "flops_per_token": flops}
 
 
 def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict[str, Any]:
-    """Convert the leaves of a decoder, listed or stacked, to numpy parameters of `_plain_llama`."""
+    """Convert the leaves of a decoder, listed or stacked, to numpy parameters of `plain_llama`."""
     params: dict[str, Any] = {"layers": [{} for _ in range(num_layers)]}
     for path, leaf in leaves:
         parts = path.split("/")
@@ -253,28 +235,22 @@ def plain_parameters(leaves: Sequence[tuple[str, Any]], num_layers: int) -> dict
 
 def ceilings(size: int) -> dict[str, float]:
     """Speed of the device for a product of bf16 matrices and for a copy."""
-    x = jnp.ones((size, size), jnp.bfloat16)
-    multiply, copy = jax.jit(lambda a, b: a @ b), jax.jit(lambda a: a + 1, donate_argnums=0)
-    values = jnp.zeros((8 * size, size), jnp.float32)
+    x, values = jnp.ones((size, size), jnp.bfloat16), jnp.zeros((8 * size, size), jnp.float32)
+    nbytes, multiply = 2 * values.nbytes, jax.jit(lambda a: x @ x)
+    product, copy = best_of(multiply, x), best_of(jax.jit(lambda a: a + 1, donate_argnums=0), values)
+    return {"matmul_tflops": 2 * size**3 / product / 1e12, "copy_gbs": nbytes / copy / 1e9}
 
-    def best_of(run: Callable[[], Any], count: int = 20) -> float:
-        times = []
-        jax.block_until_ready(run())
-        for _ in range(3):
-            began = time.perf_counter()
-            results = [run() for _ in range(count)]
-            jax.block_until_ready(results[-1])
-            times.append((time.perf_counter() - began) / count)
-        return min(times)
 
-    def again() -> jax.Array:
-        nonlocal values
-        values = copy(values)
-        return values
-
-    product = best_of(lambda: multiply(x, x))
-    nbytes = 2 * values.nbytes
-    return {"matmul_tflops": 2 * size**3 / product / 1e12, "copy_gbs": nbytes / best_of(again) / 1e9}
+def best_of(run: Callable[[Any], Any], value: Any, count: int = 20) -> float:
+    """The least seconds of a call on the result of the previous one, of three series."""
+    times, value = [], jax.block_until_ready(run(value))
+    for _ in range(3):
+        began = time.perf_counter()
+        for _ in range(count):
+            value = run(value)
+        jax.block_until_ready(value)
+        times.append((time.perf_counter() - began) / count)
+    return min(times)
 
 
 def text_of(row: dict[str, Any]) -> str:
@@ -284,9 +260,8 @@ def text_of(row: dict[str, Any]) -> str:
         mfu = f"  MFU {row['mfu'][name]:.1%}" if row["mfu"] else ""
         ratio = f"  {row['ratios'][f'{name}/plain']:.3f} of plain" if row["ratios"] else ""
         spread = f"  blocks within {row['spread'][name] - 1:.1%}"
-        lines.append(
-            f"{name:10} {1e3 * row['seconds_per_step'][name]:9.2f} ms {rate:10,.0f} tokens/s{mfu}{ratio}{spread}"
-        )
+        ms = 1e3 * row["seconds_per_step"][name]
+        lines.append(f"{name:10} {ms:9.2f} ms {rate:10,.0f} tokens/s{mfu}{ratio}{spread}")
     if "loss_difference" in row:
         lines.append(f"losses of flax_mesh and plain differ by at most {row['loss_difference']:.1e}")
     return "\n".join(filter(None, lines))
@@ -324,19 +299,13 @@ def table(folder: Path) -> str:
     """One line per variant: tokens/s, MFU, peak memory."""
     lines = ["| variant | tokens/s | MFU | of plain | peak GiB |", "|---|---|---|---|---|"]
     for name in VARIANTS:
-        if not (path := folder / f"{name}.json").exists():
-            lines.append(f"| {name} | not run | | | |")
-            continue
-        row = json.loads(path.read_text())
-        if "failed" in row:
-            lines.append(f"| {name} | failed | | | |")
+        path = folder / f"{name}.json"
+        row = json.loads(path.read_text()) if path.exists() else {}
+        if "tokens_per_s" not in row:
+            lines.append(f"| {name} | {'failed' if row else 'not run'} | | | |")
             continue
         mfu = f"{row['mfu']['flax_mesh']:.1%}" if row["mfu"] else ""
         ratio = f"{row['ratios']['flax_mesh/plain']:.3f}" if row["ratios"] else ""
         peak = f"{row['peak_bytes'] / 2**30:.1f}" if row["peak_bytes"] else ""
         lines.append(f"| {name} | {row['tokens_per_s']['flax_mesh']:,.0f} | {mfu} | {ratio} | {peak} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

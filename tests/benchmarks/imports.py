@@ -1,8 +1,6 @@
-"""Time to import flax_mesh after jax and flax.nnx, and the number of modules that it imports.
+"""Time to import flax_mesh after jax and flax.nnx, and the number of modules, of which "heavy" are orbax's.
 
-Each run is a fresh process, and the packages alternate. The result is the best CPU time, which excludes reading files
-for the first time. Bytecode is written, as for an installed package. heavy: the number of modules of orbax and
-tensorstore. Target: at most 50 ms, no module of orbax or tensorstore. eformer and scalax are included if installed.
+The best CPU time of fresh, alternating processes with bytecode. Target: at most 50 ms, no heavy module.
 
     python -m tests.benchmarks imports [--runs 7]
 """

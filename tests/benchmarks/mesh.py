@@ -1,8 +1,7 @@
 """create_mesh compared with jax.make_mesh, and with eformer and scalax if they are installed.
 
-8 CPU devices; microseconds, the best of interleaved rounds, so that ratios are measured in one run on one machine.
-"repeated" creates the same mesh again. "cold" uses new axis names, which are neither in our cache nor in JAX's table of
-Mesh objects. The search rows compute the assignment of a v4 slice of 8x8x16 chips without a cache.
+Microseconds, the best of interleaved rounds. "repeated" creates the same mesh again, "cold" one with new axis names.
+The search rows compute the assignment of a v4 slice of 8x8x16 chips without a cache.
 
     python -m tests.benchmarks mesh [--rounds 15]
 """

@@ -1,9 +1,7 @@
-"""Whether the groups of a pipeline run concurrently: the step time over the makespan of its schedule.
+"""Whether the groups of a pipeline run concurrently: the step time over the makespan of its schedule, at most 1.05.
 
-The layers sleep in a small native op, so that the time of a stage does not depend on free cores. A layer sleeps in F
-and in both parts of its backward pass, B and W. Four groups of one device. Prints the median step time over the
-makespan that `simulate` returns for these costs; a C++ compiler is required. On a loaded machine sleeps end late: the
-first line reports the measured time of a single sleep. Target: at most 1.05.
+The layers sleep in a native op, in F and in both parts of the backward pass, B and W, so that the time of a stage does
+not depend on free cores. A C++ compiler is required.
 
     python -m tests.benchmarks overlap [--ms 50] [--microbatches 8,32] [--steps 7] [--schedules 1f1b,zb-h1]
 """
@@ -13,7 +11,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ from flax import nnx
 
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules import Schedule, StageCost, simulate
-from tests.benchmarks.common.pipelines import make_pipeline, random_batch, times_of_steps
+from tests.benchmarks.common.pipelines import Turn, make_pipeline, random_batch, times_of_steps
 from tests.benchmarks.common.report import options, report, use_cpu
 
 TARGET = 1.05
@@ -77,9 +74,9 @@ def sleepy_product(forward: int, backward: int, weights: int):
 
 
 class Net(nnx.Module):
-    def __init__(self, num_layers: int, product, rngs: nnx.Rngs):
-        self.embed = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # so that stage 0 has a B too
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, product, rngs: nnx.Rngs, width: int = WIDTH):
+        self.embed = nnx.Linear(width, width, use_bias=False, rngs=rngs)  # so that stage 0 has a B too
+        self.layers = nnx.List([nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(num_layers)])
         self.product = product
 
     def __call__(self, x):
@@ -97,17 +94,13 @@ def nap_alone(ms: float) -> float:
     """Measured milliseconds of one sleep of `ms`, without other work: the median of nine."""
     x = jnp.ones((WIDTH, WIDTH))
     once = jax.jit(lambda x: nap(x @ x, round(ms * 1000), x))
-    took = []
+    turn = Turn(lambda: once(x))
     for _ in range(10):
-        start = time.perf_counter()
-        jax.block_until_ready(once(x))
-        took.append(time.perf_counter() - start)
-    return statistics.median(took[1:]) * 1e3
+        turn.run()
+    return statistics.median(turn.time[1:]) * 1e3
 
 
-def sleepy_pipeline(
-    name: str, ms: float, count: int, num_groups: int = GROUPS
-) -> tuple[Pipeline, dict[str, np.ndarray]]:
+def sleepy_pipeline(name: str, ms: float, count: int, num_groups: int = GROUPS) -> tuple[Pipeline, Any]:
     """A pipeline whose stages sleep, and a batch of `count` microbatches for it. Call `load_nap` before."""
     num_layers, micros = SCHEDULES[name] * num_groups // GROUPS, round(ms * 1000)
     product, batch = sleepy_product(micros, micros, micros), random_batch(count * ROWS, WIDTH)

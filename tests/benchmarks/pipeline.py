@@ -1,21 +1,16 @@
 """Host cost of a pipeline step compared with a handwritten loop for the same model, and the overlap of its groups.
 
-Four residual MLP blocks of width 64, one per stage, one device per stage, 1F1B, plain SGD. The handwritten loop is
-specialized for this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, and no loss
-weights, norms or metrics.
+Four residual MLP blocks of width 64, one per stage and device, 1F1B, plain SGD. The handwritten loop is specialized for
+this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, no loss weights or metrics.
 
-The first table: medians over interleaved steps of the ratio of the two, in time and in CPU time of the process; CPU
-time of the dispatching thread per action in microseconds (F, B, and the whole step over the number of its actions);
-bytes transferred between groups in one step, counted from the arrays passed to the copy functions; and the ratio of the
-second half of the run over that of the first. Target: time at most 1.5 times, no growth.
-
-"over jit": the time over that of one jitted step of the model on one device, with as many microbatches.
-
-The second table: layers that sleep, and the step time over the simulated makespan, as in the benchmark `overlap`.
+The first table has medians over alternating steps: the ratio of the two, the same step on one device ("over jit"), CPU
+time of the dispatching thread per action, bytes between groups, and the second half of the run over the first. Target:
+time at most 1.5 times, no growth. The second table is that of the benchmark `overlap`.
 
     python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
 """
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +31,9 @@ from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.benchmarks.common import overlap, pipelines
+from tests.benchmarks import overlap
+from tests.benchmarks.common import pipelines
+from tests.benchmarks.common.pipelines import Turn, median_ratio
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 
 TARGET = 1.5
@@ -54,13 +51,12 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
         self.layers = nnx.List([Block(rngs) for _ in range(STAGES)])
 
     def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        return functools.reduce(lambda x, layer: layer(x), self.layers, x)
 
 
 def loss_fn(model, batch):
@@ -109,31 +105,14 @@ def handwritten_step(parameters, count):
     return step, parameters, shardings
 
 
-class Turn:
-    """One of two alternating steps: `call()` dispatches a step and returns the arrays to wait for."""
-
-    def __init__(self, call: Callable[[], Any]):
-        self.call, self.time, self.cpu, self.dispatch = call, [], [], []
-
-    def run(self) -> None:
-        began, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
-        waited = self.call()
-        self.dispatch.append(time.thread_time() - thread)
-        jax.block_until_ready(waited)
-        self.time.append(time.perf_counter() - began)
-        self.cpu.append(time.process_time() - cpu)
-
-
 def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
     """A row of the table for `count` microbatches."""
-    pipeline, batch = make_pipeline(count, remat)
-    model = Net(nnx.Rngs(0))
-    step, parameters, shardings = handwritten_step(
-        [[x.up.kernel[...], x.down.kernel[...]] for x in model.layers], count
-    )
-    microbatches = {name: x.reshape(count, ROWS, LENGTH, WIDTH) for name, x in batch.items()}
-    xs = [jax.device_put(x, shardings[0]) for x in microbatches["x"]]
-    ys = [jax.device_put(y, shardings[-1]) for y in microbatches["y"]]
+    batch = pipelines.random_batch(count * ROWS, LENGTH, WIDTH)
+    pipeline = pipelines.make_pipeline(Net, loss_fn, batch, "1f1b", STAGES, count, rate=RATE, remat=remat)
+    kernels = [[layer.up.kernel[...], layer.down.kernel[...]] for layer in Net().layers]
+    step, parameters, shardings = handwritten_step(kernels, count)
+    xs = [jax.device_put(x, shardings[0]) for x in batch["x"].reshape(count, ROWS, LENGTH, WIDTH)]
+    ys = [jax.device_put(y, shardings[-1]) for y in batch["y"].reshape(count, ROWS, LENGTH, WIDTH)]
     state, metrics, total = pipeline.init_state(), {}, jnp.float32(jnp.nan)
 
     def run_pipeline() -> Any:
@@ -163,8 +142,9 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
     ratios = [a / b for a, b in zip(pipelined.time, baseline.time, strict=True)]
     early, late = ratios[WARM : WARM + steps // 2], ratios[WARM + steps // 2 :]
     row: dict[str, Any] = {"M": count, "remat": remat}
-    row |= {"time": median_ratio(pipelined.time, baseline.time), "CPU time": median_ratio(pipelined.cpu, baseline.cpu)}
-    row["over jit"] = median_ratio(pipelined.time, jitted.time)
+    row["time"] = median_ratio(pipelined.time[WARM:], baseline.time[WARM:])
+    row["CPU time"] = median_ratio(pipelined.cpu[WARM:], baseline.cpu[WARM:])
+    row["over jit"] = median_ratio(pipelined.time[WARM:], jitted.time[WARM:])
     row |= dispatch_of_actions(pipeline, run_pipeline)
     for name, turn in (("action", pipelined), ("by hand", baseline)):
         row[f"{name} us"] = 1e6 * statistics.median(turn.dispatch[WARM:]) / num_actions
@@ -173,27 +153,16 @@ def measure(count: int, remat: Any, steps: int) -> dict[str, Any]:
     return row | {"loss differs": error}
 
 
-def make_pipeline(count: int, remat: Any) -> tuple[Pipeline, dict[str, np.ndarray]]:
-    batch = pipelines.random_batch(count * ROWS, LENGTH, WIDTH)
-    return pipelines.make_pipeline(
-        lambda: Net(nnx.Rngs(0)), loss_fn, batch, "1f1b", STAGES, count, rate=RATE, remat=remat
-    ), batch
-
-
 def plain_program(count: int) -> tuple[TrainState, Callable[..., Any]]:
     """(state, step) of the same model on one device."""
     mesh = create_mesh((1,), ("dp",), devices=jax.devices()[:1])
 
     def make() -> tuple[Net, nnx.Optimizer]:
-        model = Net(nnx.Rngs(0))
+        model = Net()
         return model, nnx.Optimizer(model, optax.sgd(RATE), wrt=nnx.Param)
 
     state = init_train_state(make, abstract_state(make, mesh, [(".*", ())]))
     return state, make_train_step(loss_fn, state, num_microbatches=count, layers=("layers",))
-
-
-def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(times[WARM:], baseline[WARM:], strict=True))
 
 
 def dispatch_of_actions(pipeline: Pipeline, call: Callable[[], Any], steps: int = 20) -> dict[str, float]:

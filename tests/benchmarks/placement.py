@@ -1,14 +1,9 @@
 """Sharding and gathering 302 arrays on 8 devices, compared with `jax.device_put(tree)` and `jax.device_get(tree)`.
 
 shard, gather: the complete tree; functions: the trees of `make_shard_and_gather_fns`, created again for each round;
-stream: `gather(bytes_in_flight=)`. Best CPU time of interleaved rounds, the time of the first round, and the number of
-compilations in all rounds. Target: at most 1.2 times JAX's own, no compilation.
-
-eformer and scalax are included if they are installed, for two rounds, with functions created again for each. They get
-arrays on one device, since eformer does not move numpy arrays.
-
-The last table has everything that flax_mesh and these two have in common, from the benchmarks rules, mesh and imports.
-"floor" is the minimum cost: the path strings of the tree, `jax.device_put` and `jax.device_get` of it.
+stream: `gather(bytes_in_flight=)`. CPU time, best and first of interleaved rounds, and the number of compilations.
+Target: at most 1.2 times JAX's own, no compilation. eformer and scalax get arrays on one device, for two rounds. The
+last table has everything that the libraries have in common, from the benchmarks rules, mesh and imports.
 
     python -m tests.benchmarks placement [--rounds 15] [--alone]
 """
@@ -28,6 +23,7 @@ from tests.benchmarks import imports, rules
 from tests.benchmarks import mesh as meshes
 from tests.benchmarks.common.peers import peer
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
+from tests.train.bigram import count_compilations
 
 PEER_ROUNDS = 2
 TARGET = 1.2  # of the time of JAX itself
@@ -52,14 +48,10 @@ def shard_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, V
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     on_one = jax.tree.map(jnp.asarray, tree)
 
-    def functions() -> Callable[[], Any]:
-        fns, _ = make_shard_and_gather_fns(specs, mesh)
-        return lambda: apply(fns, tree)
-
     variants = {
         "jax.device_put": (rounds, lambda: lambda: jax.device_put(tree, shardings)),
         "shard": (rounds, lambda: lambda: shard(tree, specs, mesh)),
-        "functions": (rounds, functions),
+        "functions": (rounds, lambda: functools.partial(apply, make_shard_and_gather_fns(specs, mesh)[0], tree)),
     }
     for name, make in peers(specs, mesh, tree).items():
         variants[name] = (min(rounds, PEER_ROUNDS), lambda make=make: functools.partial(apply, make()[0], on_one))
@@ -87,13 +79,6 @@ def gather_variants(tree: Any, specs: Any, mesh: Any, rounds: int) -> dict[str, 
 
 def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
     """One row per variant: milliseconds of CPU time, best and first, and the number of compilations."""
-    events: list[str] = []
-
-    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if "backend_compile" in event:
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
     times: dict[str, list[float]] = {name: [] for name in variants}
     compiled = dict.fromkeys(variants, 0)
     for number in range(max(rounds for rounds, _ in variants.values())):
@@ -101,12 +86,11 @@ def measure(what: str, variants: dict[str, Variant]) -> list[dict[str, Any]]:
             if number >= rounds:
                 continue
             run = prepare()
-            events.clear()
-            began = time.process_time()
-            jax.block_until_ready(run())
-            times[name].append(1e3 * (time.process_time() - began))
-            compiled[name] += len(events)
-    jax.monitoring.unregister_event_duration_listener(listen)
+            with count_compilations() as programs:
+                began = time.process_time()
+                jax.block_until_ready(run())
+                times[name].append(1e3 * (time.process_time() - began))
+            compiled[name] += len(programs)
     best = {name: min(spent) for name, spent in times.items()}
     floor = next(iter(best.values()))
     return [

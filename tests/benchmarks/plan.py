@@ -1,15 +1,9 @@
 """Predicted step times of published training runs; needs no devices, and measures nothing here.
 
-The rows with a bar are those of Llama and GPT-3 in bf16 and of the older table (tests/plan/published.py). Sorted by id,
-the odd ones were fitted: two constants per chip, `matmul_fraction` and `overlap_fraction` of flax_mesh/hardware.py. The
-even ones are held out. `--fit` fits the constants again and prints them beside those of the table.
-
-`--compiled` compares memory and collectives with what XLA allocates and sends, for the cases of tests/plan/cases.py, as
-Markdown: bytes on one device, the errors of the estimate, and why a case has no bar. `--tpu` includes the cases on TPU
-topologies, which need libtpu and a minute each, but no TPU.
-
-`--ranking` calibrates the CPU, and compares the plans of 8 layouts of a model with the CPU time of their steps, which
-takes minutes. The last figure is Spearman's rank correlation of both; it should be at least 0.8.
+Of the rows with a bar, sorted by id, two constants per chip were fitted to the odd ones; the even ones are held out.
+`--fit` fits them again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
+of tests/plan/cases.py, as Markdown; `--tpu` includes those on TPU topologies, which need libtpu and a minute each.
+`--ranking` compares the plans of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
 
     python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu] | --ranking [--rounds N]]
 """
@@ -18,7 +12,7 @@ import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -39,12 +33,6 @@ from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
 
 LIMIT = 0.15
 HEADER = "| Case | Mesh | XLA, MiB | Estimate, MiB | Error | Operand bytes, error by mesh axes | Remark |"
-
-
-class Fit(NamedTuple):
-    squares: float  # of the logarithms of the ratios
-    matmul_fraction: float
-    overlap_fraction: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,17 +73,17 @@ def fit(arguments: Sequence[str] | None) -> int:
     rows = []
     for name in dict.fromkeys(topology.chip.name for _, _, topology in found.values()):
         of_chip = [each for each in found.values() if each[2].chip.name == name]
-        best, chip = fit_chip(of_chip), of_chip[0][2].chip
-        constants = {"matmul, fitted": best.matmul_fraction, "in the table": chip.matmul_fraction}
-        constants |= {"overlap, fitted": best.overlap_fraction, "in the table ": chip.overlap_fraction}
+        (_, matmul, overlap), chip = fit_chip(of_chip), of_chip[0][2].chip
+        constants = {"matmul, fitted": matmul, "in the table": chip.matmul_fraction}
+        constants |= {"overlap, fitted": overlap, "in the table ": chip.overlap_fraction}
         rows.append({"chip": name, "runs": len(of_chip)} | constants)
     return report("plan", arguments, rows)
 
 
-def fit_chip(runs: Iterable[tuple[Run, Estimate, Topology]]) -> Fit:
-    """The constants with the least squares, on a grid."""
+def fit_chip(runs: Iterable[tuple[Run, Estimate, Topology]]) -> tuple[float, float, float]:
+    """The least squares of the logarithms of the ratios, on a grid, and the fractions of products and of overlap."""
     grid = ((m / 100, o / 10) for m in range(45, 100) for o in range(11))
-    return min(Fit(squares(runs, *constants), *constants) for constants in grid)
+    return min((squares(runs, *constants), *constants) for constants in grid)
 
 
 def squares(runs: Iterable[tuple[Run, Estimate, Topology]], matmul: float, overlap: float) -> float:
@@ -128,16 +116,9 @@ def case_row(case: Case, program: str, found: Figures, true: Figures) -> str:
     errors = operand_errors(found, true)
     operands = ", ".join(f"{axes} {size:+.1%}" for axes, size in errors.items()) or "none"
     remarks = [case.outside, *(f"{axes}: {why}" for axes, why in case.differs.items() if axes in errors)]
-    cells = (
-        name,
-        f"`{place}`",
-        f"{true.total / 2**20:,.1f}",
-        f"{found.total / 2**20:,.1f}",
-        f"{memory_error(found, true):+.1%}",
-        operands,
-        "; ".join(filter(None, remarks)),
-    )
-    return f"| {' | '.join(cells)} |"
+    totals = [f"{each.total / 2**20:,.1f}" for each in (true, found)]
+    cells = [name, f"`{place}`", *totals, f"{memory_error(found, true):+.1%}", operands]
+    return f"| {' | '.join([*cells, '; '.join(filter(None, remarks))])} |"
 
 
 def compare_ranks(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:
@@ -146,10 +127,10 @@ def compare_ranks(given: argparse.Namespace, arguments: Sequence[str] | None) ->
     configs = {f"{shape}, remat {remat}": config_of(shape, remat) for shape, remat in LAYOUTS}
     chosen = {name: config for name, config in configs.items() if given.only in name}
     found = rank(calibration.chip, chosen, given.rounds)
-    rows = [
-        {"layout": row.layout, "predicted, busy s": row.predicted, "measured, CPU s / cores": row.measured}
-        for row in sorted(found, key=lambda row: row.measured)
-    ]
+    columns = ("layout", "predicted, busy s", "measured, CPU s / cores")
+    rows: list[dict[str, Any]] = []
+    for row in sorted(found, key=lambda row: row.measured):
+        rows.append(dict(zip(columns, row, strict=True)))
     print_table(rows)
     figure = spearman([row.predicted for row in found], [row.measured for row in found])
     print(f"Spearman's rank correlation: {figure:.3f}")

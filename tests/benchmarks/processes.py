@@ -57,21 +57,10 @@ def work(what: str, index: int, count: int, port: int, devices: int, given: argp
 def real_steps(count: int, steps: int) -> dict[str, float]:
     """Median and best step time of two groups that multiply matrices, in milliseconds."""
     batch = random_batch(count * ROWS, WIDTH)
-    pipeline = make_pipeline(lambda: Wide(nnx.Rngs(0)), overlap.loss_fn, batch, "1f1b", 2, count, rate=1e-3)
+    make = lambda: overlap.Net(LAYERS, lambda x, w: jax.nn.tanh(x @ w), nnx.Rngs(0), WIDTH)  # noqa: E731
+    pipeline = make_pipeline(make, overlap.loss_fn, batch, "1f1b", 2, count, rate=1e-3)
     took, _ = times_of_steps(pipeline, batch, steps)
     return {"median_ms": statistics.median(took), "best_ms": min(took)}
-
-
-class Wide(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.embed = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-
-    def __call__(self, x):
-        x = self.embed(x)
-        for layer in self.layers:
-            x = x + jax.nn.tanh(layer(x))
-        return x
 
 
 def compare_overlap(given: argparse.Namespace) -> list[dict[str, Any]]:

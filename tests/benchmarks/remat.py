@@ -1,28 +1,23 @@
 """The residuals that a pipeline stores for its backward pass, and the cost to recompute the rest.
 
-A decoder on four groups of one device, 1F1B, four microbatches. For each dtype and mode of `remat`: MiB of residuals
-for one microbatch of all stages, and the step time over that of a pipeline that recomputes nothing, in time and in CPU
-time of the process: medians of the ratios over rounds of one step each, in random order.
+A decoder on four groups of one device, 1F1B. For each dtype and mode of `remat`: MiB of residuals for one microbatch,
+and medians of the time and CPU time over those of a pipeline that recomputes nothing, in rounds of random order.
 
-    python -m tests.benchmarks remat [--layers 8] [--width 256] [--sequence 256] [--steps 15]
-        [--dtypes float32,bfloat16]
+    python -m tests.benchmarks remat [--layers 8] [--width 256] [--sequence 256] [--steps 15] [--dtypes float32]
 """
 
 import random
-import statistics
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
-import jax
 import numpy as np
 from flax import nnx
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.mpmd.split import remat
-from tests.benchmarks.common.pipelines import make_pipeline
+from tests.benchmarks.common.pipelines import Turn, make_pipeline, median_ratio
 from tests.benchmarks.common.report import options, report, use_cpu
 
 GROUPS, MICROBATCHES, ROWS = 4, 4, 4
@@ -30,7 +25,7 @@ AXES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 STORE_ALL = "all"  # the baseline: nothing is recomputed
 
 
-class Variant:
+class Variant(Turn):
     """One pipeline and its step times."""
 
     def __init__(self, config: DecoderConfig, mode: str, batch: dict[str, np.ndarray]):
@@ -40,8 +35,7 @@ class Variant:
             make, next_token_loss, batch, "1f1b", GROUPS, MICROBATCHES, AXES, rules=[(".*", ())], remat=accepted
         )
         self.batch, self.state = batch, self.pipeline.init_state()
-        self.time: list[float] = []
-        self.cpu: list[float] = []
+        super().__init__(self.step)
         residual_bytes: dict[int, int] = {}
 
         def record(action: Any, saved: Any) -> None:
@@ -51,16 +45,13 @@ class Variant:
         self.pipeline.on_action = record
         everything = patch.object(remat, "is_expensive", lambda *_: True)
         with everything if mode == STORE_ALL else nullcontext():
-            self.step()
+            self.run()
         self.pipeline.on_action = None
         self.residual_bytes = sum(residual_bytes.values())
 
-    def step(self) -> None:
-        began, cpu = time.perf_counter(), time.process_time()
+    def step(self) -> Any:
         self.state, metrics = self.pipeline.step(self.state, self.batch)
-        jax.block_until_ready((self.state.leaves, metrics))
-        self.time.append(time.perf_counter() - began)
-        self.cpu.append(time.process_time() - cpu)
+        return self.state.leaves, metrics
 
 
 def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, Any]]:
@@ -73,21 +64,14 @@ def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, 
     for _ in range(steps + 1):
         random.shuffle(order)
         for variant in order:
-            variant.step()
-    base = variants[STORE_ALL]
-
-    def ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-        return statistics.median(a / b for a, b in zip(times[2:], baseline[2:], strict=True))  # the first two compile
-
-    return [
-        {"dtype": config.dtype, "remat": mode, "kept MiB": variant.residual_bytes / 2**20}
-        | {
-            "of all": variant.residual_bytes / base.residual_bytes,
-            "time": ratio(variant.time, base.time),
-            "CPU time": ratio(variant.cpu, base.cpu),
-        }
-        for mode, variant in variants.items()
-    ]
+            variant.run()
+    base, rows = variants[STORE_ALL], []
+    for mode, variant in variants.items():
+        row: dict[str, Any] = {"dtype": config.dtype, "remat": mode, "kept MiB": variant.residual_bytes / 2**20}
+        row |= {"of all": variant.residual_bytes / base.residual_bytes}
+        row["time"] = median_ratio(variant.time[2:], base.time[2:])  # the first two compile
+        rows.append(row | {"CPU time": median_ratio(variant.cpu[2:], base.cpu[2:])})
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,10 +1,8 @@
 """Matching 30 rules with about 2,000 and 20,000 leaves, compared with building the path strings only.
 
-paths: `jax.tree_util.keystr` over the tree; cold: rules that were not applied before; warm: another tree of the same
-structure; map: `jax.tree.map` of the identity, the minimum cost of returning such a tree. Best CPU time of interleaved
-rounds, so that the ratios are valid on a busy machine. Targets: cold at most 1.5 times the paths, warm at most 0.6
-times. Also the same work by eformer and scalax, if they are installed, and by Flax: 30 logical axis rules for a state
-with annotated Variables.
+cold: rules that were not applied before; warm: another tree of the same structure; map: `jax.tree.map` of the identity;
+flax: 30 logical axis rules for a state with annotated Variables. Best CPU time of interleaved rounds. Targets: cold at
+most 1.5 times the paths, warm at most 0.6 times.
 
     python -m tests.benchmarks rules [--rounds 15] [--layers 83,832]
 """
@@ -37,19 +35,10 @@ TABLE = [
 
 def state_of(layers: int, **metadata: Any) -> nnx.State:
     """A state of 24 leaves per layer and one table, with `metadata` for every Variable."""
-    layer = {name: {"kernel": np.ones((2, 2)), "bias": np.ones(2)} for name in NAMES}
-    tree = {"layers": dict.fromkeys(range(layers), layer), "embed": {"table": np.ones((2, 2))}}
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named: Any = [
-        (tuple(getattr(key, "key", None) for key in path), nnx.Param(leaf, **metadata)) for path, leaf in flat
-    ]
-    return nnx.from_flat_state(named)
-
-
-def seconds(fn) -> float:
-    began = time.process_time()
-    fn()
-    return time.process_time() - began
+    layer = {(name, what): shape for name in NAMES for what, shape in (("bias", (2,)), ("kernel", (2, 2)))}
+    shapes: dict[Any, Any] = {("embed", "table"): (2, 2)}
+    shapes |= {("layers", i, *path): shape for i in range(layers) for path, shape in layer.items()}
+    return nnx.from_flat_state([(path, nnx.Param(np.ones(shape), **metadata)) for path, shape in shapes.items()])
 
 
 def measure(layers: int, kind: str, rounds: int) -> dict[str, Any]:
@@ -73,7 +62,9 @@ def measure(layers: int, kind: str, rounds: int) -> dict[str, Any]:
     best = dict.fromkeys(variants, float("inf"))
     for _ in range(rounds):
         for name, fn in variants.items():
-            best[name] = min(best[name], 1e3 * seconds(fn))
+            began = time.process_time()
+            fn()
+            best[name] = min(best[name], 1e3 * (time.process_time() - began))
     return {"tree": kind, "leaves": len(jax.tree.leaves(state))} | best
 
 

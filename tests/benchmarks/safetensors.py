@@ -1,7 +1,6 @@
-"""Saving and loading safetensors, compared with writing and reading the same bytes and with the reference package.
+"""Saving and loading a decoder as safetensors, compared with raw files of the same bytes and the reference package.
 
-A decoder in bfloat16 on 8 CPU devices, fsdp 4 and tp 2; nearly all of its arrays are transposed. Writes are synced to
-disk; reads are served from the page cache, if the file fits in memory.
+Writes are synced to disk; reads are served from the page cache.
 
     python -m tests.benchmarks safetensors [--layers 4] [--rounds 3]
 """

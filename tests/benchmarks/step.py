@@ -1,13 +1,9 @@
 """Host time to dispatch one training step (AdamW), for models of 150 and 450 leaves on 1, 2 and 8 devices.
 
 train step: `make_train_step` on a TrainState. flat jit: `jax.jit` of the same computation on a flat list of the same
-leaves, the minimum cost. plain: a script in Flax and optax only, `nnx.merge` inside a `jax.jit` of (params, optimizer
-state, batch). nnx.jit: the modules themselves.
-
-The variants alternate in random order, since the cost of a call depends on the caches that the previous call left. The
-wait for each call is not measured. A figure is the median over the rounds of the ratio to flat jit in the same round,
-in time and in CPU time of the dispatching thread, which other jobs affect less. Target: train step at most 1.1 times
-flat jit.
+leaves, the minimum cost. plain: a script in Flax and optax only. nnx.jit: the modules themselves. They alternate in
+random order, since the cost of a call depends on the caches that the previous call left. A figure is the median of the
+ratios to flat jit within a round, in time and in CPU time of this thread. Target: train step at most 1.1.
 
     python -m tests.benchmarks step [--rounds 200] [--leaves 150,450] [--devices 1,2,8]
 """

@@ -1,17 +1,11 @@
 """Tokens/s of `flax_mesh.train.train` over those of a plain script, for a decoder of 20M parameters on one CPU device.
 
-train: a run with its rows of metrics, checks and prefetched batches; it evaluates and saves at its end only. plain: the
-script in plain Flax NNX and optax, the step of Flax's documentation with donated arguments; it has all batches on the
-device beforehand, and reads a loss while the next step runs, as the trainer does.
-
-Both start from the same parameters and train on the same batches, in turn: after each round of steps of the run, its
-hook waits until the step that was dispatched before it has ended, then trains the plain model for as many steps. The
-first two steps of a round are not counted, since they overlap with the other program, and the first round compiles.
-
-The ratio of a round is that of the medians of the steps, of the round of the plain script to those of the run before
-and after it: the load of the machine changes between rounds. The figure is the median of these ratios, in time and in
-CPU time of all threads, which other jobs affect less. Targets: a ratio of tokens/s of at least 0.98, and the same
-losses: float32, 1e-6 relative in the first steps.
+The plain script has all batches on the device beforehand, and reads a loss while the next step runs, as the trainer
+does. Both start from the same parameters and take turns on the same batches: after each round of steps, a hook of the
+run waits until the step that was dispatched before it has ended, then trains the plain model for as many steps. The
+first two steps of a round, which overlap with the other program, and the first round are not counted. The figure is the
+median of the ratios of a round of the plain script to the rounds of the run before and after it, in time and in CPU
+time. Targets: a ratio of tokens/s of at least 0.98, and the same losses: 1e-6 relative in the first steps.
 
     python -m tests.benchmarks train [--rounds 10] [--steps 8] [--layers 11] [--width 384] [--rows 4] [--length 64]
 """
@@ -47,9 +41,9 @@ def make_config(given: Any, folder: str) -> TrainConfig:
     steps, heads = given.rounds * given.steps + 1, given.width // 32  # the last step is followed by an evaluation
     sizes = {"hidden_size": given.width, "mlp_size": 3 * given.width, "num_layers": given.layers}
     return TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        model=DecoderConfig(**sizes, num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32),
+        make_decoder,
+        next_token_loss,
+        DecoderConfig(**sizes, num_heads=heads, num_kv_heads=max(1, heads // 2), head_dim=32),
         mesh=MeshConfig("fsdp:1"),
         data=DataConfig(source="stdlib", sequence_length=given.length, batch_size=given.rows),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=10, decay_steps=1000),

@@ -69,36 +69,29 @@ def test_the_legacy_context_sets_the_current_mesh(legacy):
     assert isinstance(current_mesh_inside_jit(), Mesh)
 
 
-def test_set_mesh_takes_precedence_over_the_legacy_context(legacy):
-    other = create_mesh((8,), ("fsdp",))
+def test_set_mesh_takes_precedence_over_the_legacy_context_and_an_abstract_mesh_over_both(legacy):
+    other, abstract = (
+        create_mesh((8,), ("fsdp",)),
+        AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2),
+    )
     with jax.set_mesh(other):
         assert current_mesh() is other
+        with jax.sharding.use_abstract_mesh(abstract):
+            assert current_mesh() == abstract and get_mesh_axis_size("fsdp") == 4
     assert current_mesh() is legacy
 
 
-def test_an_abstract_mesh_takes_precedence_over_the_mesh(mesh):
-    other = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh), jax.sharding.use_abstract_mesh(other):
-        assert current_mesh() == other
-        assert get_mesh_axis_size("fsdp") == 8
-
-
-def test_eval_shape_and_grad_see_the_mesh(mesh):
+def test_transformations_see_the_mesh_and_mapped_axes_take_precedence(mesh):
+    seen = []
     with jax.set_mesh(mesh):
         jax.eval_shape(lambda x: x * get_axes_size_in_mesh("tp"), jnp.ones(2))
-        gradient = jax.grad(lambda x: x * get_axes_size_in_mesh(("dp", "tp")))(1.0)
-    assert gradient == 8
-
-
-def test_manual_axes_are_visible_inside_shard_map(mesh):
-    seen = []
-
-    def body(x):
-        seen.append(current_mesh())
-        return x
-
-    with jax.set_mesh(mesh):
-        jax.jit(jax.shard_map(body, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"}))(jnp.zeros(4))
+        assert jax.grad(lambda x: x * get_axes_size_in_mesh(("dp", "tp")))(1.0) == 8
+        sizes = jax.vmap(lambda x: x * get_mesh_axis_size("rows"), axis_name="rows")(jnp.ones(3))
+        body = lambda x: (seen.append(current_mesh()), x)[1]  # noqa: E731
+        jax.jit(jax.shard_map(body, in_specs=P("dp"), out_specs=P("dp"), axis_names={"dp"})).trace(jnp.zeros(4))
+        with pytest.raises(ValueError, match=r"'tp' is not mapped here.*shard_map"):
+            get_submesh_device_index("tp")
+    assert sizes.tolist() == [3, 3, 3]
     assert seen[0].axis_types == (AxisType.Manual, AxisType.Auto)
 
 
@@ -128,8 +121,9 @@ def test_names_and_sizes_of_axes(mesh):
         assert get_mesh_axis_size(("dp", "tp")) == 8
     with pytest.raises(KeyError, match=r"No axis 'sp', 'ep' .*'dp': 2"):
         get_axes_size_in_mesh(("dp", "sp", "ep"), mesh)
-    with pytest.raises(TypeError, match="string or a list or tuple of strings, got 3"):
-        get_axes_size_in_mesh(3, mesh)  # pyright: ignore[reportArgumentType]
+    for function in (lambda names: get_axes_size_in_mesh(names, mesh), get_submesh_device_index):
+        with pytest.raises(TypeError, match="string or a list or tuple of strings, got 3"):
+            function(3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -142,16 +136,3 @@ def test_the_first_name_is_the_most_significant_of_a_device_index(mesh, names, e
 
     index = jax.shard_map(body, mesh=mesh, in_specs=P(("dp", "tp")), out_specs=P(("dp", "tp")))(jnp.zeros(8, int))
     assert np.array(index).tolist() == expected
-
-
-def test_mapped_axes_take_precedence_over_the_mesh(mesh):
-    with jax.set_mesh(mesh):
-        sizes = jax.vmap(lambda x: x * get_mesh_axis_size("rows"), axis_name="rows")(jnp.ones(3))
-    assert sizes.tolist() == [3, 3, 3]
-
-
-def test_a_device_index_requires_a_mapped_axis(mesh):
-    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'tp' is not mapped here.*shard_map"):
-        get_submesh_device_index("tp")
-    with pytest.raises(TypeError, match="got 3"):
-        get_submesh_device_index(3)  # pyright: ignore[reportArgumentType]

@@ -20,17 +20,8 @@ from flax_mesh.train.build import batch_sharding, run_rules, train_program
 SMALL = DecoderConfig(
     vocab_size=4096, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=128, mlp_size=1536
 )
-LARGE = replace(
-    SMALL,
-    vocab_size=32768,
-    hidden_size=2048,
-    num_layers=8,
-    num_heads=16,
-    num_kv_heads=8,
-    mlp_size=6144,
-    dtype="bfloat16",
-)
-
+LARGE = replace(SMALL, vocab_size=32768, hidden_size=2048, num_layers=8, num_heads=16, num_kv_heads=8, mlp_size=6144)
+LARGE = replace(LARGE, dtype="bfloat16")
 PLANNED = TrainConfig(
     make_decoder,
     next_token_loss,
@@ -45,14 +36,9 @@ Step = tuple[Any, tuple[Any, ...]]  # a jitted step and its abstract arguments
 def decoder_config(
     base: DecoderConfig = SMALL, batch: int = 32, seq: int = 512, pipeline: PipelineConfig | None = None, **model: Any
 ) -> TrainConfig:
-    return TrainConfig(
-        make_decoder,
-        next_token_loss,
-        replace(base, **model),
-        data=DataConfig(source="stdlib", sequence_length=seq, batch_size=batch),
-        pipeline=pipeline or PipelineConfig(),
-        mesh=MeshConfig(),
-    )
+    data = DataConfig(source="stdlib", sequence_length=seq, batch_size=batch)
+    options = {"data": data, "pipeline": pipeline or PipelineConfig(), "mesh": MeshConfig()}
+    return TrainConfig(make_decoder, next_token_loss, replace(base, **model), **options)
 
 
 def decoder(mesh: Any, *, microbatches: int = 1, **settings: Any) -> Step:
@@ -183,30 +169,18 @@ class Case:
         return "pp" in self.sizes
 
 
-def cpu(
-    name: str,
-    mesh: str,
-    make: Callable[..., Step] = decoder,
-    quick: bool = False,
-    outside: str = "",
-    differs: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> Case:
-    return Case(f"cpu {name}", "cpu", mesh, make, settings, outside, differs or {}, quick)
+FIELDS = ("quick", "outside", "differs")
 
 
-def tpu(
-    name: str,
-    topology: str,
-    mesh: str,
-    make: Callable[..., Step] = decoder,
-    outside: str = "",
-    differs: Mapping[str, str] | None = None,
-    **settings: Any,
-) -> Case:
-    if make is decoder:
-        settings = {"base": LARGE, "batch": 32, "seq": 2048} | settings
-    return Case(f"tpu {name}", topology, mesh, make, settings, outside, differs or {})
+def cpu(name: str, mesh: str, make: Callable[..., Step] = decoder, **given: Any) -> Case:
+    """A case from its fields and the settings of its step."""
+    fields = {field: given.pop(field) for field in FIELDS if field in given}
+    return Case(f"cpu {name}", "cpu", mesh, make, given, **fields)
+
+
+def tpu(name: str, topology: str, mesh: str, make: Callable[..., Step] = decoder, **given: Any) -> Case:
+    sizes = {"base": LARGE, "batch": 32, "seq": 2048} if make is decoder else {}
+    return replace(cpu(name, mesh, make, **(sizes | given)), name=f"tpu {name}", topology=topology)
 
 
 SCAN: dict[str, Any] = {"scan": True}
@@ -214,7 +188,9 @@ REMAT: dict[str, Any] = {"scan": True, "remat": "full"}
 DOTS: dict[str, Any] = {"scan": True, "remat": "dots_saveable"}
 PRODUCTS: dict[str, Any] = {"scan": True, "remat": "dots_with_no_batch_dims_saveable"}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
+SHORT_PIPELINE: dict[str, Any] = {"batch": 128, "seq": 128, "schedule": "1f1b", "stage_remat": "full", "scan": True}
 SMALL_VIT: dict[str, Any] = {"width": 384, "depth": 6, "heads": 6, "batch": 64}
+LARGE_MOE: dict[str, Any] = {"batch": 16, "mlp_size": 2048, "num_experts": 8}
 SMALL_MOE: dict[str, Any] = {"batch": 16, "seq": 256, "mlp_size": 512, "num_experts": 8, "num_layers": 4}
 LARGE_VIT: dict[str, Any] = {"width": 1024, "depth": 8, "heads": 8, "batch": 512, "dtype": jnp.bfloat16}
 SMALL_UNET: dict[str, Any] = {"widths": (64, 128, 256), "batch": 32, "size": 64}
@@ -224,9 +200,9 @@ RING = "XLA sends weight gradients around a ring in parts while it computes them
 ROUNDED = "XLA reduces the gradients of the embedding and of the logits in bfloat16, not in float32"
 GATHERED = "XLA gathers keys and values in bfloat16, not in float32"
 ROUTED = "XLA splits the tokens of a router over other axes than the estimate"
-ORDER = (
-    "layers that no loop holds: XLA stores other values of the forward pass, and orders the recomputed ones otherwise"
-)
+ORDER = "layers without a loop: XLA stores other values of the forward pass, and orders the recomputed ones otherwise"
+IN_BFLOAT16 = {"dp": ROUNDED, "dp+fsdp": ROUNDED}
+OF_EXPERTS = {"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED}
 ATTENTION = "the estimate stores more matrices of attention scores at the same time than XLA"
 
 CPU = [
@@ -251,46 +227,21 @@ CPU = [
 ]
 PIPELINES = [
     cpu("pipeline 1f1b", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="1f1b", **SCAN),
-    cpu(
-        "pipeline tp remat",
-        "pp:2,fsdp:2,tp:2",
-        batch=128,
-        seq=128,
-        schedule="1f1b",
-        stage_remat="full",
-        outside=ATTENTION,
-        **SCAN,
-    ),
+    cpu("pipeline tp remat", "pp:2,fsdp:2,tp:2", outside=ATTENTION, **SHORT_PIPELINE),
     cpu("pipeline zero bubble", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="zb-h1", **SCAN),
 ]
 TPU = [
     tpu("scan", "v6e:2x4", "fsdp:8", differs={"fsdp": RING}, **SCAN),
     tpu("scan remat", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **REMAT),
     tpu("scan remat tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **REMAT),
-    tpu(
-        "scan dp fsdp tp",
-        "v5p:2x2x2",
-        "dp:2,fsdp:2,tp:2",
-        differs={"dp": ROUNDED, "dp+fsdp": ROUNDED},
-        batch=16,
-        **SCAN,
-    ),
+    tpu("scan dp fsdp tp", "v5p:2x2x2", "dp:2,fsdp:2,tp:2", differs=IN_BFLOAT16, batch=16, **SCAN),
     tpu("chunked loss", "v5p:2x2x2", "fsdp:8", loss_chunk=1024, **REMAT),
     tpu("scan tp", "v6e:2x4", "fsdp:4,tp:2", differs={"fsdp": RING}, **SCAN),
     tpu("dots", "v5e:2x4", "fsdp:8", differs={"fsdp": RING}, **DOTS),
     tpu("products", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, **PRODUCTS),
     tpu("sp", "v6e:2x4", "fsdp:2,sp:4", differs={"fsdp+sp": GATHERED}, batch=16, seq=4096, **REMAT),
     tpu("accumulation", "v5p:2x2x2", "fsdp:8", differs={"fsdp": RING}, batch=64, microbatches=4, **SCAN),
-    tpu(
-        "moe",
-        "v5p:2x2x2",
-        "fsdp:4,ep:2",
-        differs={"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED},
-        batch=16,
-        mlp_size=2048,
-        num_experts=8,
-        **REMAT,
-    ),
+    tpu("moe", "v5p:2x2x2", "fsdp:4,ep:2", differs=OF_EXPERTS, **LARGE_MOE, **REMAT),
     tpu("tp8", "v6e:2x4", "tp:8", batch=8, **REMAT),
     tpu("large vocabulary", "v6e:2x4", "fsdp:8", vocab_size=131072, num_layers=4, **REMAT),
     tpu("vit", "v5e:2x4", "fsdp:8", vit, differs={"fsdp": RING}, **LARGE_VIT),

@@ -20,10 +20,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from flax_mesh.plan.compile import stages
 from flax_mesh.plan.forecast import Estimate, estimate
+from flax_mesh.plan.recipe import Split, split_recipe
 from flax_mesh.sharding.report.hlo import read_collectives
-from tests.plan.cases import CASES, Case
-from tests.plan.stages import compiled_stages, estimated_stages
+from flax_mesh.train import PipelineConfig
+from flax_mesh.train.build import run_rules
+from tests.plan.cases import CASES, Case, decoder_config
 
 # The third lets several processes use libtpu, none of which has a TPU.
 TPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
@@ -56,7 +59,8 @@ def compiled(case: Case) -> Programs:
 def compile_here(case: Case) -> Programs:
     mesh = _real_mesh(case)
     if case.is_pipeline:
-        return {name: _figures(program, mesh, case) for name, program in compiled_stages(case, mesh).items()}
+        programs = stages.compiled_stages(_split(case, mesh.abstract_mesh), mesh)
+        return {name: _figures(program, mesh, case) for name, program in programs.items()}
     step, arguments = case.make(mesh, **case.settings)
     return {"step": _figures(step.lower(*arguments).compile(), mesh, case)}
 
@@ -73,6 +77,14 @@ def _real_mesh(case: Case) -> Mesh:
         found = topologies.get_topology_desc(platform="tpu", topology_name=case.topology)
         devices = mesh_utils.create_device_mesh(shape, found.devices, allow_split_physical_axes=True)
     return Mesh(devices, tuple(sizes), axis_types=types)
+
+
+def _split(case: Case, mesh: AbstractMesh) -> Split:
+    """The pipeline of a case, for the devices of one group."""
+    settings = dict(case.settings)
+    options = {"schedule": settings.pop("schedule"), "remat": settings.pop("stage_remat", "none")}
+    config = decoder_config(pipeline=PipelineConfig(num_microbatches=4, **options), **settings)
+    return split_recipe(config, case.sizes["pp"], mesh, run_rules(config, mesh))
 
 
 def _figures(program: Any, mesh: Mesh, case: Case) -> Figures:
@@ -118,7 +130,8 @@ def estimates(case: Case) -> dict[str, Estimate]:
     sizes = {name: size for name, size in case.sizes.items() if name != "pp"}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     if case.is_pipeline:
-        return estimated_stages(case, mesh)
+        found = _split(case, mesh).estimates(mesh, case.sizes, case.platform)
+        return {f"{kind}{k}": one for k, stage in enumerate(found) for kind, one in stage.programs.items()}
     return {"step": estimate(*case.make(mesh, **case.settings), sizes, case.platform)}
 
 

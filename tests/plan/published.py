@@ -5,11 +5,11 @@ that was current then; see `docs/plan.md`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from flax_mesh.train import DataConfig, MeshConfig, TrainConfig
 from tests.plan.shapes import Shape, loss_fn, make_model
 
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
@@ -21,9 +21,8 @@ MIXTRAL = Shape(32, 4096, 32, 8, 128, 14336, 32000, experts=8, top_k=2, capacity
 GEMMA3_12B = Shape(48, 3840, 16, 8, 256, 15360, 262144, tied=True, window=1024, period=6)
 SCOUT = Shape(48, 5120, 40, 8, 128, 8192, 202048, experts=16, top_k=1, shared=8192)
 DEEPSEEK3 = Shape(61, 7168, 128, 128, 160, 2048, 129280, experts=256, top_k=8, shared=2048, lora=(1536, 512))
-GEMMA4_26B = Shape(
-    30, 2816, 16, 8, 256, 704, 262144, tied=True, window=1024, period=6, experts=128, top_k=8, shared=2112
-)
+GEMMA4_26B = Shape(30, 2816, 16, 8, 256, 704, 262144, tied=True, window=1024, period=6)
+GEMMA4_26B = replace(GEMMA4_26B, experts=128, top_k=8, shared=2112)
 GEMMA4_31B = Shape(60, 5376, 32, 16, 256, 21504, 262144, window=1024, period=6)
 GPT_OSS = Shape(36, 2880, 64, 8, 64, 2880, 201088, window=128, period=2, experts=128, top_k=4)
 QWEN3_235B = Shape(94, 4096, 64, 4, 128, 1536, 151936, experts=128, top_k=8)
@@ -44,15 +43,8 @@ class Run(NamedTuple):
     no_bar: str = ""  # why its prediction has no bar
 
     def config(self) -> TrainConfig:
-        return TrainConfig(
-            make_model,
-            loss_fn,
-            self.model,
-            mesh=MeshConfig(self.mesh),
-            data=DataConfig(sequence_length=self.sequence, batch_size=self.batch),
-            optimizer=OptimizerConfig(),
-            run=RunConfig(),
-        )
+        data = DataConfig(sequence_length=self.sequence, batch_size=self.batch)
+        return TrainConfig(make_model, loss_fn, self.model, mesh=MeshConfig(self.mesh), data=data)
 
 
 QKV = ("q", "k", "v")
@@ -85,33 +77,25 @@ NEW = [
     Run("7-Qwen-256", "v7x:4x8x8", QWEN3_235B, 4096, 8192, "fsdp:512", 30.87, "experts"),
 ]
 
-# id, chip and topology of one slice, model, sequences per chip, mesh of a slice, policy, {slices: TFLOP/s per chip}
 MINIMAL = "dots_with_no_batch_dims_saveable"
-OLDER = [
-    ("4-22B", "v4:4x4x4", _old(48, 6144, 24, 24576), 16, "fsdp:64", "", {1: 156, 2: 152, 4: 149, 8: 146}),
-    (
-        "5e-16B",
-        "v5e:16x16",
-        _old(32, 5120, 32, 32768),
-        6,
-        "fsdp:256",
-        "",
-        {1: 120, 2: 117, 4: 117, 8: 115, 16: 111, 32: 108},
-    ),
-    (
-        "5e-64B",
-        "v5e:16x16",
-        _old(64, 10240, 32, 32768),
-        2,
-        "fsdp:256",
-        "",
-        {1: 118, 2: 112, 4: 110, 8: 108, 16: 105, 32: 99},
-    ),
-    ("5p-32B", "v5p:4x4x4", _old(32, 10240, 32, 32768), 8, "fsdp:16,tp:4", MINIMAL, {1: 328, 2: 319}),
-    ("5p-128B", "v5p:4x4x8", _old(64, 10240, 64, 65536), 2, "fsdp:16,tp:8", MINIMAL, {1: 315, 2: 305}),
-    ("5p-128B-512", "v5p:4x8x8", _old(64, 10240, 64, 65536), 2, "fsdp:32,tp:8", MINIMAL, {1: 316, 2: 274}),
-    ("5p-512B", "v5p:8x8x8", _old(128, 20480, 64, 65536), 2, "fsdp:32,tp:16", "", {1: 294, 2: 282}),
-]
+OLDER = {  # id: chip and topology of one slice, model, sequences per chip, mesh of a slice, policy
+    "4-22B": ("v4:4x4x4", _old(48, 6144, 24, 24576), 16, "fsdp:64", ""),
+    "5e-16B": ("v5e:16x16", _old(32, 5120, 32, 32768), 6, "fsdp:256", ""),
+    "5e-64B": ("v5e:16x16", _old(64, 10240, 32, 32768), 2, "fsdp:256", ""),
+    "5p-32B": ("v5p:4x4x4", _old(32, 10240, 32, 32768), 8, "fsdp:16,tp:4", MINIMAL),
+    "5p-128B": ("v5p:4x4x8", _old(64, 10240, 64, 65536), 2, "fsdp:16,tp:8", MINIMAL),
+    "5p-128B-512": ("v5p:4x8x8", _old(64, 10240, 64, 65536), 2, "fsdp:32,tp:8", MINIMAL),
+    "5p-512B": ("v5p:8x8x8", _old(128, 20480, 64, 65536), 2, "fsdp:32,tp:16", ""),
+}
+TFLOPS = {  # id: {slices: TFLOP/s per chip}
+    "4-22B": {1: 156, 2: 152, 4: 149, 8: 146},
+    "5e-16B": {1: 120, 2: 117, 4: 117, 8: 115, 16: 111, 32: 108},
+    "5e-64B": {1: 118, 2: 112, 4: 110, 8: 108, 16: 105, 32: 99},
+    "5p-32B": {1: 328, 2: 319},
+    "5p-128B": {1: 315, 2: 305},
+    "5p-128B-512": {1: 316, 2: 274},
+    "5p-512B": {1: 294, 2: 282},
+}
 
 
 def num_parameters(s: Shape) -> int:
@@ -126,26 +110,14 @@ def stated_flops(s: Shape, sequence: int) -> float:
     return 6.0 * num_parameters(s) + 6.0 * s.layers * s.heads * s.head_dim * sequence
 
 
-def _older() -> list[Run]:
-    found = []
-    for name, topology, shape, per_chip, mesh, policy, published in OLDER:
+def _older() -> Iterator[Run]:
+    for name, (topology, shape, per_chip, mesh, policy) in OLDER.items():
         chips = math.prod(map(int, topology.partition(":")[2].split("x")))
         shape = replace(shape, policy=policy, split_hidden="tp" in mesh)
-        for slices, tflops in published.items():
+        for slices, tflops in TFLOPS[name].items():
             seconds = per_chip * 2048 * stated_flops(shape, 2048) / (tflops * 1e12)
-            many = slices > 1
-            found.append(
-                Run(
-                    f"{name}-{slices:02d}",
-                    f"{topology}*{slices}" if many else topology,
-                    shape,
-                    2048,
-                    per_chip * chips * slices,
-                    f"dp:{slices},{mesh}" if many else mesh,
-                    seconds,
-                )
-            )
-    return found
+            place = (topology, mesh) if slices == 1 else (f"{topology}*{slices}", f"dp:{slices},{mesh}")
+            yield Run(f"{name}-{slices:02d}", place[0], shape, 2048, per_chip * chips * slices, place[1], seconds)
 
 
 RUNS = sorted([*NEW, *_older()], key=lambda run: run.id)

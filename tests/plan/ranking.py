@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.stats import rankdata
 
 from flax_mesh.hardware import Chip
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -26,16 +27,8 @@ from flax_mesh.train.build import batch_sharding
 MODEL = DecoderConfig(vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=8, mlp_size=768)
 DATA = DataConfig(sequence_length=128, batch_size=32)
 # Every axis alone and the usual mixtures: (mesh.shape, model.remat)
-LAYOUTS = (
-    ("dp:8", "none"),
-    ("fsdp:8", "none"),
-    ("fsdp:8", "full"),
-    ("tp:8", "none"),
-    ("fsdp:4,tp:2", "none"),
-    ("dp:2,fsdp:2,tp:2", "none"),
-    ("fsdp:2,sp:4", "none"),
-    ("pp:2,fsdp:4", "none"),
-)
+LAYOUTS = (("dp:8", "none"), ("fsdp:8", "none"), ("fsdp:8", "full"), ("tp:8", "none"), ("fsdp:4,tp:2", "none"))
+LAYOUTS += (("dp:2,fsdp:2,tp:2", "none"), ("fsdp:2,sp:4", "none"), ("pp:2,fsdp:4", "none"))
 
 
 class Ranked(NamedTuple):
@@ -45,15 +38,8 @@ class Ranked(NamedTuple):
 
 
 def config_of(shape: str, remat: str, model: DecoderConfig = MODEL, data: DataConfig = DATA) -> TrainConfig:
-    count = 8 if "pp" in shape else 1
-    return TrainConfig(
-        make_decoder,
-        next_token_loss,
-        replace(model, remat=remat),
-        mesh=MeshConfig(shape),
-        data=data,
-        pipeline=PipelineConfig(num_microbatches=count),
-    )
+    parts: Any = {"mesh": MeshConfig(shape), "pipeline": PipelineConfig(num_microbatches=8 if "pp" in shape else 1)}
+    return TrainConfig(make_decoder, next_token_loss, replace(model, remat=remat), data=data, **parts)
 
 
 class Running:
@@ -61,9 +47,8 @@ class Running:
 
     def __init__(self, config: TrainConfig):
         self.program = build_program(config)
-        tokens = np.random.default_rng(0).integers(
-            0, config.model.vocab_size, (config.data.batch_size, config.data.sequence_length), np.int32
-        )
+        shape = config.data.batch_size, config.data.sequence_length
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
         batch = {"inputs": tokens, "targets": tokens}
         self.batch: Any = batch
         if self.program.pipeline is None:
@@ -87,10 +72,8 @@ def rank(chip: Chip, configs: Mapping[str, TrainConfig], rounds: int = 9) -> lis
     for _ in range(rounds):
         for one in running.values():
             one.run()
-    return [
-        Ranked(name, predicted[name], median(one.seconds) / len(os.sched_getaffinity(0)))
-        for name, one in running.items()
-    ]
+    cores = len(os.sched_getaffinity(0))
+    return [Ranked(name, predicted[name], median(one.seconds) / cores) for name, one in running.items()]
 
 
 def busy_seconds(time: Time) -> float:
@@ -100,8 +83,4 @@ def busy_seconds(time: Time) -> float:
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The correlation of the ranks; equal values have the mean of their ranks."""
-    return float(np.corrcoef(_ranks(xs), _ranks(ys))[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
+    return float(np.corrcoef(rankdata(xs), rankdata(ys))[0, 1])

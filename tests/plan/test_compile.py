@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,9 +33,11 @@ WALK = 0.05  # the walk finds XLA's peak of a step within this part of it
 STAGE = 0.12  # and that of a small stage, whose results XLA allocates for the whole run on CPUs
 TPU_FIXED = 8 * 2**20  # on TPUs, where XLA counts on-chip arrays of small programs otherwise
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is missing: pip install flax-mesh[tpu-aot]"
-)
+NO_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install flax-mesh[tpu-aot]")
+
+
+def on_tpus(test):
+    return pytest.mark.slow(NO_LIBTPU(test))
 
 
 def check_walk(found: Compiled, fixed: int = 0) -> None:
@@ -144,20 +147,16 @@ def test_the_process_ends_when_its_parent_is_killed():
         while parent.stdout.readline() != "compiling\n":
             pass
         parent.send_signal(signal.SIGKILL)
-    assert ends(int(workers[0]), 20)
-
-
-def ends(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":  # it has ended, and no process has read its exit code
-            return True
+    deadline = time.monotonic() + 20
+    while runs(workers[0]) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return False
+    assert not runs(workers[0])
+
+
+def runs(pid: str) -> bool:
+    """Whether the process exists and has not ended as one whose exit code nobody has read."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
 
 
 def test_the_environment_of_the_process_is_its_own():
@@ -167,13 +166,10 @@ def test_the_environment_of_the_process_is_its_own():
     assert "XLA_FLAGS" not in found and "TPU_SKIP_MDS_QUERY" not in environment(parse_topology("cpu:8"), inherited)
 
 
-def test_a_process_that_aborts_is_reported_with_its_reason():
+def test_the_reason_why_a_compiler_ended_or_failed_is_one_line():
     messages = "W1123 spmd: a warning\nF1123 08:00:00.1 77 cost_model.cc:912] Check failed: replica_groups\n@ 0x1\n"
     assert how_it_ended(-6, messages).startswith("by SIGABRT: F1123 08:00:00.1 77 cost_model.cc:912] Check failed")
     assert how_it_ended(1, "") == "with exit code 1: it printed no reason"
-
-
-def test_an_error_of_the_compiler_is_one_line():
     text = "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem"
     assert first_message(text) == "E1001: CompileTimeScopedVmemOom: Ran out of memory in memory space vmem"
     assert first_message("INVALID_ARGUMENT: no such\n topology") == "INVALID_ARGUMENT: no such"
@@ -182,30 +178,26 @@ def test_an_error_of_the_compiler_is_one_line():
 # Errors before it
 
 
-def problem(topology: str, settings: list[str], limit: float = 600) -> str:
-    with pytest.raises(ConfigError) as error:
+def without(module: str):
+    installed = importlib.util.find_spec(module) is not None
+    return pytest.mark.slow, pytest.mark.skipif(installed, reason=f"{module} is installed")
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings", "limit", "problem"),
+    [
+        ("v9:2x4", [], 600, "unknown chip 'v9'"),
+        ("cpu:8", ["mesh.shape=dp:4"], 600, "the sizes multiply to 4, not to 8"),
+        ("cpu:8", [], 0, "positive number of seconds, got 0"),
+        ("b200:1x8", SMALL, 600, "known for H100 only"),
+        pytest.param("v5e:2x4", [], 600, r"requires libtpu: pip install .*\[tpu-aot\]'$", marks=without("libtpu")),
+        pytest.param("h100:1x8", [], 600, r"plugin and nvcc: .*\[gpu-aot\]'$", marks=without("jax_cuda12_plugin")),
+    ],
+)
+def test_wrong_input_and_a_missing_compiler_are_errors_in_one_line(topology, settings, limit, problem):
+    with pytest.raises(ConfigError, match=problem) as error:
         compile_recipe(TINY, settings, topology, limit=limit)
-    (line,) = error.value.problems
-    return line
-
-
-def test_wrong_input_is_an_error_in_one_line():
-    assert "unknown chip 'v9'" in problem("v9:2x4", [])
-    assert "the sizes multiply to 4, not to 8" in problem("cpu:8", ["mesh.shape=dp:4"])
-    assert "positive number of seconds, got 0" in problem("cpu:8", [], limit=0)
-    assert "known for H100 only" in problem("b200:1x8", [])
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is installed")
-def test_a_missing_libtpu_is_an_error_with_its_extra():
-    assert problem("v5e:2x4", []).endswith("requires libtpu: pip install 'flax-mesh[tpu-aot]'")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("jax_cuda12_plugin") is not None, reason="the CUDA plugin is installed")
-def test_a_missing_cuda_plugin_is_an_error_with_its_extra():
-    assert problem("h100:1x8", []).endswith("JAX's CUDA plugin and nvcc: pip install 'flax-mesh[gpu-aot]'")
+    assert len(error.value.problems) == 1
 
 
 @pytest.mark.parametrize("name", GPU_TARGETS.values())
@@ -214,21 +206,15 @@ def test_the_figures_of_a_gpu_are_part_of_the_package(name):
     assert "cuda_compute_capability { major: 9 }" in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("topology", "mesh", "group"),
-    [
-        ("v5p:4x4x4", {"pp": 2, "fsdp": 32}, 32),
-        ("v5e:2x4*2", {"pp": 2, "fsdp": 8}, 8),
-        ("v5e:4x4", {"pp": 4, "fsdp": 2, "tp": 2}, 4),
-    ],
-)
-def test_a_group_has_a_topology_of_its_own_shape(topology, mesh, group):
+GROUPS = [("v5p:4x4x4", {"pp": 2, "fsdp": 32}, 32), ("v5e:2x4*2", {"pp": 2, "fsdp": 8}, 8)]
+GROUPS += [("v5e:4x4", {"pp": 4, "fsdp": 2, "tp": 2}, 4)]
+
+
+@pytest.mark.parametrize(("topology", "mesh", "group"), GROUPS)
+def test_a_group_has_a_topology_of_its_own_shape_of_whole_chips(topology, mesh, group):
     found = group_topology(parse_topology(topology), mesh)
     assert found.num_devices == group and found.num_slices == 1
     assert parse_topology(found.text) == found
-
-
-def test_a_group_that_has_a_part_of_each_chip_is_an_error():
     with pytest.raises(ConfigError, match="pp splits the devices of a chip"):
         group_topology(parse_topology("v7x:2x2x2"), {"pp": 4, "fsdp": 4})
 
@@ -356,26 +342,19 @@ def test_the_code_that_made_an_array_is_named_by_its_classes():
     assert found.place("stack_frame_id=1") == "Net (model.py:10)" and found.place("") == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "size", "space"),
-    [
-        ("f32[3,5]{1,0}", 60, 0),
-        ("f32[3,5]{1,0:T(8,128)}", 4096, 0),
-        ("f32[200,5]{0,1:T(8,128)}", 8 * 256 * 4, 0),
-        ("bf16[4,16,128]{2,1,0:T(8,128)(2,1)S(1)}", 4 * 16 * 128 * 2, 1),
-        ("s32[]{:T(128)}", 512, 0),
-        ("pred[10]", 10, 0),
-    ],
-)
+ARRAYS = [("f32[3,5]{1,0}", 60, 0), ("f32[3,5]{1,0:T(8,128)}", 4096, 0), ("f32[200,5]{0,1:T(8,128)}", 8 * 256 * 4, 0)]
+ARRAYS += [("bf16[4,16,128]{2,1,0:T(8,128)(2,1)S(1)}", 4 * 16 * 128 * 2, 1), ("s32[]{:T(128)}", 512, 0)]
+
+
+@pytest.mark.parametrize(("text", "size", "space"), [*ARRAYS, ("pred[10]", 10, 0)])
 def test_the_bytes_of_an_array_include_the_padding_of_its_layout(text, size, space):
     found = read_shape(text)
     assert (found.bytes, found.space) == (size, space)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_the_operation_of_a_source():
-    assert (
-        operation_text("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/mul") == "recomputed mul"
-    )
+    recomputed = "jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/mul"
+    assert operation_text(recomputed) == "recomputed mul"
     assert operation_text("jit(step)/jvp()/vmap(BTNH,BSNH->BNTS)/dot_general") == "dot_general"
     assert operation_text("broadcast.92") == "broadcast"
 
@@ -395,15 +374,13 @@ TPU_CASES = [
 ]
 
 
-@needs_libtpu
-@pytest.mark.slow
+@on_tpus
 @pytest.mark.parametrize(("topology", "recipe", "settings"), TPU_CASES)
 def test_recipes_are_compiled_for_tpus(topology, recipe, settings):
     found = compile_recipe(recipe, ["model.scan=true", "model.num_layers=2", *settings], topology)
     assert found.fits and found.cycles_seconds and found.sent
-    assert {axis for each in found.sent for axis in each.axes} == {a for a, n in found.plan.mesh.items() if n > 1} - {
-        "pp"
-    }
+    split = {axis for axis, size in found.plan.mesh.items() if size > 1}
+    assert {axis for each in found.sent for axis in each.axes} == split - {"pp"}
     check_walk(found, TPU_FIXED)
     assert any("Decoder" in array.place or "argument" in array.place for array in found.programs[0].live)
 
@@ -414,8 +391,7 @@ def peaks(lengths: tuple[int, ...], *settings: str) -> list[int]:
     return [compile_recipe(TINY, [*base, f"data.sequence_length={n}"], "v5p:2x2x2").peak for n in lengths]
 
 
-@needs_libtpu
-@pytest.mark.slow
+@on_tpus
 def test_splash_attention_stores_no_scores_on_tpus():
     """Twice the length doubles the peak, which is below the scores of one layer; with XLA's attention it is above."""
     short, long = peaks((2048, 4096))
@@ -424,8 +400,7 @@ def test_splash_attention_stores_no_scores_on_tpus():
     assert peaks((4096,), "model.attention=xla")[0] > 2 * scores
 
 
-@needs_libtpu
-@pytest.mark.slow
+@on_tpus
 @pytest.mark.parametrize(
     "settings",
     [
@@ -437,13 +412,11 @@ def test_splash_attention_stores_no_scores_on_tpus():
 )
 def test_splash_attention_is_compiled_for_tpus(settings):
     found = compile_recipe(TINY, ["model.num_layers=2", "data.sequence_length=1024", *settings], "v5p:2x2x2")
-    assert found.fits and found.plan.notes == (
-        "attention: splash, because the devices are TPUs (model.attention=auto)",
-    )
+    note = "attention: splash, because the devices are TPUs (model.attention=auto)"
+    assert found.fits and found.plan.notes == (note,)
 
 
-@needs_libtpu
-@pytest.mark.slow
+@on_tpus
 def test_the_walk_finds_the_peak_of_a_large_program_for_tpus():
     settings = ["model.scan=true", "model.remat=full", "model.hidden_size=1024", "model.mlp_size=4096"]
     found = compile_recipe(TINY, [*settings, "data.batch_size=256", "data.sequence_length=1024"], "v5p:2x2x2")
@@ -451,8 +424,7 @@ def test_the_walk_finds_the_peak_of_a_large_program_for_tpus():
     assert any(array.place.startswith("Decoder/DecoderLayer/") for array in found.programs[0].live)
 
 
-@needs_libtpu
-@pytest.mark.slow
+@on_tpus
 def test_a_step_that_does_not_fit_a_tpu_is_no_error():
     settings = ["model.scan=true", "model.num_layers=2", "data.batch_size=4096", "data.sequence_length=4096"]
     found = compile_recipe(TINY, settings, "v5e:2x4")
@@ -462,8 +434,6 @@ def test_a_step_that_does_not_fit_a_tpu_is_no_error():
 
 def test_a_chip_of_a_file_is_compiled_as_its_base():
     base = parse_topology("v5e:2x4")
-    if importlib.util.find_spec("libtpu") is None:
-        with pytest.raises(ConfigError, match="libtpu"):
-            check_target(replace(base, chip=replace(base.chip, name="mine")))
-    else:
+    missing = importlib.util.find_spec("libtpu") is None
+    with pytest.raises(ConfigError, match="libtpu") if missing else nullcontext():
         check_target(replace(base, chip=replace(base.chip, name="mine")))

@@ -1,5 +1,6 @@
 """The recipes for models of real size: their parameters, and the commands of their docstrings."""
 
+import ast
 import math
 import shlex
 from pathlib import Path
@@ -11,9 +12,16 @@ from flax import nnx
 from flax_mesh.plan import plan
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_model
-from tests.plan.commands import plan_commands
 
 ROOT = Path(__file__).parents[2]
+
+
+def plan_commands(path: Path) -> list[list[str]]:
+    """The words after `flax-mesh` of every `flax-mesh plan` command in the docstring of a recipe."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("flax-mesh plan ")]
+
+
 COMMANDS = [words for name in ("llama3", "qwen3") for words in plan_commands(ROOT / "recipes" / f"{name}.py")]
 
 

@@ -41,15 +41,8 @@ def make_plan(
         for kind, n in (("F", 1), ("B", 2))
     ]
     parts.append(Part("optimizer update", 1, 1e9, 9e10, 1e-4, 0.0325, 0.001, 0.034))
-    memory = Memory(
-        capacity,
-        2 * GIB,
-        60 * GIB,
-        peak.total,
-        peak.bytes,
-        tuple(moments),
-        tuple(peak.total - g for g in range(groups)),
-    )
+    of_groups = tuple(peak.total - g for g in range(groups))
+    memory = Memory(capacity, 2 * GIB, 60 * GIB, peak.total, peak.bytes, tuple(moments), of_groups)
     traffic = (
         Traffic("all-gather", ("fsdp",), 126, 12 * GIB, 11 * GIB, 0, 0.4),
         Traffic("reduce-scatter", ("fsdp",), 63, 12 * GIB, 11 * GIB, 0, 0.2),
@@ -68,28 +61,28 @@ PLANS = {
     "one device": make_plan("cpu:1", "dp:1"),
     "two cores": make_plan("v7x:4x4x4", "fsdp:16,tp:8"),
 }
-PLANS["empty"] = dataclasses.replace(
-    PLANS["plain"],
-    memory=Memory(None, 0, 0, 0, {}, (), (0,)),
-    time=Time(0.0, (), None, None, 0.0),
-    traffic=(),
-    findings=(),
-)
+NOTHING = {"memory": Memory(None, 0, 0, 0, {}, (), (0,)), "time": Time(0.0, (), None, None, 0.0)}
+PLANS["empty"] = dataclasses.replace(PLANS["plain"], **NOTHING, traffic=(), findings=())
 all_plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 # --- text ---
 
 
+def check_lines(plan: Plan, *patterns: str) -> None:
+    """The text has a line for each pattern, fits 80 columns, and ends with the summary."""
+    text = plan.to_text()
+    assert [pattern for pattern in patterns if not re.search(f"^{pattern}$", text, re.MULTILINE)] == []
+    assert max(map(len, text.splitlines())) <= 80 and text.splitlines()[-1] == plan.summary
+
+
 @all_plans
 def test_the_text_fits_80_columns_and_ends_with_the_summary(plan):
-    lines = plan.to_text().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[-1] == plan.summary
+    check_lines(plan)
 
 
 def test_the_text_of_a_pipeline_has_all_numbers():
-    text = PLANS["pipeline"].to_text()
-    for line in (
+    check_lines(
+        PLANS["pipeline"],
         r"v5p:16x16x16\*2: 8,192 devices, mesh pp:8,dp:2,fsdp:64,tp:8",
         r"fits: 75\.0 of 93\.0 GiB per device \(without a reserve of 2\.00 GiB\)",
         r"step 4\.35 s, 15,060 tok/s, 1\.84 tok/s per device, mfu 42\.1%, bubble 12\.0%",
@@ -103,8 +96,7 @@ def test_the_text_of_a_pipeline_has_all_numbers():
         r"dp, fsdp +all-reduce +1 +3\.00 +1\.00 +6\.00 +150",
         r"1 finding:",
         r"- data\.batch_size=8: too small .*",
-    ):
-        assert re.search(f"^{line}$", text, re.MULTILINE), line
+    )
 
 
 def test_the_verdict_names_what_is_missing():
@@ -117,12 +109,10 @@ def test_the_verdict_names_what_is_missing():
 def test_long_tables_keep_the_rows_with_the_most_time():
     parts = [Part(f"part {chr(97 + i)}", 1, 1e12, 1e9, 1e-3 * i, 1e-3, 1e-3, 1e-3 * i) for i in range(20)]
     long = dataclasses.replace(PLANS["plain"], time=dataclasses.replace(PLANS["plain"].time, parts=tuple(parts)))
-    text = long.to_text()
-    assert "and 9 more" in text and "part t " in text and "part i " not in text
-    assert max(map(len, text.splitlines())) <= 80
+    check_lines(long, ".*and 9 more.*", "part t .*")
+    assert "part i " not in long.to_text()
     traffic = tuple(Traffic("all-reduce", (f"a{i}",), 1, 1, 1, 1, 0.001) for i in range(20))
-    text = dataclasses.replace(PLANS["plain"], traffic=traffic).to_text()
-    assert re.search(r"^and 9 more +9\.00$", text, re.MULTILINE) and f"a{MOST_ROWS - 2} " in text
+    check_lines(dataclasses.replace(PLANS["plain"], traffic=traffic), r"and 9 more +9\.00", f"a{MOST_ROWS - 2} .*")
 
 
 def test_only_parts_with_equal_cells_are_one_row():
@@ -133,49 +123,38 @@ def test_only_parts_with_equal_cells_are_one_row():
     assert {"stages 1-2,4-6 F", "stage 3 F"} < {name for name, _ in group_parts(changed)}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0"), (1234.4, "1,234"), (99.96, "100"), (12.34, "12.3"), (5, "5.00"), (0.0124, "0.012"), (1e-7, "<0.001")],
-)
-def test_numbers_are_short(value, text):
-    assert number(value) == text
+def test_numbers_are_short():
+    values = (0, 1234.4, 99.96, 12.34, 5, 0.0124, 1e-7)
+    assert list(map(number, values)) == ["0", "1,234", "100", "12.3", "5.00", "0.012", "<0.001"]
+    assert ranges([0, 2, 3, 4, 7, 8]) == "0,2-4,7-8" and ranges([5]) == "5"
 
 
 def test_small_plans_are_printed_in_smaller_units():
     part = Part("step", 1, 2.5e9, 3 * 2**20, 1e-5, 2e-5, 0.0, 2.5e-5)
     traffic = Traffic("collective-permute", ("pp", "dp", "fsdp", "ep", "tp", "sp"), 123_456, 2**20, 2**19, 0, 3e-6)
     memory = Memory(None, 0, 2**20, 3 * 2**20, {"parameters": 3 * 2**20}, (), (3 * 2**20,))
-    plan = dataclasses.replace(
-        PLANS["plain"], memory=memory, traffic=(traffic,), time=Time(2.5e-5, (part,), None, None, 2.5e9)
-    )
-    text = plan.to_text()
-    for line in (
+    time = Time(2.5e-5, (part,), None, None, 2.5e9)
+    plan = dataclasses.replace(PLANS["plain"], memory=memory, traffic=(traffic,), time=time)
+    check_lines(
+        plan,
         r"step 25\.0 µs",
         r"memory at the peak +MiB +share",
         r"total +3\.00 +100\.0%",
         r"part +times +GFLOP +HBM MiB +compute +memory +network +µs +limit",
         r"step +1 +2\.50 +3\.00 +10\.0 +20\.0 +0 +25\.0 +memory",
         r"pp, dp, .*collective-permute +123,456 +1\.00 +0\.500 +0 +3\.00",
-    ):
-        assert re.search(f"^{line}$", text, re.MULTILINE), line
-    assert max(map(len, text.splitlines())) <= 80
-
-
-def test_ranges_are_the_numbers():
-    assert ranges([0, 2, 3, 4, 7, 8]) == "0,2-4,7-8" and ranges([5]) == "5"
+    )
 
 
 def test_the_lines_of_a_run_have_what_is_known():
     memory, time = PLANS["plain"].memory, PLANS["plain"].time
-    assert forecast_line(memory, time) == (
-        "forecast: 75.0 of 93.0 GiB per device, 4.35 s per step, 15,060 tok/s, mfu 42.1%"
-    )
+    whole = "forecast: 75.0 of 93.0 GiB per device, 4.35 s per step, 15,060 tok/s, mfu 42.1%"
+    assert forecast_line(memory, time) == whole
     assert forecast_line(memory, None) == "forecast: 75.0 GiB per device"
     unknown = dataclasses.replace(time, tokens_per_s=None, mfu=None)
     too_large = dataclasses.replace(memory, capacity=900 * 2**20)
-    assert forecast_line(too_large, unknown) == (
-        "forecast: 75.0 GiB of 900 MiB per device, which does not fit, 4.35 s per step"
-    )
+    missing = "forecast: 75.0 GiB of 900 MiB per device, which does not fit, 4.35 s per step"
+    assert forecast_line(too_large, unknown) == missing
     assert measured_line(memory, time, 60 * GIB, 5.0) == [
         "measured: 60.0 GiB per device (forecast 75.0 GiB, +25.0%), 5.00 s per step (forecast 4.35 s, -13.0%)"
     ]
@@ -249,12 +228,9 @@ def test_the_areas_of_the_memory_chart_end_at_the_peak():
     """The highest point of the drawing, in bytes by its own axis, is the peak."""
     plan = PLANS["plain"]
     (chart,) = re.findall(r"<svg.*?</svg>", plan.to_html(), re.DOTALL)[:1]
-    marks = {
-        float(n): float(y) - 4
-        for y, n in re.findall(r'y="([\d.]+)" font-size="12" text-anchor="end" class="dim">([\d.]+)<', chart)
-    }
-    highest = min(
-        float(y) for path in re.findall(r'class="c\d" d="([^"]*)"', chart) for y in re.findall(r"V([\d.]+)", path)
-    )
+    labels = re.findall(r'y="([\d.]+)" font-size="12" text-anchor="end" class="dim">([\d.]+)<', chart)
+    marks = {float(gib): float(y) - 4 for y, gib in labels}
+    paths = " ".join(re.findall(r'class="c\d" d="([^"]*)"', chart))
+    highest = min(map(float, re.findall(r"V([\d.]+)", paths)))
     per_gib = (marks[0] - marks[80]) / 80
     assert (marks[0] - highest) / per_gib == pytest.approx(plan.memory.peak / GIB, abs=0.5)

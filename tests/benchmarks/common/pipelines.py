@@ -1,5 +1,6 @@
 """Pipelines on groups of one device, and the times of their steps."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,3 +49,22 @@ def times_of_steps(pipeline: Pipeline, batch: dict[str, np.ndarray], steps: int)
         jax.block_until_ready((state.leaves, metrics))
         took.append(1e3 * (time.perf_counter() - start))
     return took[2:], returned[2:]
+
+
+class Turn:
+    """One of several alternating steps: `call()` dispatches a step and returns the arrays to wait for."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self.call, self.time, self.cpu, self.dispatch = call, [], [], []
+
+    def run(self) -> None:
+        began, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+        waited = self.call()
+        self.dispatch.append(time.thread_time() - thread)
+        jax.block_until_ready(waited)
+        self.time.append(time.perf_counter() - began)
+        self.cpu.append(time.process_time() - cpu)
+
+
+def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, baseline, strict=True))

@@ -5,32 +5,23 @@ Parameters are {"embed" (V, D), "layers" [{"attention_norm", "q" (D, H, C), "k" 
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from flax_mesh.models import DecoderConfig
+
 SUM = {"preferred_element_type": jnp.float32}
 
 
-class Llama(NamedTuple):
-    head_dim: int
-    theta: float
-    epsilon: float
-    rope: tuple[float, float, float, int]  # factor, low and high frequency factor, original length
-    dtype: str
-    attention: str
-    remat: str
-    chunk: int  # tokens whose logits are stored at a time; 0: all
-
-
-def make_step(llama: Llama, optimizer: optax.GradientTransformation, options: dict[str, Any]):
+def make_step(config: DecoderConfig, optimizer: optax.GradientTransformation, options: dict[str, Any]):
     """step(params, optimizer state, batch) -> params, optimizer state, loss, norm of the gradients."""
 
     @partial(jax.jit, donate_argnums=(0, 1), compiler_options=options or None)
     def step(params, opt_state, batch):
-        loss, grads = jax.value_and_grad(partial(mean_loss, llama))(params, batch)
+        loss, grads = jax.value_and_grad(partial(mean_loss, config))(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
@@ -39,34 +30,29 @@ def make_step(llama: Llama, optimizer: optax.GradientTransformation, options: di
 
 def make_optimizer(settings: Any) -> optax.GradientTransformation:
     """AdamW after clipping by the global norm, without weight decay of norms."""
-    rate = optax.warmup_cosine_decay_schedule(
-        settings.learning_rate / (settings.warmup_steps + 1),
-        settings.learning_rate,
-        settings.warmup_steps,
-        settings.decay_steps,
-        settings.end_learning_rate,
-    )
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    start, end = peak / (warmup + 1), settings.end_learning_rate
+    rate = optax.warmup_cosine_decay_schedule(start, peak, warmup, settings.decay_steps, end)
     decayed = partial(jax.tree_util.tree_map_with_path, lambda path, _: "norm" not in jax.tree_util.keystr(path))
-    adamw = optax.adamw(
-        rate, settings.b1, settings.b2, settings.epsilon, weight_decay=settings.weight_decay, mask=decayed
-    )
+    decay = {"weight_decay": settings.weight_decay, "mask": decayed}
+    adamw = optax.adamw(rate, settings.b1, settings.b2, settings.epsilon, **decay)
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
 
 
-def mean_loss(llama: Llama, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    table = params["embed"].astype(llama.dtype)
+def mean_loss(config: DecoderConfig, params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    table = params["embed"].astype(config.dtype)
     x = table[batch["inputs"]]
-    layer = partial(run_layer, llama)
-    if llama.remat != "none":
-        policy = None if llama.remat == "full" else getattr(jax.checkpoint_policies, llama.remat)
+    layer = partial(run_layer, config)
+    if config.remat != "none":
+        policy = None if config.remat == "full" else getattr(jax.checkpoint_policies, config.remat)
         layer = jax.checkpoint(layer, policy=policy)
     for weights in params["layers"]:
         x = layer(weights, x)
-    x = norm(llama, x, params["norm"])
-    head = params["head"].astype(llama.dtype) if "head" in params else table.T
+    x = norm(config, x, params["norm"])
+    head = params["head"].astype(config.dtype) if "head" in params else table.T
     x, targets = x.reshape(-1, x.shape[-1]), batch["targets"].reshape(-1)
-    if llama.chunk:
-        size = min(llama.chunk, len(targets))
+    if config.loss_chunk:
+        size = min(config.loss_chunk, len(targets))
         assert len(targets) % size == 0
         total = loss_in_chunks(x.reshape(-1, size, x.shape[-1]), head, targets.reshape(-1, size))
     else:
@@ -74,30 +60,28 @@ def mean_loss(llama: Llama, params: Any, batch: dict[str, jax.Array]) -> jax.Arr
     return total / len(targets)
 
 
-def run_layer(llama: Llama, w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    w = {name: value if "norm" in name else value.astype(llama.dtype) for name, value in w.items()}
-    h = norm(llama, x, w["attention_norm"])
+def run_layer(config: DecoderConfig, w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    w = {name: value if "norm" in name else value.astype(config.dtype) for name, value in w.items()}
+    h = norm(config, x, w["attention_norm"])
     q, k, v = (jnp.einsum("bsd,dhc->bshc", h, w[name]) for name in "qkv")
-    implementation: Any = llama.attention
-    y = jax.nn.dot_product_attention(
-        rotate(llama, q), rotate(llama, k), v, is_causal=True, implementation=implementation
-    )
+    q, k, kernel = rotate(config, q), rotate(config, k), config.attention
+    y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=kernel)  # pyright: ignore
     x = (x + dot("bshc,hcd->bsd", y, w["o"])).astype(x.dtype)
-    h = norm(llama, x, w["mlp_norm"])
+    h = norm(config, x, w["mlp_norm"])
     h = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
     return (x + dot("bsf,fd->bsd", h, w["down"])).astype(x.dtype)
 
 
-def norm(llama: Llama, x: jax.Array, scale: jax.Array) -> jax.Array:
+def norm(config: DecoderConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
     x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + llama.epsilon)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + config.norm_epsilon)
     return (x32 * scale).astype(x.dtype)
 
 
-def rotate(llama: Llama, x: jax.Array) -> jax.Array:
-    half = llama.head_dim // 2
-    frequency = llama.theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    factor, low, high, length = llama.rope
+def rotate(config: DecoderConfig, x: jax.Array) -> jax.Array:
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    factor, low, high, length = config.rope_scaling
     if factor != 1:
         kept = jnp.clip((length * frequency / (2 * jnp.pi) - low) / (high - low), 0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)

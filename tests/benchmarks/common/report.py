@@ -50,13 +50,10 @@ def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print one column per key, in order of first appearance. Cells of missing keys are empty."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, *([_text(row.get(key)) for key in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        cells = [
-            line[0].ljust(widths[0]),
-            *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)),
-        ]
-        print("  ".join(cells).rstrip())
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for first, *rest in lines:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
 
 
 def origin(benchmark: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -77,13 +74,8 @@ def print_json(benchmark: str, arguments: Sequence[str] | None = None, **figures
 
 
 def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    installed = {found.metadata["Name"]: found.version for found in importlib.metadata.distributions()}
+    return {name: installed[name] for name in PACKAGES if name in installed}
 
 
 def _rounded(value: Any) -> Any:

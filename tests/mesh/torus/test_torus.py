@@ -31,55 +31,6 @@ def coords(devices):
     return [device.coords for device in devices.flat]
 
 
-# (slice, mesh shape, assignment [physical][logical]); the last two may split.
-ASSIGNMENTS = [
-    ((2, 2, 1), (1, 1, 4), [[1, 1, 2], [1, 1, 2], [1, 1, 1]]),
-    ((2, 2, 4), (1, 4, 4), [[1, 1, 2], [1, 1, 2], [1, 4, 1]]),
-    ((4, 4, 4), (1, 16, 4), [[1, 1, 4], [1, 4, 1], [1, 4, 1]]),
-    ((4, 4, 8), (1, 16, 8), [[1, 4, 1], [1, 4, 1], [1, 1, 8]]),
-    ((4, 4, 8), (1, 8, 16), [[1, 1, 4], [1, 1, 4], [1, 8, 1]]),
-    ((4, 8, 8), (1, 32, 8), [[1, 4, 1], [1, 1, 8], [1, 8, 1]]),
-    ((8, 8, 8), (1, 64, 8), [[1, 1, 8], [1, 8, 1], [1, 8, 1]]),
-    ((4, 4, 16), (16, 16), [[1, 4], [1, 4], [16, 1]]),
-    ((4, 4, 4), (8, 8), [[1, 4], [2, 2], [4, 1]]),
-]
-
-
-@pytest.mark.parametrize(("shape", "mesh_shape", "assignment"), ASSIGNMENTS)
-def test_assignments_match_the_reference_table(shape, mesh_shape, assignment):
-    devices = tpu_slice("TPU v4", shape)
-    physical, _ = physical_mesh(devices)
-    split = mesh_shape == (8, 8)
-    assert np.array(known_assignment(shape, mesh_shape, allow_split=split)).tolist() == assignment
-    expected = arrange(physical, assignment)
-    for allow_split in {split, True}:  # allowing a split changes nothing if none is required
-        mesh = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=allow_split)
-        assert np.array_equal(ids(mesh), ids(expected))
-
-
-# (kind, slice, cores, mesh shape, ids); ids count x, then y, then z, cores within.
-ORDERS = [
-    ("TPU v3", (2, 2), 2, (8,), [0, 1, 2, 3, 6, 7, 4, 5]),
-    ("TPU v3", (2, 2), 2, (2, 4), [[0, 1, 2, 3], [6, 7, 4, 5]]),
-    ("TPU v5 lite", (2, 2), 1, (4,), [0, 1, 3, 2]),
-    ("TPU v5p", (2, 2, 2), 1, (8,), [0, 1, 3, 2, 6, 7, 5, 4]),
-]
-
-
-@pytest.mark.parametrize(("kind", "shape", "cores", "mesh_shape", "order"), ORDERS)
-def test_reference_ring_orders_hold(kind, shape, cores, mesh_shape, order):
-    devices = tpu_slice(kind, shape, cores=cores)
-    assert ids(create_device_mesh(mesh_shape, devices)).tolist() == order
-
-
-def test_v3_rows_are_the_rings_of_their_trays():
-    devices = tpu_slice("TPU v3", (4, 4), cores=2)
-    mesh = create_device_mesh((4, 8), devices)
-    for row, tray in zip(mesh, range(4), strict=True):
-        local = [device for device in devices if device.process_index == tray]
-        assert list(row) == [local[place] for place in (0, 1, 2, 3, 6, 7, 4, 5)]
-
-
 def test_a_cuboid_may_start_at_any_coordinates():
     devices = tpu_slice("TPU v4", (2, 2, 1), origin=(2, 2, 3))
     assert coords(physical_mesh(devices)[0]) == [(2, 2, 3), (2, 3, 3), (3, 2, 3), (3, 3, 3)]
@@ -87,67 +38,51 @@ def test_a_cuboid_may_start_at_any_coordinates():
     assert np.array_equal(ids(mesh), ids(mesh_utils.create_device_mesh((2, 2), devices)))
 
 
-def test_v5e_meshes_follow_rows_and_columns():
-    mesh = create_device_mesh((4, 4), tpu_slice("TPU v5 lite", (4, 4)), allow_split_physical_axes=True)
-    assert [[device.coords[:2] for device in row] for row in mesh] == [[(x, y) for x in range(4)] for y in range(4)]
-
-
-def test_v5e_splits_an_axis():
-    mesh = create_device_mesh((2, 8), tpu_slice("TPU v5 lite", (4, 4)), allow_split_physical_axes=True)
-    assert [device.coords[:2] for device in mesh[0]] == [(x, y) for x in range(4) for y in range(2)]
-
-
-def test_contiguous_submeshes_assign_a_block_to_each_process():
-    mesh = create_device_mesh((16, 4), tpu_slice("TPU v4", (4, 4, 4)), contiguous_submeshes=True)
-    for process in range(16):
-        where = np.argwhere(np.vectorize(lambda device: device.process_index)(mesh) == process)
-        assert np.prod(where.max(axis=0) - where.min(axis=0) + 1) == 4, process
-    assert {device.process_index for device in mesh[:2, :2].flat} == {0}
-
-
-def test_unknown_contiguous_submeshes_report_the_topology():
-    with pytest.raises(ValueError, match="4x4x8"):
-        create_device_mesh((16, 8), tpu_slice("TPU v4", (4, 4, 8)), contiguous_submeshes=True)
-    with pytest.raises(ValueError, match=r"mesh shape \(8, 8\).*4x4x4.*\(16, 4\)"):
-        create_device_mesh((8, 8), tpu_slice("TPU v4", (4, 4, 4)), contiguous_submeshes=True)
+# (slice, mesh shape)
+CONTIGUOUS = [
+    ((2, 2, 1), (2, 2)),
+    ((2, 2, 4), (4, 1, 4)),
+    ((4, 4, 4), (16, 4)),
+    ((4, 8, 8), (64, 4)),
+    ((4, 8, 8), (4, 64)),
+]
 
 
 def test_contiguous_submeshes_agree_with_mesh_utils():
-    for shape, mesh_shape in [((2, 2, 1), (2, 2)), ((2, 2, 4), (4, 1, 4)), ((4, 8, 8), (64, 4)), ((4, 8, 8), (4, 64))]:
+    for shape, mesh_shape in CONTIGUOUS:
         devices = tpu_slice("TPU v4", shape)
         ours = create_device_mesh(mesh_shape, devices, contiguous_submeshes=True)
         theirs = mesh_utils.create_device_mesh(mesh_shape, devices, contiguous_submeshes=True)
         assert np.array_equal(ids(ours), ids(theirs)), shape
 
 
+# (kind, slice, cores per chip)
 FAMILY = [
-    ("TPU v2", (2, 2), 2),
-    ("TPU v3", (4, 4), 2),
-    ("TPU v4 lite", (2, 2), 1),
-    ("TPU v4", (2, 2, 2), 1),
-    ("TPU v4", (4, 4, 4), 1),
-    ("TPU v5 lite", (2, 4), 1),
-    ("TPU v5 lite", (4, 2), 1),
-    ("TPU v5 lite", (4, 4), 1),
-    ("TPU v5 lite", (2, 2, 2), 1),
-    ("TPU v5p", (2, 2, 1), 2),
-    ("TPU v5p", (2, 2, 2), 1),
-    ("TPU v6 lite", (4, 4), 1),
-    ("TPU7x", (2, 2, 1), 2),
-    ("TPU7x", (2, 2, 2), 2),
-    ("TPU8i", (2, 2), 1),
+    *((f"TPU v{version}", (2, 2), 2) for version in (2, 3)),
+    *(("TPU v4", shape, 1) for shape in [(2, 2, 2), (4, 4, 4)]),
+    *(("TPU v5 lite", shape, 1) for shape in [(2, 2), (2, 4), (4, 2), (4, 4), (2, 2, 2)]),
+    *((kind, (2, 2, 1), 2) for kind in ("TPU v5p", "TPU7x")),
+    *((kind, (2, 2, 2), cores) for kind, cores in [("TPU v5p", 1), ("TPU7x", 2)]),
+    *((kind, (2, 2), 1) for kind in ("TPU v4 lite", "TPU8i")),
+    *((kind, (4, 4), cores) for kind, cores in [("TPU v3", 2), ("TPU v6 lite", 1)]),
 ]
 
 
 @pytest.mark.parametrize(("kind", "shape", "cores"), FAMILY)
 def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
     """No assignment is strictly better on these slices: the mesh is the same as JAX's, or both raise an error."""
-    devices = tpu_slice(kind, shape, cores=cores)
-    compared = 0
-    for num_axes in (1, 2, 3):
+    devices, compared = tpu_slice(kind, shape, cores=cores), 0
+    for num_axes, split in itertools.product((1, 2, 3), (False, True)):
         for mesh_shape in factor_shapes(len(devices), num_axes):
-            for split in (False, True):
-                compared += _same_as_mesh_utils(mesh_shape, devices, split)
+            try:
+                theirs = mesh_utils.create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
+            except NotImplementedError:
+                with pytest.raises(NotImplementedError):
+                    create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
+                continue
+            ours = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
+            assert np.array_equal(ids(ours), ids(theirs)), (mesh_shape, split)
+            compared += 1
     assert compared
 
 
@@ -169,38 +104,44 @@ def test_known_assignments_agree_with_mesh_utils_on_large_slices(shape):
             assert np.array_equal(ids(ours), ids(theirs)), (mesh_shape, split)
 
 
-def _same_as_mesh_utils(mesh_shape, devices, split):
-    try:
-        theirs = mesh_utils.create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
-    except NotImplementedError:
-        with pytest.raises(NotImplementedError):
-            create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
-        return 0
-    ours = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
-    assert np.array_equal(ids(ours), ids(theirs)), (mesh_shape, split)
-    return 1
+CUBE, SQUARE, TWO = tpu_slice("TPU v4", (4, 4, 4)), tpu_slice("TPU v4", (2, 2, 1)), tpu_slices(2, "TPU v4", (2, 2, 1))
+MIXED = SQUARE + tpu_slice("TPU v5", (2, 2, 1), origin=(0, 0, 1))
+TWO_CORES = tpu_slice("TPU v4", (2, 2, 1), cores=2)
+WITHOUT_COORDS = [FakeDevice(i, "tpu", "TPU v4", 0, (), 0, None) for i in range(2)]
+BLOCKS = {"contiguous_submeshes": True}
 
 
-def test_a_required_split_reports_the_axis_its_size_and_the_remaining_axes():
-    devices = tpu_slice("TPU v4", (4, 4, 4))
-    with pytest.raises(NotImplementedError, match=r"Logical axis 1 of size 8.*4x4x4.*\[4, 4, 4\].*allow_split"):
-        create_device_mesh((8, 8), devices)
+@pytest.mark.parametrize(
+    ("shape", "devices", "options", "message"),
+    [
+        ((8, 8), CUBE, {}, r"Logical axis 1 of size 8.*4x4x4.*\[4, 4, 4\].*allow_split"),
+        ((8, 8), CUBE, BLOCKS, r"mesh shape \(8, 8\).*4x4x4.*\(16, 4\)"),
+        ((16, 8), tpu_slice("TPU v4", (4, 4, 8)), BLOCKS, "4x4x8"),
+        ((4, 4), SQUARE, {}, r"number of devices 4 .*product 16 of mesh shape \(4, 4\)"),
+        ((3,), SQUARE[:3], {}, r"hole at \(x, y, z\) = \(1, 1, 0\)"),
+        ((8,), TWO_CORES, {}, r"one device per chip.*1, 3, 5, 7"),
+        ((8,), TWO, {}, r"same coordinates \(x, y, z\).*different slices"),
+        ((8,), MIXED, {}, r"one kind; got TPU v4, TPU v5"),
+        ((2,), WITHOUT_COORDS, {}, r"need coords.*0, 1"),
+    ],
+)
+def test_devices_that_have_no_such_mesh_are_reported(shape, devices, options, message):
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        create_device_mesh(shape, devices, **options)
 
 
-def test_invalid_devices_are_reported():
-    with pytest.raises(ValueError, match=r"number of devices 4 .*product 16 of mesh shape \(4, 4\)"):
-        create_device_mesh((4, 4), tpu_slice("TPU v4", (2, 2, 1)))
-    with pytest.raises(ValueError, match=r"hole at \(x, y, z\) = \(1, 1, 0\)"):
-        create_device_mesh((3,), tpu_slice("TPU v4", (2, 2, 1))[:3])
-    with pytest.raises(ValueError, match=r"one device per chip.*1, 3, 5, 7"):
-        create_device_mesh((8,), tpu_slice("TPU v4", (2, 2, 1), cores=2))
-    with pytest.raises(ValueError, match=r"same coordinates \(x, y, z\).*different slices"):
-        create_device_mesh((8,), tpu_slices(2, "TPU v4", (2, 2, 1)))
-    with pytest.raises(ValueError, match=r"one kind; got TPU v4, TPU v5"):
-        devices = tpu_slice("TPU v4", (2, 2, 1)) + tpu_slice("TPU v5", (2, 2, 1), origin=(0, 0, 1))
-        create_device_mesh((8,), devices)
-    with pytest.raises(ValueError, match=r"need coords.*0, 1"):
-        create_device_mesh((2,), [FakeDevice(i, "tpu", "TPU v4", 0, (), 0, None) for i in range(2)])
+@pytest.mark.parametrize(
+    ("inner", "outer", "devices", "message"),
+    [
+        ((1, 4), (4, 1), TWO, r"\(4, 1\) multiplies to 4.*2 granules"),
+        ((1, 4), (2, 1), TWO[:7], r"requires 4 devices.*3 in granule 1"),
+        ((1, 4), (2,), TWO, "one size for each mesh axis"),
+        ((1, 8), (2, 1), gpu_hosts(2, 8), r"16 of 16 devices have no slice_index.*process_is_granule"),
+    ],
+)
+def test_granules_that_have_no_such_mesh_are_reported(inner, outer, devices, message):
+    with pytest.raises(ValueError, match=message):
+        create_hybrid_device_mesh(inner, outer, devices)
 
 
 def test_wraparound_depends_on_the_kind():
@@ -211,47 +152,14 @@ def test_wraparound_depends_on_the_kind():
     assert wraps_around("an unknown kind", (16, 16, 16)) == (False, False, False)
 
 
-def test_hybrid_meshes_have_equal_coordinates_at_equal_positions_of_all_slices():
-    devices = tpu_slices(2, "TPU v4", (4, 4, 4))
-    mesh = create_hybrid_device_mesh((1, 16, 4), (2, 1, 1), devices)
-    assert mesh.shape == (2, 16, 4)
-    assert [{device.slice_index for device in part.flat} for part in mesh] == [{0}, {1}]
-    mesh = create_hybrid_device_mesh((1, 4, 16), (1, 2, 1), devices[::-1])
-    assert [device.slice_index for device in mesh[0, :, 0]] == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert coords(mesh[:, :4]) == coords(mesh[:, 4:])
-
-
-def test_hybrid_meshes_of_gpu_hosts():
-    mesh = create_hybrid_device_mesh((1, 8), (2, 1), gpu_hosts(2, 8), process_is_granule=True)
-    assert ids(mesh).tolist() == [list(range(8)), list(range(8, 16))]
-    with pytest.raises(ValueError, match=r"16 of 16 devices have no slice_index.*process_is_granule"):
-        create_hybrid_device_mesh((1, 8), (2, 1), gpu_hosts(2, 8))
-
-
 def test_hybrid_meshes_agree_with_mesh_utils():
     devices = tpu_slices(4, "TPU v4", (2, 2, 4))
     for inner, outer in [((4, 4), (4, 1)), ((4, 4), (2, 2)), ((1, 16), (1, 4)), ((2, 8), (4, 1))]:
         ours = create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
         theirs = mesh_utils.create_hybrid_device_mesh(inner, outer, devices, allow_split_physical_axes=True)
         assert np.array_equal(ids(ours), ids(theirs)), (inner, outer)
-
-
-def test_hybrid_errors_report_the_numbers_of_granules_and_devices():
-    devices = tpu_slices(2, "TPU v4", (2, 2, 1))
-    with pytest.raises(ValueError, match=r"\(4, 1\) multiplies to 4.*2 granules"):
-        create_hybrid_device_mesh((1, 4), (4, 1), devices)
-    with pytest.raises(ValueError, match=r"requires 4 devices.*3 in granule 1"):
-        create_hybrid_device_mesh((1, 4), (2, 1), devices[:7])
-    with pytest.raises(ValueError, match="one size for each mesh axis"):
-        create_hybrid_device_mesh((1, 4), (2,), devices)
-
-
-def test_granules_can_keep_the_order_of_the_devices():
-    devices = tpu_slices(2, "TPU v4", (2, 2, 1))[::-1]
-    mesh = create_hybrid_device_mesh((1, 4), (2, 1), devices, should_sort_granules_by_key=False)
-    assert [row[0].slice_index for row in mesh] == [1, 0]
-    mesh = create_hybrid_device_mesh((1, 4), (2, 1), devices)
-    assert [row[0].slice_index for row in mesh] == [0, 1]
+    by_process = create_hybrid_device_mesh((1, 8), (2, 1), gpu_hosts(2, 8), process_is_granule=True)
+    assert ids(by_process).tolist() == [list(range(8)), list(range(8, 16))]
 
 
 sides = st.sampled_from([1, 2, 3, 4, 6, 8])
@@ -279,15 +187,6 @@ def test_meshes_contain_every_device_once_whatever_the_input_order(case, shuffle
     shuffled = devices.copy()
     shuffler.shuffle(shuffled)
     assert np.array_equal(ids(mesh), ids(create_device_mesh(mesh_shape, shuffled, allow_split_physical_axes=True)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(slice_and_mesh())
-def test_assignments_multiply_to_both_shapes(case):
-    _, shape, mesh_shape = case
-    matrix = np.array(known_assignment(shape, mesh_shape, allow_split=True))
-    assert tuple(matrix.prod(axis=1)) == shape
-    assert tuple(matrix.prod(axis=0)) == mesh_shape
 
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 16), max_size=3))
