@@ -233,19 +233,8 @@ class OwnGradients(Model):
         return self.embed.attend(x * norm)
 
 
-def mean_loss(model, batch):
-    """Returns only a scalar, the mean over the microbatch."""
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def vector_model() -> nnx.Module:
-    rngs = nnx.Rngs(0)
-    return nnx.Sequential(*[Layer(rngs) for _ in range(5)])
-
-
 CASES = [
     Case("own_gradients", OwnGradients, language_loss, text),
-    Case("mean_loss", vector_model, mean_loss, vectors),
     Case("tied_embedding", Model, language_loss, text),
     Case("borrowed_kernel", BorrowedKernel, language_loss, text),
     Case("shared_gate", SharedGate, language_loss, text),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, cross_entropy, language_loss, text
+from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, Decoder, cross_entropy, language_loss, text
 
 HEADS, HEAD = 2, WIDTH // 2
 
@@ -101,20 +101,17 @@ class T5Layer(nnx.Module):
         return x + self.mlp(x), bias
 
 
-class FirstLayerBias(nnx.Module):
+class FirstLayerBias(Decoder):
     """All layers use the bias of a table in the first layer."""
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([T5Layer(rngs, i == 0) for i in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+    def make_layers(self, depth, rngs):
+        return nnx.List([T5Layer(rngs, i == 0) for i in range(depth)])
 
-    def __call__(self, tokens):
-        x, bias = self.embed(tokens), None
+    def run(self, x):
+        bias = None
         for layer in self.layers:
             x, bias = layer(x, bias=bias)
-        return self.head(x)
+        return x
 
 
 class ExpertLayer(nnx.Module):
@@ -138,19 +135,15 @@ class ExpertLayer(nnx.Module):
         return jnp.einsum("bsef,efd->bsed", h, self.down[...])
 
 
-class Experts(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([ExpertLayer(rngs) for _ in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+class Experts(Decoder):
+    layer = ExpertLayer
 
     def __call__(self, tokens):
         x, found = self.embed(tokens), []
         for layer in self.layers:
             x, aux = layer(x)
             found.append(aux)
-        return self.head(x), jax.tree.map(lambda *parts: jnp.stack(parts), *found)
+        return self.logits(x), jax.tree.map(lambda *parts: jnp.stack(parts), *found)
 
 
 def experts_loss(model, batch):
@@ -173,18 +166,14 @@ class SegmentLayer(nnx.Module):
         return x + self.mlp(x) + 0.1 * self.values(jnp.where(segments > 0, tokens, 0))
 
 
-class Segments(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([SegmentLayer(rngs) for _ in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+class Segments(Decoder):
+    layer = SegmentLayer
 
     def __call__(self, tokens, segments):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, tokens, segments)
-        return self.head(x)
+        return self.logits(x)
 
 
 def segment_batch(rows: int) -> dict[str, Any]:
@@ -210,18 +199,8 @@ class StateSpace(nnx.Module):
         return x + self.leave(h * jax.nn.silu(gate))
 
 
-class StateSpaces(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([StateSpace(rngs) for _ in range(4)])
-        self.logits = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x)
+class StateSpaces(Decoder):
+    layer = StateSpace
 
 
 CASES = [
@@ -234,5 +213,5 @@ CASES = [
         lambda model, batch: cross_entropy(model(batch["tokens"], batch["segments"]), batch),
         segment_batch,
     ),
-    Case("state_space", StateSpaces, language_loss, text, layers="blocks"),
+    Case("state_space", StateSpaces, language_loss, text),
 ]

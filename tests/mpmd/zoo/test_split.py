@@ -37,7 +37,7 @@ SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "s
 SHARING |= {"unread_variables"}  # a variable that no stage reads is stored where its value is computed
 # Models that send more than one activation: skips, memories, conditions, losses and metrics of earlier layers.
 SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "shared_gate"}
-SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
+SENDING_MORE |= {"encoder_decoder", "experts", "dense_skips", "two_towers", "diffusion", "autoencoder"}
 SENDING_MORE |= {"position_tables", "regularised", "early_exits", "first_layer_bias"}
 SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher", "decoder_experts_scanned"}
 SENDING_MORE |= {f"rule_in_{name}" for name in RULES}
@@ -175,7 +175,7 @@ def test_the_comparison_detects_a_dropped_microbatch():
 
 @pytest.mark.slow
 def test_the_comparison_detects_swapped_stages():
-    case, swapped = BY_NAME["residual"], BY_NAME["reversed"]._replace(name="residual")
+    case, swapped = BY_NAME["residual"], BY_NAME["permuted"]._replace(name="residual")
     found = differences(plain_run(case), piped_run(swapped, pipeline_of(swapped, groups(pp=2))))
     assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 

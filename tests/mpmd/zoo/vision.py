@@ -1,4 +1,4 @@
-"""Models of images and vectors: convolutions with batch norm, patches, U-nets, two towers, diffusion, autoencoders."""
+"""Models of images and vectors: convolutions with batch norm, patches, skips, two towers, diffusion, autoencoders."""
 
 import jax
 import jax.numpy as jnp
@@ -39,30 +39,6 @@ class ConvNet(nnx.Module):
         return self.classifier(x.mean((1, 2)))
 
 
-class Stages(nnx.Module):
-    """A list of lists: stages of different widths, each with its blocks and a downsampling layer."""
-
-    def __init__(self, rngs: nnx.Rngs, width: int, depth: int):
-        self.down = nnx.Conv(width // 2, width, (2, 2), strides=(2, 2), use_bias=False, rngs=rngs)
-        self.blocks = nnx.List([ConvBlock(width, rngs) for _ in range(depth)])
-
-
-class StagedNet(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.stem = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-        self.stages = nnx.List([Stages(rngs, 8, 2), Stages(rngs, 16, 2)])
-        self.head = nnx.Linear(16, 5, rngs=rngs)
-
-    def __call__(self, image):
-        x = self.stem(image)
-        for stage in self.stages:
-            x = stage.down(x)
-            for block in stage.blocks:
-                x = block(x)
-        return self.head(x.mean((1, 2)))
-
-
 class EncoderBlock(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
@@ -98,31 +74,6 @@ class VisionTransformer(nnx.Module):
         for block in self.encoder:
             x = block(x)
         return self.head(self.norm(x[:, 0]))
-
-
-class UNet(nnx.Module):
-    """Two lists with skip connections: the input of the first down layer joins the output of the last up layer, etc."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.enter = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.down = nnx.List([nnx.Conv(8, 8, (3, 3), strides=2, rngs=rngs) for _ in range(3)])
-        self.up = nnx.List([nnx.ConvTranspose(16 if i else 8, 8, (3, 3), strides=(2, 2), rngs=rngs) for i in range(3)])
-        self.leave = nnx.Conv(16, 3, (1, 1), rngs=rngs)
-
-    def __call__(self, image):
-        x, kept = jax.nn.silu(self.enter(image)), []
-        for down in self.down:
-            kept.append(x)
-            x = jax.nn.silu(down(x))
-        for up in self.up:
-            x = jnp.concatenate([jax.nn.silu(up(x)), kept.pop()], -1)
-        return self.leave(x)
-
-
-def restored_loss(model, batch):
-    image = batch["image"]
-    return jnp.sum((model(image + 0.3 * jnp.roll(image, 1, 1)) - image) ** 2), image.shape[0]
 
 
 class Residual(nnx.Module):
@@ -233,9 +184,7 @@ def evidence_loss(model, batch):
 
 CASES = [
     Case("conv_batch_norm", ConvNet, label_loss, images, layers="blocks"),
-    Case("lists_in_lists", StagedNet, label_loss, images, layers=("stages/0/blocks", "stages/1/blocks")),
     Case("vision_transformer", VisionTransformer, label_loss, images, layers="encoder"),
-    Case("u_net", UNet, restored_loss, images, layers=("down", "up")),
     Case("dense_skips", Dense, squared_loss, vectors),
     Case("two_towers", TwoTowers, pair_loss, vectors, layers=("left", "right")),
     Case("diffusion", Diffusion, lambda model, batch: model.loss(batch["x"]), vectors, layers="blocks"),
