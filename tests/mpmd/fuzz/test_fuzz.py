@@ -1,10 +1,10 @@
-"""Random pipelines equal one device; and the fuzzer itself: its cases, its comparison, its shrinking."""
+"""Random pipelines equal one device; and the fuzzer itself: its cases and its comparison."""
 
 import pytest
 
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
-from tests.mpmd.fuzz.case import VARIANTS, Case, random_case, shrink
-from tests.mpmd.fuzz.operations import FEATURES, OPERATIONS, RULES, WRAPPERS
+from tests.mpmd.fuzz.case import Case, random_case
+from tests.mpmd.fuzz.operations import OPERATIONS, RULES, WRAPPERS
 from tests.mpmd.fuzz.run import check_case, check_seeds, differences, on_one_device, pipelined
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -49,49 +49,16 @@ def test_a_case_that_failed_once_equals_one_device(text: str):
 # --- the fuzzer itself ---
 
 
-def test_a_case_is_the_inverse_of_its_text():
-    cases = [random_case(seed) for seed in range(200)]
-    assert [Case.parse(str(case)) for case in cases] == cases
-    assert len(set(cases)) > 190
-    with pytest.raises(ValueError, match="'bent:linear' is not a layer"):
-        Case.parse("layers=bent:linear")
-
-
-def test_a_seed_determines_its_case_and_consecutive_seeds_share_a_model():
-    assert str(random_case(0)) == str(random_case(0))
-    assert len({random_case(seed).on_one_device for seed in range(VARIANTS)}) == 1
-    assert random_case(0).on_one_device != random_case(VARIANTS).on_one_device
-
-
 @pytest.mark.slow
-def test_random_cases_have_every_operation_rule_wrapper_schedule_and_fit():
+def test_random_cases_have_every_operation_rule_wrapper_schedule_fit_and_parse_back():
     cases = [random_case(seed) for seed in range(2000)]
+    assert [Case.parse(str(case)) for case in cases] == cases
     assert {name for case in cases for name in case.operations} == set(OPERATIONS)
     assert {case.table for case in cases} == set(RULES)
     assert {layer.wrapper for case in cases for layer in case.layers} == set(WRAPPERS)
     assert {case.schedule for case in cases} == set(SCHEDULE_NAMES)
     assert {case.remat for case in cases} == {"none", "cheap", "full"}
     assert all(case.fits() for case in cases)
-
-
-@pytest.mark.parametrize("feature", sorted({*FEATURES} - {"layers"}))
-def test_a_feature_that_is_switched_off_is_in_no_case(feature: str):
-    cases = [random_case(seed, (feature,)) for seed in range(0, 400, VARIANTS)]
-    assert not any(feature in case.features for case in cases)
-    assert any(feature in random_case(seed).features for seed in range(0, 400, VARIANTS))
-
-
-def test_shrinking_leaves_what_the_failure_requires():
-    case = Case.parse(
-        "layers=linear+norm,remat:conv+average_rw,mlp+tanh,norm+attention before=loss table=clip head=tied "
-        "loss=metrics optimizer=clip microbatches=4 schedule=zb-v cuts=1,2,3 remat=full"
-    )
-    assert case.fits()
-
-    def fails(case: Case) -> bool:
-        return "average_rw" in case.operations and case.remat == "full" and case.microbatches >= 2
-
-    assert str(shrink(case, fails)) == "layers=average_rw,linear remat=full"
 
 
 @pytest.mark.slow
