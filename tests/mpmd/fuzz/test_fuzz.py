@@ -10,15 +10,21 @@ from tests.mpmd.fuzz.run import check_case, check_seeds, differences, on_one_dev
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 SECONDS, FEWEST = 60, 10  # of the slow run; shrinking three failures takes at most three minutes more
 SEEDS = range(100_000)
-# Cases that the library computed wrongly once: complex activations, new values without an equation, custom_vjp rules
-# that are not linear, parameters that the forward pass changes.
-REPAIRED = (
-    "layers=linear+complex_parameter,linear",
-    "layers=to_complex+linear,linear+from_complex",
-    *(f"layers=linear+{name}_rw,linear" for name in ("literal", "input", "parameter", "swap")),
-    *(f"layers=linear,linear table={rule} head=tied microbatches=1" for rule in ("clip", "jit_clip", "remat_clip")),
+CLIPS = ("clip", "jit_clip", "remat_clip", "cond_clip", "scan_clip")
+# One case for each way of a layer. Most were computed wrongly or refused once.
+CASES = (
+    # Complex activations and parameters, control flow around layers, tied kernels and scalars of all layers.
+    "layers=linear+complex_parameter,linear schedule=zb-h1",
+    "layers=to_complex+linear,linear+from_complex schedule=zb-h1",
+    "layers=remat:linear+dropout,checkpoint:mlp,jit:linear,scan:linear groups=4",
+    "layers=linear+tied+strength,linear+tied+strength+embed_integer+features cuts=1",
+    # New values without an equation.
+    *(f"layers=linear+{name}_rw,linear schedule=zb-h1" for name in ("literal", "input", "parameter", "swap")),
+    # custom_vjp rules that are not linear, on a tied table and on values for later layers.
+    *(f"layers=linear,linear table={rule} head=tied microbatches=1" for rule in CLIPS),
+    *(f"layers=linear+stash_{rule},linear+recall,linear+recall schedule=zb-h1" for rule in CLIPS),
+    # Parameters that the forward pass changes, memories of inputs, counters of several stages.
     *(f"layers=linear+{name},linear" for name in ("clip_weights_wr", "normalize_weights_rw", "shrink_weights_rwr")),
-    # Refused once: memories of inputs, and counters of several stages.
     *(f"layers=linear,linear+memory_{order} cuts=1" for order in ("rw", "wr", "rwr")),
     "layers=linear+shared_count_rw,linear+shared_count_r,linear,linear+shared_count_r schedule=interleaved-1f1b",
 )
@@ -41,8 +47,8 @@ def test_random_pipelines_equal_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", REPAIRED)
-def test_a_case_that_failed_once_equals_one_device(text: str):
+@pytest.mark.parametrize("text", CASES)
+def test_a_case_of_each_way_equals_one_device(text: str):
     assert check_case(Case.parse(text)).kind == "same"
 
 

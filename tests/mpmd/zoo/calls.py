@@ -1,6 +1,5 @@
 """Models that differ in how their layers are called: methods, orders, keywords, pytrees, remat, jit, scan."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -79,22 +78,6 @@ class Looped(Language):
         return x
 
 
-class KeywordBlock(Block):
-    def __call__(self, *, hidden, mask=None, scale=1.0, training: bool = False):
-        out = super().__call__(hidden) if mask is None else hidden + mask * (super().__call__(hidden) - hidden)
-        return out * scale if training else out
-
-
-class Keywords(Language):
-    layer = KeywordBlock
-
-    def __call__(self, tokens):
-        mask, x = (tokens % 3 != 0)[..., None], self.embed(tokens)
-        for i, layer in enumerate(self.layers):
-            x = layer(hidden=x, mask=mask if i % 2 else None, scale=1 / (i + 1), training=True)
-        return self.head(self.norm(x))
-
-
 class PairBlock(nnx.Module):
     """Two streams, an accumulated value and an optional one in a dict, as in protein folding models."""
 
@@ -129,16 +112,6 @@ def dict_loss(model, batch):
     logits, norms = model(batch["tokens"])
     loss, weight, metrics = cross_entropy(logits, batch)
     return loss + 1e-3 * norms.sum(), weight, metrics | {"norms": norms.sum(), "first": norms[:, 0].sum()}
-
-
-class RematBlock(Block):
-    @partial(nnx.remat, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class RematMethod(Language):
-    layer = RematBlock
 
 
 class RematModel(Language):
@@ -310,31 +283,6 @@ def sequential() -> nnx.Module:
     return nnx.Sequential(nnx.LayerNorm(WIDTH, rngs=rngs), *parts, nnx.Linear(WIDTH, WIDTH, rngs=rngs))
 
 
-class Checkpointed(Language):
-    """jax.checkpoint of a function that closes over its layer. The layers have no variables that change."""
-
-    def run(self, x):
-        for layer in self.layers:
-            x = jax.checkpoint(layer, policy=jax.checkpoint_policies.nothing_saveable)(x)
-        return x
-
-
-class JitBlock(Block):
-    @nnx.jit
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class JitLayers(Language):
-    layer = JitBlock
-
-    def run(self, x):
-        rescale = jax.jit(lambda x: x / jnp.sqrt(jnp.mean(x**2) + 1.0))
-        for layer in self.layers:
-            x = rescale(layer(x))
-        return x
-
-
 class Trunk(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.blocks = nnx.List([Block(rngs) for _ in range(5)])
@@ -363,8 +311,6 @@ class Nested(nnx.Module):
 
 
 CASES = [
-    Case("checkpointed", Checkpointed, language_loss, text),
-    Case("jit_layers", JitLayers, language_loss, text),
     Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
     Case("residual", Language, language_loss, text),
     Case("by_method", ByMethod, language_loss, text),
@@ -373,9 +319,7 @@ CASES = [
     Case("listed_alternating", ListedAlternating, language_loss, text),
     Case("called_twice", CalledTwice, language_loss, text),
     Case("looped", Looped, language_loss, text),
-    Case("keywords", Keywords, language_loss, text),
     Case("dicts", Dicts, dict_loss, text),
-    Case("remat_method", RematMethod, language_loss, text),
     Case("remat_model", RematModel, language_loss, text),
     Case("checkpointed_groups", lambda: CheckpointedGroups(6), language_loss, text),
     Case("jit_model", JitModel, language_loss, text),

@@ -46,29 +46,6 @@ class SharedGate(Model):
         self.layers = nnx.List([RoutedLayer(rngs, gate) for _ in range(4)])
 
 
-class TiedVariables(Model):
-    """Every second layer shares a kernel with the previous layer: one Variable in two modules."""
-
-    def __init__(self):
-        super().__init__(5)
-        for a, b in zip(self.layers[0::2], self.layers[1::2], strict=False):
-            b.out.kernel = a.out.kernel
-
-
-class LearnedScalars(Model):
-    """A scalar that all layers use, and one vector outside the list with a scale for each layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.strength = nnx.Param(jnp.asarray(0.7))
-        self.scales = nnx.Param(jnp.linspace(0.5, 1.0, 4))
-
-    def run(self, x):
-        for i, layer in enumerate(self.layers):
-            x = x + self.strength * self.scales[i] * (layer(x) - x)
-        return x * jnp.exp(-self.strength[...])
-
-
 class Positions(Model):
     """Tables computed once: learned positions for all layers, a mask from the batch, constant slopes."""
 
@@ -190,36 +167,6 @@ def clip_gradient(x):
 clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
 
 
-# A rule that is not linear, so that the sum of two results is not the result of the sum.
-RULES = {
-    "plain": clip_gradient,
-    "jit": jax.jit(clip_gradient),
-    "remat": jax.checkpoint(clip_gradient),
-    "scan": lambda x: jax.lax.scan(lambda total, _: (total + clip_gradient(x), None), jnp.zeros_like(x), length=1)[0],
-    "cond": lambda x: jax.lax.cond(jnp.sum(x) > -1e3, clip_gradient, lambda x: x, x),
-    "vmap": jax.vmap(clip_gradient),
-    "nested": jax.jit(jax.checkpoint(lambda x: jax.jit(clip_gradient)(x))),
-}
-
-
-class Ruled(Model):
-    """The rule applies to the tied table, and to a value of the first stage that all later ones use."""
-
-    rule = staticmethod(clip_gradient)
-
-    def __call__(self, tokens):
-        table = self.rule(self.embed.embedding[...])
-        x = shared = self.rule(5 * table[tokens])
-        for layer in self.layers:
-            x = layer(x) + shared
-        return x @ table.T
-
-
-def ruled(name: str) -> Case:
-    model = type("Ruled", (Ruled,), {"rule": staticmethod(RULES[name])})
-    return Case(f"rule_in_{name}", model, language_loss, text)
-
-
 class OwnGradients(Model):
     """custom_vjp between layers, a data-dependent branch and a loop with a data-dependent number of iterations."""
 
@@ -238,8 +185,6 @@ CASES = [
     Case("tied_embedding", Model, language_loss, text),
     Case("borrowed_kernel", BorrowedKernel, language_loss, text),
     Case("shared_gate", SharedGate, language_loss, text),
-    Case("tied_variables", TiedVariables, language_loss, text),
-    Case("learned_scalars", LearnedScalars, language_loss, text),
     Case("position_tables", Positions, language_loss, text),
     Case("unused_parameters", Unused, language_loss, text, unused=UNUSED),
     Case("lora", lora, language_loss, text, wrt=nnx.LoRAParam),
@@ -247,5 +192,4 @@ CASES = [
     Case("regularised", Model, regularised_loss, text),
     Case("early_exits", EarlyExits, exits_loss, text),
     Case("averages", Averages, squared_loss, vectors),
-    *map(ruled, RULES),
 ]

@@ -1,10 +1,7 @@
 """Models whose layers pass more than one value: caches, a shared bias, statistics of experts, integers of the batch."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, Decoder, cross_entropy, language_loss, text
@@ -114,104 +111,7 @@ class FirstLayerBias(Decoder):
         return x
 
 
-class ExpertLayer(nnx.Module):
-    """Top-2 of 4 experts. Returns x, the auxiliary loss and the number of tokens of each expert."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.router = nnx.Linear(WIDTH, 4, use_bias=False, rngs=rngs)
-        self.up = nnx.Param(rngs.params.normal((4, WIDTH, 2 * WIDTH)) / WIDTH**0.5)
-        self.down = nnx.Param(rngs.params.normal((4, 2 * WIDTH, WIDTH)) / WIDTH**0.5)
-
-    def __call__(self, x):
-        probs = jax.nn.softmax(self.router(x))
-        gates, chosen = jax.lax.top_k(probs, 2)
-        onehot = jax.nn.one_hot(chosen, 4)
-        y = jnp.einsum("bse,bsef->bsf", jnp.sum(onehot * gates[..., None], 2), self._experts(x))
-        load = onehot.sum((1, 2))
-        return x + y, {"balance": jnp.sum(load * probs.mean(1)), "load": load.sum(0)}
-
-    def _experts(self, x):
-        h = jax.nn.relu(jnp.einsum("bsd,edf->bsef", x, self.up[...]))
-        return jnp.einsum("bsef,efd->bsed", h, self.down[...])
-
-
-class Experts(Decoder):
-    layer = ExpertLayer
-
-    def __call__(self, tokens):
-        x, found = self.embed(tokens), []
-        for layer in self.layers:
-            x, aux = layer(x)
-            found.append(aux)
-        return self.logits(x), jax.tree.map(lambda *parts: jnp.stack(parts), *found)
-
-
-def experts_loss(model, batch):
-    logits, aux = model(batch["tokens"])
-    loss, weight, metrics = cross_entropy(logits, batch)
-    loads = {f"most_loaded_{i}": jnp.max(load) for i, load in enumerate(aux["load"])}
-    return loss + 0.01 * aux["balance"].sum(), weight, metrics | loads | {"balance": aux["balance"].sum()}
-
-
-class SegmentLayer(nnx.Module):
-    """Every layer uses the integers of the batch directly."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.values, self.attention = nnx.Embed(VOCAB, WIDTH, rngs=rngs), Attention(rngs)
-        self.mlp, self.mix = MLP(rngs), nnx.Param(jnp.ones((WIDTH,)) / 2)
-
-    def __call__(self, x, tokens, segments):
-        same = (segments[:, None, :, None] == segments[:, None, None]) & causal()
-        x = x + self.attention(x, mask=same)[0] * self.mix
-        return x + self.mlp(x) + 0.1 * self.values(jnp.where(segments > 0, tokens, 0))
-
-
-class Segments(Decoder):
-    layer = SegmentLayer
-
-    def __call__(self, tokens, segments):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, tokens, segments)
-        return self.logits(x)
-
-
-def segment_batch(rows: int) -> dict[str, Any]:
-    found = text(rows)
-    segments = np.random.default_rng(4).integers(0, 3, (rows, LENGTH)).cumsum(1)
-    return found | {"segments": segments.astype(np.int32), "extra": None}
-
-
-class StateSpace(nnx.Module):
-    """A diagonal linear recurrence by an associative scan, gated."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.enter = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.decay = nnx.Param(jnp.linspace(-2.0, 2.0, WIDTH))
-        self.leave = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        h, gate = jnp.split(self.enter(self.norm(x)), 2, -1)
-        decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]), h.shape)
-        join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
-        _, h = jax.lax.associative_scan(join, (decay, h), axis=1)
-        return x + self.leave(h * jax.nn.silu(gate))
-
-
-class StateSpaces(Decoder):
-    layer = StateSpace
-
-
 CASES = [
     Case("caching_decoder", CachingDecoder, caching_loss, text),
     Case("first_layer_bias", FirstLayerBias, language_loss, text),
-    Case("experts", Experts, experts_loss, text),
-    Case(
-        "side_integers",
-        Segments,
-        lambda model, batch: cross_entropy(model(batch["tokens"], batch["segments"]), batch),
-        segment_batch,
-    ),
-    Case("state_space", StateSpaces, language_loss, text),
 ]

@@ -91,16 +91,6 @@ class Dropping(Decoder):
         return self.drop(super().run(self.drop(x)))
 
 
-class RematDropLayer(DropLayer):
-    @nnx.remat
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class RematDropping(Dropping):
-    layer = RematDropLayer
-
-
 class OneStream(Decoder):
     """One random stream for the entire model, whose counter increases through all layers. Skips layers at random."""
 
@@ -115,18 +105,6 @@ class OneStream(Decoder):
             kept = self.rngs.noise.bernoulli(0.8, (x.shape[0], 1, 1))
             x = x + kept / 0.8 * (layer(x, causal()) - x)
             x = x * (1 + 0.1 * self.rngs.noise.normal(x.shape))
-        return x
-
-
-class Recurrent(Decoder):
-    """Recurrent layers: a scan over time within each layer, not over the layers."""
-
-    def make_layers(self, depth, rngs):
-        return nnx.List([nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)) for _ in range(depth)])
-
-    def run(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
         return x
 
 
@@ -145,8 +123,6 @@ DECODERS = [
 CASES = [
     Case("encoder_decoder", Translator, translation_loss, text, layers=("encoder/layers", "decoder/layers")),
     Case("dropout", Dropping, language_loss, text),
-    Case("dropout_in_remat", RematDropping, language_loss, text),
     Case("one_random_stream", OneStream, language_loss, text),
-    Case("recurrent", Recurrent, language_loss, text),
     *DECODERS,
 ]

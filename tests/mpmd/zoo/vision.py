@@ -156,37 +156,10 @@ class Diffusion(nnx.Module):
         return errors.sum(), x.shape[0], {"late": jnp.sum(errors * (time > 0.5))}
 
 
-class Autoencoder(nnx.Module):
-    """A random code between encoder and decoder. Its divergence from the prior is a loss of a middle stage."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0, code=5)
-        self.encoder = nnx.List([Residual(rngs) for _ in range(2)])
-        self.to_code = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.decoder = nnx.List([Residual(rngs) for _ in range(3)])
-        self.code = rngs.code.fork()
-
-    def __call__(self, x):
-        for layer in self.encoder:
-            x = layer(x)
-        mean, log_std = jnp.split(self.to_code(x), 2, -1)
-        x = mean + jnp.exp(log_std) * self.code.normal(mean.shape)
-        for layer in self.decoder:
-            x = layer(x)
-        return x, 0.5 * (mean**2 + jnp.exp(2 * log_std) - 2 * log_std - 1).sum(-1)
-
-
-def evidence_loss(model, batch):
-    x, divergence = model(batch["x"])
-    error = jnp.sum((x - batch["x"]) ** 2, -1)
-    return jnp.sum(error + 0.1 * divergence), error.size, {"divergence": divergence.sum(), "error": error.sum()}
-
-
 CASES = [
     Case("conv_batch_norm", ConvNet, label_loss, images, layers="blocks"),
     Case("vision_transformer", VisionTransformer, label_loss, images, layers="encoder"),
     Case("dense_skips", Dense, squared_loss, vectors),
     Case("two_towers", TwoTowers, pair_loss, vectors, layers=("left", "right")),
     Case("diffusion", Diffusion, lambda model, batch: model.loss(batch["x"]), vectors, layers="blocks"),
-    Case("autoencoder", Autoencoder, evidence_loss, vectors, layers=("encoder", "decoder")),
 ]
