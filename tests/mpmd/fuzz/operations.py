@@ -69,8 +69,8 @@ def dense(shared: Shared, **kinds: Any) -> nnx.Linear:
     return nnx.Linear(WIDTH, WIDTH, rngs=shared.rngs, **kinds)
 
 
-def unbiased(shared: Shared) -> nnx.Linear:
-    return dense(shared, use_bias=False)
+unbiased = functools.partial(dense, use_bias=False)
+half_dense = functools.partial(dense, dtype=jnp.bfloat16)
 
 
 def weight(shared: Shared, *shape: int) -> nnx.Param:
@@ -90,8 +90,18 @@ def plus(s: Streams, **changes: Any) -> Streams:
     return s | {name: s[name] + change for name, change in changes.items()}
 
 
-def of_norm(make: Any, **kinds: Any) -> Callable[[Shared], Any]:
-    return lambda shared: make(WIDTH, rngs=shared.rngs, **kinds)
+def adds(f: Callable[[Any, jax.Array], jax.Array], to: str = "x", of: str = "x") -> Any:
+    """Adds f(operation, stream `of`) to the stream `to`."""
+    return lambda o, s, c: plus(s, **{to: f(o, s[of])})
+
+
+def sets(f: Callable[[Any, jax.Array], jax.Array], to: str = "x", of: str = "x") -> Any:
+    """Sets the stream `to` to f(operation, stream `of`)."""
+    return lambda o, s, c: s | {to: f(o, s[of])}
+
+
+def made(make: Any, *sizes: int, **kinds: Any) -> Callable[[Shared], Any]:
+    return lambda shared: make(*sizes, rngs=shared.rngs, **kinds)
 
 
 def complex_kernel(shared: Shared) -> nnx.Param:
@@ -104,77 +114,39 @@ def complex_kernel(shared: Shared) -> nnx.Param:
 WITH_PARAMETERS = ("linear", "mlp", "conv", "norm", "attention")  # every random layer has one of them
 
 
+def gate_integer(o, s, c):
+    return plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * o.scale, 0.0))
+
+
 def attention(o, s, c):
     scores = jnp.einsum("btw,bsw->bts", o.query(s["x"]), o.key(s["x"]))
     scores = jnp.where(c["mask"][:, None] > 0, scores, -1e9)
     return plus(s, x=jax.nn.softmax(scores) @ o.value(s["x"]))
 
 
-operation("linear", "layers", lambda o, s, c: plus(s, x=jnp.tanh(o.linear(s["x"]))), linear=dense)
-operation(
-    "mlp", "layers", lambda o, s, c: plus(s, x=nnx.silu(o.gate(s["x"])) * o.up(s["x"])), gate=unbiased, up=unbiased
-)
-operation(
-    "conv",
-    "layers",
-    lambda o, s, c: plus(s, x=jnp.sin(o.conv(s["x"]))),
-    conv=lambda shared: nnx.Conv(WIDTH, WIDTH, kernel_size=(3,), rngs=shared.rngs),
-)
-operation("norm", "layers", lambda o, s, c: s | {"x": o.norm(s["x"])}, norm=of_norm(nnx.RMSNorm))
-operation(
-    "batch_norm", "statistics", lambda o, s, c: plus(s, x=o.norm(s["x"])), norm=of_norm(nnx.BatchNorm, momentum=0.5)
-)
+operation("linear", "layers", adds(lambda o, x: jnp.tanh(o.linear(x))), linear=dense)
+operation("mlp", "layers", adds(lambda o, x: nnx.silu(o.gate(x)) * o.up(x)), gate=unbiased, up=unbiased)
+operation("conv", "layers", adds(lambda o, x: jnp.sin(o.conv(x))), conv=made(nnx.Conv, WIDTH, WIDTH, kernel_size=(3,)))
+operation("norm", "layers", sets(lambda o, x: o.norm(x)), norm=made(nnx.RMSNorm, WIDTH))
+operation("batch_norm", "statistics", adds(lambda o, x: o.norm(x)), norm=made(nnx.BatchNorm, WIDTH, momentum=0.5))
 operation("attention", "layers", attention, query=unbiased, key=unbiased, value=unbiased)
-operation(
-    "dropout",
-    "dropout",
-    lambda o, s, c: s | {"x": o.dropout(s["x"])},
-    dropout=lambda shared: nnx.Dropout(0.3, rngs=shared.rngs),
-)
+operation("dropout", "dropout", sets(lambda o, x: o.dropout(x)), dropout=made(nnx.Dropout, rate=0.3))
 
 # --- inputs, integer streams, casts: the next parameter promotes what is cast ---
 
 operation("features", "inputs", lambda o, s, c: plus(s, x=c["mask"][..., None] * o.linear(c["features"])), linear=dense)
-operation(
-    "embed_integer",
-    "integer",
-    lambda o, s, c: plus(s, x=o.embed(s["n"])),
-    embed=lambda shared: nnx.Embed(VOCAB, WIDTH, rngs=shared.rngs),
-)
+operation("embed_integer", "integer", adds(lambda o, n: o.embed(n), of="n"), embed=made(nnx.Embed, VOCAB, WIDTH))
 operation("write_integer", "integer", lambda o, s, c: s | {"n": (3 * s["n"] + jnp.argmax(s["x"], -1)) % VOCAB})
-operation(
-    "gate_integer",
-    "integer",
-    lambda o, s, c: plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * o.scale, 0.0)),
-    scale=vector,
-)
-operation("half", "cast", lambda o, s, c: s | {"x": s["x"].astype(jnp.bfloat16)})
-operation(
-    "half_linear",
-    "cast",
-    lambda o, s, c: plus(s, x=o.linear(s["x"]).astype(s["x"].dtype)),
-    linear=functools.partial(dense, dtype=jnp.bfloat16),
-)
+operation("gate_integer", "integer", gate_integer, scale=vector)
+operation("half", "cast", sets(lambda o, x: x.astype(jnp.bfloat16)))
+operation("half_linear", "cast", adds(lambda o, x: o.linear(x).astype(x.dtype)), linear=half_dense)
 
 # --- complex streams: a rotation by real parameters is the transition of a diagonal state space model ---
 
-operation(
-    "to_complex",
-    "complex",
-    lambda o, s, c: plus(s, z=o.scale * jnp.fft.fft(s["x"].astype(jnp.float32), axis=-1)),
-    scale=vector,
-)
-operation(
-    "rotate_complex",
-    "complex",
-    lambda o, s, c: s | {"z": s["z"] * jax.lax.complex(jnp.cos(o.angle[...]), jnp.sin(o.angle[...]))},
-    angle=vector,
-)
-operation("complex_parameter", "complex", lambda o, s, c: s | {"z": s["z"] @ o.kernel}, kernel=complex_kernel)
-operation(
-    "from_complex", "complex", lambda o, s, c: plus(s, x=o.scale * jnp.fft.ifft(s["z"], axis=-1).real), scale=vector
-)
-
+operation("to_complex", "complex", adds(lambda o, x: o.scale * jnp.fft.fft(x.astype("float32")), to="z"), scale=vector)
+operation("rotate_complex", "complex", sets(lambda o, z: z * jnp.exp(1j * o.angle[...]), to="z", of="z"), angle=vector)
+operation("complex_parameter", "complex", sets(lambda o, z: z @ o.kernel, to="z", of="z"), kernel=complex_kernel)
+operation("from_complex", "complex", adds(lambda o, z: o.scale * jnp.fft.ifft(z).real, of="z"), scale=vector)
 
 # --- rules for derivatives ---
 
@@ -210,14 +182,6 @@ def soft(x: jax.Array) -> jax.Array:
 soft.defjvp(lambda primals, tangents: (soft(primals[0]), tangents[0] / (1.0 + jnp.abs(primals[0])) ** 2))
 
 
-def _cond_clip(x: jax.Array) -> jax.Array:
-    return jax.lax.cond(jnp.sum(x) < 1e9, clip_gradient, lambda x: 2 * x, x)
-
-
-def _scan_clip(x: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda x, _: (clip_gradient(0.9 * x), None), x, None, length=2)[0]
-
-
 RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (feature, function of an array)
     "identity": ("layers", lambda x: x),
     "tanh": ("layers", jnp.tanh),
@@ -227,8 +191,11 @@ RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (f
     "clip": ("nonlinear_rule", clip_gradient),
     "jit_clip": ("nonlinear_rule", jax.jit(lambda x: clip_gradient(x))),
     "remat_clip": ("nonlinear_rule", jax.checkpoint(lambda x: clip_gradient(jnp.sin(x)))),
-    "cond_clip": ("nonlinear_rule", _cond_clip),
-    "scan_clip": ("nonlinear_rule", _scan_clip),
+    "cond_clip": ("nonlinear_rule", lambda x: jax.lax.cond(jnp.sum(x) < 1e9, clip_gradient, jnp.sin, x)),
+    "scan_clip": (
+        "nonlinear_rule",
+        lambda x: jax.lax.scan(lambda x, _: (clip_gradient(0.9 * x), None), x, length=2)[0],
+    ),
 }
 
 

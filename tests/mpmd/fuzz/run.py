@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from flax_mesh import ConfigError
 from flax_mesh.mpmd import Pipeline, split_stages
-from flax_mesh.step.loss import reseed, sums_of
 from flax_mesh.step.state import TrainState
 from flax_mesh.train import make_train_step
 from tests.mpmd.fuzz.case import Case, random_case, shrink
@@ -51,8 +48,6 @@ def check_case(case: Case) -> Outcome:
         want = on_one_device(case.on_one_device)
         if not all(np.isfinite(x).all() for x in want.values()):
             return Outcome("not finite")
-        if "changed_parameter" in case.features and (found := differences(reference(case.on_one_device), want, case)):
-            return Outcome("different", "plain step against nnx.value_and_grad:\n" + "\n".join(found))
         found = differences(want, pipelined(case), case)
     except ConfigError as error:
         return Outcome("refused", str(error))
@@ -91,37 +86,6 @@ def pipelined(case: Case, seed: int = SEED) -> Values:
     abstract = pipeline.abstract
     leaves = [jax.device_put(x, a.sharding) for x, a in zip(start(case).leaves, abstract.leaves, strict=True)]
     return _follow(pipeline.step, TrainState(tuple(leaves), abstract.definition), case)
-
-
-@functools.lru_cache(maxsize=2)
-def reference(case: Case) -> Values:
-    """Microbatch after microbatch with `nnx.value_and_grad`, without code of flax_mesh for the update."""
-    loss_fn = make_loss(case)
-
-    def loss_of(model: Model, part: Any) -> Any:
-        loss, weight, metrics = sums_of(loss_fn(model, part))
-        return loss, (weight, {"loss": loss, **metrics})
-
-    differentiate = nnx.value_and_grad(loss_of, has_aux=True, argnums=nnx.DiffState(0, nnx.Param))
-
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
-        model, optimizer = state.merge()
-        before = jax.tree.map(lambda x: x, nnx.state(model, nnx.RngState))  # a copy: the call changes the streams
-        count, found = optimizer.step[...], []
-        for index in range(case.microbatches):
-            part = jax.tree.map(lambda x: x.reshape(case.microbatches, -1, *x.shape[1:])[index], batch)  # noqa: B023
-            nnx.update(model, reseed(before, (SEED, count, jnp.int32(index)), LAYERS))
-            (_, (weight, sums)), grads = differentiate(model, part)
-            found.append((weight, sums, grads))
-        nnx.update(model, before)
-        weight, sums, grads = functools.reduce(functools.partial(jax.tree.map, jnp.add), found)
-        grads = jax.tree.map(lambda g: g / weight, grads)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.abs(g) ** 2) for g in jax.tree.leaves(grads)))
-        metrics = {name: total / weight for name, total in sums.items()}
-        optimizer.update(model, grads)
-        return state.replace(model, optimizer), metrics | {"weight": weight, "grad_norm": norm}
-
-    return _follow(jax.jit(step, compiler_options=FAST), start(case), case)
 
 
 def start(case: Case) -> TrainState:

@@ -16,7 +16,7 @@ CASES = (
     # Complex activations and parameters, control flow around layers, tied kernels and scalars of all layers.
     "layers=linear+complex_parameter,linear schedule=zb-h1",
     "layers=to_complex+linear,linear+from_complex schedule=zb-h1",
-    "layers=remat:linear+dropout,checkpoint:mlp,jit:linear,scan:linear groups=4",
+    "layers=remat:linear+dropout,checkpoint:mlp,jit:linear,scan:linear,cond:linear,loop:linear groups=4",
     "layers=linear+tied+strength,linear+tied+strength+embed_integer+features cuts=1",
     # New values without an equation.
     *(f"layers=linear+{name}_rw,linear schedule=zb-h1" for name in ("literal", "input", "parameter", "swap")),

@@ -15,3 +15,7 @@ def test_custom_jvp_rules_are_linear_and_may_be_repeated_and_custom_vjp_rules_ru
     for feature, fn in RULES.values():
         program, _ = trace(fn, jnp.ones(8))
         assert feature != "nonlinear_rule" or any(is_expensive(eqn) for eqn in program.eqns)
+    product = jax.custom_jvp(lambda x: x @ x)
+    product.defjvp(lambda primals, tangents: (product(*primals), tangents[0]))
+    program, _ = trace(product, jnp.ones((8, 8)))
+    assert all(is_expensive(eqn) for eqn in program.eqns)

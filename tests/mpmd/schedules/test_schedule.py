@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules import Schedule, make_schedule
 from flax_mesh.mpmd.schedules.schedule import dependencies, forward_schedule
 from tests.mpmd.schedules.examples import SIZES, schedules
 
@@ -52,12 +52,6 @@ def test_the_text_of_a_small_schedule():
 def test_invalid_text_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         Schedule.parse(text)
-
-
-@given(st.sampled_from("FBW"), st.integers(0, 99), st.integers(0, 999))
-def test_an_action_parses_back(kind, stage, microbatch):
-    action = Action(kind, stage, microbatch)
-    assert Action.parse(str(action)) == action
 
 
 # --- where a schedule is not defined ---
@@ -115,14 +109,6 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(**{"name": "1f1b", "num_groups": 4, "num_microbatches": 8, **arguments})
-
-
-def test_a_deadlock_names_every_blocked_group():
-    schedule = Schedule.parse("crossed 0,1\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
-    with pytest.raises(
-        ValueError, match=r"group 0 is blocked at 0B0, which depends on 1B0; group 1 is blocked at 1F1, .* 0F1"
-    ):
-        schedule.order()
 
 
 # --- evaluation ---

@@ -104,19 +104,3 @@ def test_the_objective_can_be_the_period():
     tight = search_schedule([(1, 1, 1)] * 4, 4, num_microbatches=8, objective="period", seconds=QUICK)
     assert tight.best_named_period == 27 and 24 <= tight.period <= 27
     check_schedule(tight.schedule, 4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"objective": "bubble"}, "objective must be makespan or period, got 'bubble'"),
-        ({"activation_sizes": [1, 2]}, "activation_sizes must be 4 numbers, one per stage, .* got 1, 2"),
-        ({"activation_sizes": [1, 1, 1, -1]}, "activation_sizes must be 4 numbers"),
-        ({"memory_limit": float("nan")}, "memory limits must be numbers from 0 to 1e\\+100, got nan"),
-        ({"memory_limit": [1, 1, 1, float("inf")]}, "memory limits must be numbers from 0"),
-        ({"activation_sizes": [5, 1, 1, 1]}, "no schedule fits a memory limit of 4: a group requires at least 5 for"),
-    ],
-)
-def test_bad_objectives_and_sizes_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        search_schedule([(1, 1, 1)] * 4, **{"memory_limit": 4, "num_microbatches": 4, **arguments})

@@ -167,27 +167,22 @@ def test_every_size_up_to_8_groups_and_32_microbatches_is_valid_at_its_own_peak_
 def damaged(text: str, choose: random.Random) -> str:
     """The text after one to three random edits of its characters, words or lines."""
     for _ in range(choose.randint(1, 3)):
-        edit, at = choose.randrange(7), choose.randrange(len(text) + 1)
-        if edit == 0:  # a character is replaced
-            text = text[:at] + choose.choice("0123456789FBWX ,\n\t-\0é٣\x1b") + text[at + 1 :]
-        elif edit == 1:  # the rest is missing
-            text = text[:at]
-        elif edit == 2:  # a part is there twice
-            text = text[:at] + text[max(0, at - 9) :]
-        elif edit == 3:  # a very large number, or a very long word
-            text = f"{text[:at]}{choose.choice(['9' * 9, '9' * 5000, 'F' * 5000])}{text[at:]}"
-        elif edit == 4:  # two words change places
-            words = text.split(" ")
-            i, j = choose.randrange(len(words)), choose.randrange(len(words))
-            words[i], words[j] = words[j], words[i]
-            text = " ".join(words)
-        else:  # a line is missing, or the lines are in another order
-            lines = text.split("\n")
-            if edit == 5:
-                del lines[at % len(lines)]
-            else:
-                choose.shuffle(lines)
-            text = "\n".join(lines)
+        at = choose.randrange(len(text) + 1)
+        words = text.split(" ")
+        i, j = choose.randrange(len(words)), choose.randrange(len(words))
+        words[i], words[j] = words[j], words[i]
+        lines = text.split("\n")
+        text = choose.choice(
+            [
+                text[:at] + choose.choice("0123456789FBWX ,\n\t-\0é٣\x1b") + text[at + 1 :],  # another character
+                text[:at],  # the rest is missing
+                text[:at] + text[max(0, at - 9) :],  # a part is there twice
+                f"{text[:at]}{choose.choice(['9' * 9, '9' * 5000, 'F' * 5000])}{text[at:]}",  # a very long word
+                " ".join(words),  # two words have changed places
+                "\n".join([*lines[: at % len(lines)], *lines[at % len(lines) + 1 :]]),  # a line is missing
+                "\n".join(choose.sample(lines, len(lines))),  # lines are in another order
+            ]
+        )
     return text
 
 

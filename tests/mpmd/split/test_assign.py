@@ -174,15 +174,6 @@ def test_running_the_stages_in_order_equals_the_unsplit_program(case):
         np.testing.assert_array_equal(outputs[at], want)
 
 
-@pytest.mark.parametrize("ops", ["matmul", "scale", "mask"])
-def test_a_chain_sends_one_activation_and_recomputes_masks(ops):
-    net = Net((0, 1, 2, 3), ((ops,),) * 4)
-    stages = staged(traced(net), 4)[2]
-    floats = [[v for v in stage.received if v.aval.shape == (ROWS, WIDTH)] for stage in stages]
-    assert [len(found) for found in floats] == [0, 1, 1, 1]
-    assert not any(v.aval.dtype == bool for stage in stages for v in stage.received)
-
-
 def test_a_wrong_order_of_stages_raises():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
     _, stages, _ = staged(model, 2)
@@ -248,16 +239,6 @@ def dots(part):
         return sum(eqn.primitive.name == "dot_general" for eqn in eqns) + sum(n * count(body) for n, body in inner)
 
     return 0 if part is None else count(part.eqns)
-
-
-@fewer
-@given(with_stages(nets(max_layers=3)))
-def test_b_and_w_together_have_as_many_matrix_products_as_the_unsplit_backward(case):
-    model = traced(case[0])
-    for whole, part in zip(differentiated(model, case[1], split=False), differentiated(model, case[1]), strict=True):
-        assert part.weights is not None and whole.weights is None
-        assert dots(part.forward) == dots(whole.forward)
-        assert dots(part.backward) + dots(part.weights) == dots(whole.backward)
 
 
 @pytest.mark.parametrize(("recompute", "repeated"), [(False, 0), (True, 3)])

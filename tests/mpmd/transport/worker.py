@@ -137,27 +137,6 @@ def shared_groups() -> None:
         assert np.array_equal(jax.random.key_data(shard.data), jax.random.key_data(keys[part]))
 
 
-def chain() -> None:
-    """Three processes with one stage each, all running the same loop over microbatches."""
-    process = jax.process_index()
-    mpmd_mesh = groups((3, 1))
-    shardings = [NamedSharding(mesh, P()) for mesh in mpmd_mesh.unstack]
-    stages = [mpmd.jit(lambda x, w: jnp.tanh(x * w), out_shardings=sharding) for sharding in shardings]
-    weights = [mpmd.device_put(np.float32(1 + i), sharding) for i, sharding in enumerate(shardings)]
-    for microbatch in range(6):
-        x = mpmd.device_put(X * (microbatch + 1) / 64, shardings[0])
-        for stage, weight, sharding in zip(stages, weights, shardings, strict=True):
-            x = stage(mpmd.device_put(x, sharding), weight)
-        expected = X * (microbatch + 1) / 64
-        for i in range(3):
-            expected = np.tanh(expected * (1 + i))
-        assert x.is_fully_remote == (process != 2)
-        if process == 2:
-            assert np.allclose(x, expected, rtol=1e-5)
-    skip = mpmd.device_put(mpmd.device_put(X, shardings[0]), shardings[2])  # skips the process in between
-    check(skip, X)
-
-
 def several_groups() -> None:
     """Two processes with two devices each, every device a group: transfers within a process and between them."""
     process = jax.process_index()

@@ -283,35 +283,7 @@ def sequential() -> nnx.Module:
     return nnx.Sequential(nnx.LayerNorm(WIDTH, rngs=rngs), *parts, nnx.Linear(WIDTH, WIDTH, rngs=rngs))
 
 
-class Trunk(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(5)])
-
-
-class Backbone(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.stem = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.trunk = Trunk(rngs)
-
-    def features(self, x):
-        x = self.stem(x)
-        for block in self.trunk.blocks:
-            x = block(x)
-        return x
-
-
-class Nested(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(params=1)
-        self.backbone = Backbone(rngs)
-        self.out = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.backbone.features(x))
-
-
 CASES = [
-    Case("nested", Nested, squared_loss, vectors, layers="backbone/trunk/blocks"),
     Case("residual", Language, language_loss, text),
     Case("by_method", ByMethod, language_loss, text),
     Case("permuted", Permuted, language_loss, text),
