@@ -4,19 +4,16 @@ import copy
 import itertools
 import re
 import threading
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import MpmdMesh
-from flax_mesh.mpmd.mesh import current_mpmd_mesh, groups_of_processes
+from flax_mesh.mpmd.mesh import current_mpmd_mesh
 from tests.mpmd.fakes import seen_from
 
 P = PartitionSpec
@@ -186,28 +183,3 @@ def test_a_process_with_no_group():
 def test_a_process_with_parts_of_several_groups_raises(owners, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MpmdMesh(seen_from(0, owners, (2, 2)), "pp")
-
-
-@dataclass(frozen=True)
-class Owned:
-    process_index: int
-    id: int = field(default=0)
-
-
-@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
-def test_ownership_raises_exactly_if_a_sharing_process_has_another_group(owners):
-    fits = all(
-        all(set(group) == {process} for group in local) or len(local) == 1
-        for process in {owner for group in owners for owner in group}
-        for local in [[group for group in owners if process in group]]
-    )
-    groups = [[Owned(owner) for owner in group] for group in owners]
-    if not fits:
-        with pytest.raises(ValueError, match="must own one or more entire groups"):
-            groups_of_processes(groups)
-        return
-    found = groups_of_processes(groups)
-    for process, indices in found.items():
-        assert indices == tuple(i for i, group in enumerate(owners) if process in group)
-    assert set(found) == {owner for group in owners for owner in group}

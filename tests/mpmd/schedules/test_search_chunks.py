@@ -1,7 +1,6 @@
 """The search with two stages per group: brute force, the V schedules at every memory limit, random costs, periods."""
 
 import random
-from functools import cache
 
 import pytest
 
@@ -28,13 +27,6 @@ def test_no_schedule_of_two_groups_of_two_stages_is_faster(seed):
     assert any(steps.finishes_by(best) for steps in every)
 
 
-@cache
-def unit_search(groups: int, microbatches: int, limit: int):
-    return search_schedule(
-        [(1, 1, 1)] * (2 * groups), limit, num_groups=groups, num_microbatches=microbatches, seconds=QUICK
-    )
-
-
 @pytest.mark.parametrize(
     ("sizes", "limit"),
     [
@@ -44,18 +36,11 @@ def unit_search(groups: int, microbatches: int, limit: int):
     ],
 )
 def test_the_search_is_never_slower_than_the_published_schedule_of_its_memory_limit(sizes, limit):
-    assert unit_search(*sizes, limit).makespan <= MAKESPANS[sizes][limit]
-
-
-@pytest.mark.parametrize("limit", range(2, 10))
-def test_the_search_is_never_slower_than_a_schedule_of_two_stages_that_fits(limit):
-    found = unit_search(4, 8, limit)
+    groups, microbatches = sizes
+    costs = [(1, 1, 1)] * (2 * groups)
+    found = search_schedule(costs, limit, num_groups=groups, num_microbatches=microbatches, seconds=QUICK)
     check_schedule(found.schedule, limit)
-    for name in [*SCHEDULE_NAMES, *(f"v-{k}" for k in range(4, limit + 1) if k <= 8)]:
-        schedule = make_schedule(name, num_groups=4, num_microbatches=8)
-        result = simulate(schedule)
-        if schedule.num_stages == 8 and max(result.peak_activations) <= limit:
-            assert found.makespan <= result.makespan, name
+    assert found.makespan <= MAKESPANS[sizes][limit]
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ class Attention(nnx.Module):
         self.out = nnx.LinearGeneral((HEADS, HEAD), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
         self.drop = nnx.Dropout(rate, rngs=rngs)
 
-    def __call__(self, x, *, mask=None, bias=None, rotate=lambda q: q):
+    def __call__(self, x, *, mask=None, bias=None):
         q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / HEAD**0.5
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / HEAD**0.5
         if bias is not None:
             scores = scores + bias
         if mask is not None:
@@ -41,24 +41,20 @@ def causal(length: int = LENGTH) -> jax.Array:
 
 
 class CachingLayer(nnx.Module):
-    """Returns (cache, x) and takes its mask and tables as keyword arguments."""
+    """Returns (cache, x) and takes its mask and bias as keyword arguments."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.attention, self.mlp = Attention(rngs), MLP(rngs)
         self.input_norm, self.post_norm = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
 
-    def __call__(self, x, *, attention_mask, cos, sin):
-        def rotate(q):
-            a, b = jnp.split(q, 2, -1)
-            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-        y, cache = self.attention(self.input_norm(x), mask=attention_mask, rotate=rotate)
+    def __call__(self, x, *, attention_mask, bias):
+        y, cache = self.attention(self.input_norm(x), mask=attention_mask, bias=bias)
         x = x + y
         return cache, x + self.mlp(self.post_norm(x))
 
 
 class CachingDecoder(nnx.Module):
-    """A tied decoder: computes mask and rotary tables once, and returns the caches of all layers with the logits."""
+    """A tied decoder: computes mask and bias once, and returns the caches of all layers with the logits."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -68,12 +64,11 @@ class CachingDecoder(nnx.Module):
 
     def __call__(self, tokens):
         x = self.embedder(tokens) * WIDTH**0.5
-        angles = jnp.arange(tokens.shape[1])[:, None] / 100 ** (jnp.arange(HEAD // 2) / (HEAD // 2))
-        tables = {"cos": jnp.cos(angles)[None, :, None], "sin": jnp.sin(angles)[None, :, None]}
+        bias = -jnp.abs(jnp.arange(LENGTH) - jnp.arange(LENGTH)[:, None]) / 4.0
         mask = causal() & (tokens > 0)[:, None, None]
         caches = []
         for layer in self.layers:
-            cache, x = layer(x, attention_mask=mask, **tables)
+            cache, x = layer(x, attention_mask=mask, bias=bias)
             caches.append(cache)
         logits = self.embedder.attend(self.final_norm(x))
         return 5.0 * jnp.tanh(logits / 5.0), caches
