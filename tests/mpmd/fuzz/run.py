@@ -127,17 +127,8 @@ class Report:
         return "\n".join([head, *self.failures])
 
 
-def check_seeds(
-    seeds: Iterable[int],
-    *,
-    seconds: float = float("inf"),
-    shrinks: int = 3,
-    shrink_seconds: float = 60.0,
-) -> Report:
-    """Checks the cases of `seeds` until `seconds` have passed.
-
-    The first failures, as many as `shrinks`, are shrunk, each for at most `shrink_seconds`.
-    """
+def check_seeds(seeds: Iterable[int], seconds: float) -> Report:
+    """Checks the cases of `seeds` until `seconds` have passed. The first three failures are shrunk, a minute each."""
     report, end = Report(), time.monotonic() + seconds
     for seed in seeds:
         if time.monotonic() > end:
@@ -146,25 +137,18 @@ def check_seeds(
         outcome = check_case(case)
         report.kinds[outcome.kind] += 1
         if outcome.failed:
-            text = f"seed {seed}: {case}"
-            if len(report.failures) < shrinks:
-                text = describe_failure(seed, case, outcome, until=time.monotonic() + shrink_seconds)
-            print(text)
-            report.failures.append(text)
+            shrinks = len(report.failures) < 3
+            text = describe_failure(case, outcome, time.monotonic() + 60) if shrinks else str(case)
+            report.failures.append(f"seed {seed}: {text}")
     return report
 
 
-def describe_failure(seed: int, case: Case, outcome: Outcome, until: float = float("inf")) -> str:
+def describe_failure(case: Case, outcome: Outcome, until: float = float("inf")) -> str:
     """The failing case, the simplest case found that fails likewise before the time `until`, and its differences."""
 
     def fails(simpler: Case) -> bool:
         return time.monotonic() < until and check_case(simpler).kind == outcome.kind
 
     smallest = shrink(case, fails)
-    return "\n".join(
-        [
-            f"seed {seed} {outcome.kind}: {case}",
-            f"  shrunk: python -m tests.mpmd.fuzz '{smallest}'",
-            *(f"    {line}" for line in check_case(smallest).detail.splitlines()[:12]),
-        ]
-    )
+    lines = check_case(smallest).detail.splitlines()[:12]
+    return "\n    ".join([f"{outcome.kind}: {case}", f"shrunk: python -m tests.mpmd.fuzz '{smallest}'", *lines])

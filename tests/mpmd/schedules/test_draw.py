@@ -163,13 +163,3 @@ def test_an_action_of_one_character_is_its_kind():
     bars = [line for line in text.splitlines() if line.startswith("group 0")]
     assert set("".join(bar.removeprefix("group 0") for bar in bars)) == {"F", "B", " "}
     assert bars[0].count("F") > 90
-
-
-@given(schedules())
-@settings(max_examples=15, deadline=None)
-def test_the_table_names_every_action_if_all_take_the_same_time(schedule):
-    text = schedule_table(schedule, width=10_000)
-    for group, row in enumerate(schedule.rows):
-        line = next(line for line in text.splitlines() if line.startswith(f"group {group} "))
-        words = line.removeprefix(f"group {group}").replace(".", " ").replace("-", " ").split()
-        assert words == list(map(str, row))

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.split import assign
-from flax_mesh.mpmd.split.assign import CONSTANT, DATA, OUTSIDE, VARIABLES
+from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Program, bodies, is_var, trace, variables
+from flax_mesh.mpmd.split.jaxpr import Program, bodies, trace, variables
 
 ROWS, WIDTH = 2, 3
 few = settings(max_examples=25, deadline=None)
@@ -121,17 +121,6 @@ def test_summing_weights_before_the_call_is_not_a_use():
     program, _ = trace(loss, [matrix] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
     layer_of = dict(zip(program.inputs, range(4), strict=False))
     assert assign.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
-
-
-@few
-@given(nets())
-def test_a_label_is_the_largest_rank_among_all_that_an_equation_depends_on(net):
-    program, ranks = traced(net)[1:3]
-    reach = {v: {rank} for v, rank in ranks.items()}
-    for eqn, found in zip(program.eqns, assign.label(program, ranks, len(net.order)), strict=True):
-        among = {CONSTANT}.union(*(reach.get(v, {CONSTANT}) for v in eqn.invars if is_var(v)))
-        reach |= dict.fromkeys(eqn.outvars, among)
-        assert found == (OUTSIDE if max(among) == DATA and VARIABLES in among else max(among))
 
 
 def with_stages(model_nets):
@@ -273,15 +262,9 @@ def test_a_scan_over_layers_is_split_into_b_and_w(remat, repeated, reverse):
     program, _ = trace(loss, values[:2], values[2])
     ranks = dict(zip(program.inputs, [0, 1, DATA], strict=True))
     model = Traced(Net((0, 1), ()), program, ranks, values)
-    parts = differentiated(model, 2)
-    last = parts[1]
+    last = differentiated(model, 2)[1]
     assert last.backward is not None and last.weights is not None
     assert [dots(part) for part in (last.forward, last.backward, last.weights)] == [4, 4 + repeated, 4]
-    value, grads = run_backward(model, parts, recompute=False, split=True)
-    (want, _), wanted = jax.value_and_grad(loss, has_aux=True)(values[:2], values[2])
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    for at, grad in enumerate(wanted):
-        np.testing.assert_allclose(grads[at], grad, rtol=1e-4, atol=1e-5)
 
 
 def test_frozen_leaves_get_no_gradient():
