@@ -17,9 +17,6 @@ from flax_mesh.mpmd.split.jaxpr import Program, bodies, trace, variables
 
 ROWS, WIDTH = 2, 3
 few = settings(max_examples=25, deadline=None)
-fewer = settings(max_examples=10, deadline=None)  # for tests that trace a backward pass
-
-
 # balance
 
 
@@ -180,44 +177,6 @@ def differentiated(model: Traced, num_stages: int, recompute: bool = False, spli
     trained = range(len(model.values) - 1)
     remat = "full" if recompute else "none"
     return [differentiate(stage, trained, remat=remat, split=split) for stage in staged(model, num_stages)[2]]
-
-
-def run_backward(model: Traced, parts, recompute: bool, split: bool):
-    """Returns (loss, gradient of every input): runs F of every stage, then B and W in reverse, like the executor."""
-    sent, saved, cotangents, grads, loss = {}, [], {}, {}, np.nan
-    for part in parts:
-        given_ = [[model.values[at] for at in part.inputs], [sent[v] for v in part.received]]
-        outs = part.call(part.forward, *given_)
-        sent |= dict(zip(part.sent, outs, strict=False))
-        num = len(part.sent) + len(part.outputs)
-        saved.append([*given_, outs[num:]])
-        loss = outs[len(part.sent) + part.outputs.index(0)] if 0 in part.outputs else loss
-    for part, (inputs, received, residuals) in reversed(list(zip(parts, saved, strict=True))):
-        assert not (recompute and residuals)
-        pulled = [sum(cotangents.pop(part.sent[i])) for i in part.floats_out]
-        outs = part.call(part.backward, inputs, received, pulled, residuals)
-        for i, value in zip(part.floats_in, outs, strict=False):
-            cotangents.setdefault(part.received[i], []).append(value)
-        rest = outs[len(part.floats_in) :]
-        if split:
-            rest = part.call(part.weights, inputs, received, pulled, residuals, rest)
-        for at, value in zip(part.trained, rest, strict=True):
-            grads[at] = grads.get(at, 0) + value
-    assert not cotangents
-    return loss, grads
-
-
-@pytest.mark.slow
-@fewer
-@given(with_stages(nets(max_layers=3)), st.booleans(), st.booleans())
-def test_f_b_and_w_compute_the_gradients(case, recompute, split):
-    model = traced(case[0])
-    have, grads = run_backward(model, differentiated(model, case[1], recompute, split), recompute, split)
-    *leaves, x = model.values
-    (loss, _), want = jax.value_and_grad(case[0], has_aux=True)(leaves, x)
-    np.testing.assert_allclose(have, loss, rtol=1e-5)
-    for at, grad in enumerate(want):
-        np.testing.assert_allclose(grads[at], grad, rtol=1e-4, atol=1e-4 * np.abs(grad).max())
 
 
 def dots(part):

@@ -41,18 +41,6 @@ class Indexed(Plain):
         return x
 
 
-class IndexedStack(Plain):
-    def __init__(self):
-        super().__init__()
-        make = lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))  # noqa: E731
-        self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), 4))
-
-    def __call__(self, x):
-        for i in range(4):
-            x = jnp.tanh(x @ self.layers.kernel[i])
-        return x
-
-
 class Entries(Model):
     def __init__(self):
         self.layers = nnx.Dict({name: Layer(nnx.Rngs(0)) for name in "abcd"})
@@ -122,7 +110,6 @@ REFUSED = {
         rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Indexed.__call__\)\) takes the variables of several layers "
         r"at once, layers/\{0..3\}/kernel, .* do not stack or index their variables [^\n]*$",
     ),
-    "stack": (IndexedStack, rf"\w+ \({HERE}:\d+ \(IndexedStack.__call__\)\) takes .* layers/kernel, "),
     "dict": (
         Entries,
         r"one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'",

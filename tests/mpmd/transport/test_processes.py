@@ -11,7 +11,6 @@ from tests.multiprocess.processes import assert_all_done, run_workers
     [
         ("two_groups", 2, 2),
         ("shared_groups", 4, 1),
-        ("several_groups", 2, 2),
         ("late", 2, 1),
         ("ownership", 3, 2),
     ],

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.mpmd.zoo.base import WIDTH, Case, Decoder, cross_entropy, language_loss, squared_loss, text, vectors
+from tests.mpmd.zoo.base import WIDTH, Case, Decoder, language_loss, squared_loss, text, vectors
 
 
 class Layer(nnx.Module):
@@ -25,25 +25,6 @@ class BorrowedKernel(Model):
 
     def run(self, x):
         return super().run(x) @ self.layers[0].linear.kernel
-
-
-class RoutedLayer(Layer):
-    def __init__(self, rngs: nnx.Rngs, gate: nnx.Linear):
-        super().__init__(rngs)
-        self.gate = gate
-
-    def __call__(self, x):
-        return x + jax.nn.sigmoid(self.gate(x)) * (super().__call__(x) - x)
-
-
-class SharedGate(Model):
-    """One module that all layers share. Its path is in the first layer."""
-
-    def __init__(self):
-        super().__init__(0)
-        rngs = nnx.Rngs(1)
-        gate = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.layers = nnx.List([RoutedLayer(rngs, gate) for _ in range(4)])
 
 
 class Positions(Model):
@@ -102,29 +83,6 @@ def regularised_loss(model, batch):
     return loss + 1e-3 * weight * squares, weight, metrics | {"squares": squares}
 
 
-class EarlyExits(Model):
-    """Logits after every layer from one shared head, all in the loss, and a learned mixture of all layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixture = nnx.Param(jnp.zeros((4,)))
-
-    def __call__(self, tokens):
-        x, exits = self.embed(tokens), []
-        for layer in self.layers:
-            x = layer(x)
-            exits.append(x)
-        mixed = jnp.einsum("l,lbsd->bsd", jax.nn.softmax(self.mixture[...]), jnp.stack(exits))
-        return self.embed.attend(mixed), [self.embed.attend(x) for x in exits]
-
-
-def exits_loss(model, batch):
-    logits, exits = model(batch["tokens"])
-    loss, weight, metrics = cross_entropy(logits, batch)
-    early = [cross_entropy(x, batch)[0] for x in exits]
-    return loss + 0.1 * sum(early), weight, metrics | {f"exit_{i}": x for i, x in enumerate(early)}
-
-
 class Average(nnx.Variable):
     """A running average, as used for codes and activations."""
 
@@ -172,12 +130,10 @@ CASES = [
     Case("data_dependent_loop", DataDependentLoop, language_loss, text),
     Case("tied_embedding", Model, language_loss, text),
     Case("borrowed_kernel", BorrowedKernel, language_loss, text),
-    Case("shared_gate", SharedGate, language_loss, text),
     Case("position_tables", Positions, language_loss, text),
     Case("unused_parameters", Unused, language_loss, text, unused=UNUSED),
     Case("lora", lora, language_loss, text, wrt=nnx.LoRAParam),
     Case("frozen", Model, language_loss, text, wrt=nnx.All(nnx.Param, frozen_leaves)),
     Case("regularised", Model, regularised_loss, text),
-    Case("early_exits", EarlyExits, exits_loss, text),
     Case("averages", Averages, squared_loss, vectors),
 ]

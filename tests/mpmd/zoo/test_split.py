@@ -31,11 +31,11 @@ from tests.mpmd.zoo.text import DECODERS
 
 ROWS = 2  # of a microbatch
 # Models in which several layers share parameters, or layers are called again after all other layers.
-SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "shared_gate"}
+SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel"}
 SHARING |= {"unread_variables"}  # a variable that no stage reads is stored where its value is computed
 # Models that send more than one activation: skips, conditions, losses and metrics of earlier layers.
-SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "shared_gate", "encoder_decoder"}
-SENDING_MORE |= {"dense_skips", "two_towers", "diffusion", "position_tables", "regularised", "early_exits"}
+SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "encoder_decoder"}
+SENDING_MORE |= {"dense_skips", "two_towers", "diffusion", "position_tables", "regularised"}
 SENDING_MORE |= {"first_layer_bias", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 SENDING_MORE |= {"decoder_experts_scanned"}
 # Models of which several stages read a variable that changes, so that each of them has its own copy.
