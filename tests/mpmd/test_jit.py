@@ -169,12 +169,11 @@ def test_the_error_names_all_remote_inputs(here, there, x):
         program(params, x, 1.0, remote(there), scale=remote(there), extra=remote(there))
 
 
-def test_remote_outputs_have_shape_dtype_and_sharding(there):
-    replicated = NamedSharding(there.mesh, P())
+def test_remote_outputs_have_shape_dtype_and_sharding():
     mpmd_mesh = MpmdMesh(seen_from(0, [0, 0, 1, 1], (2, 2)), "pp")
     with mpmd_mesh:
         x = mpmd.device_put(np.zeros((8, 2), np.float32), NamedSharding(mpmd_mesh.unstack[1], P("fsdp")))
-    there, replicated = x.sharding, NamedSharding(mpmd_mesh.unstack[1], P())
+    replicated = NamedSharding(mpmd_mesh.unstack[1], P())
     y, loss, n = mpmd.jit(
         lambda x, k: (x.astype(jnp.bfloat16).T, jnp.sum(x), k),
         out_shardings=(replicated, replicated, replicated),

@@ -27,9 +27,6 @@ class Layer:
     @staticmethod
     def parse(text: str) -> "Layer":
         wrapper, _, names = text.rpartition(":")
-        unknown = [name for name in names.split("+") if name not in OPERATIONS]
-        if wrapper not in WRAPPERS or unknown:
-            raise ValueError(f"{text!r} is not a layer: unknown {unknown or wrapper}")
         return Layer(tuple(names.split("+")), wrapper)
 
 

@@ -5,7 +5,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -115,32 +114,22 @@ def differences(want: Values, have: Values, case: Case) -> list[str]:
     return sorted(found)
 
 
-@dataclass
-class Report:
-    """The number of outcomes of each kind, and the failures as text."""
+def check_seeds(seeds: Iterable[int], seconds: float) -> tuple[Counter[str], list[str]]:
+    """The number of outcomes of each kind, and the failures, until `seconds` have passed.
 
-    kinds: Counter = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        head = f"{self.kinds.total()} cases: " + ", ".join(f"{n} {kind}" for kind, n in self.kinds.most_common())
-        return "\n".join([head, *self.failures])
-
-
-def check_seeds(seeds: Iterable[int], seconds: float) -> Report:
-    """Checks the cases of `seeds` until `seconds` have passed. The first three failures are shrunk, a minute each."""
-    report, end = Report(), time.monotonic() + seconds
+    The first three failures are shrunk, a minute each.
+    """
+    kinds, failures, end = Counter(), [], time.monotonic() + seconds
     for seed in seeds:
         if time.monotonic() > end:
             break
         case = random_case(seed)
         outcome = check_case(case)
-        report.kinds[outcome.kind] += 1
+        kinds[outcome.kind] += 1
         if outcome.failed:
-            shrinks = len(report.failures) < 3
-            text = describe_failure(case, outcome, time.monotonic() + 60) if shrinks else str(case)
-            report.failures.append(f"seed {seed}: {text}")
-    return report
+            text = describe_failure(case, outcome, time.monotonic() + 60) if len(failures) < 3 else str(case)
+            failures.append(f"seed {seed}: {text}")
+    return kinds, failures
 
 
 def describe_failure(case: Case, outcome: Outcome, until: float = float("inf")) -> str:

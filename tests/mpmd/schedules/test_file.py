@@ -60,7 +60,7 @@ def test_a_file_that_cannot_be_read_is_refused(file, tmp_path):
         read_schedule("a\0b.schedule")
 
 
-def test_the_setting_takes_a_file_that_fits_the_other_settings(file):
+def test_the_setting_takes_a_file_that_fits_the_other_settings_and_names_it_once(file):
     schedule = make_schedule("v-min", num_groups=2, num_microbatches=4)
     file.write_text(schedule_text(schedule))
     config = PipelineConfig(schedule=str(file), num_microbatches=4)
@@ -72,9 +72,7 @@ def test_the_setting_takes_a_file_that_fits_the_other_settings(file):
         f"pipeline.schedule={file}: pp in mesh.shape is 4, but the schedule has 2",
         f"pipeline.schedule={file}: pipeline.num_microbatches is 8, but the schedule has 4",
     ]
-
-
-def test_the_setting_refuses_slices_and_names_the_file_once(file):
+    file.unlink()
     with pytest.raises(ConfigError, match="seq1f1b-2: a pipeline runs whole sequences, not slices; use 1f1b"):
         pipeline_schedule(PipelineConfig(schedule="seq1f1b-2", num_microbatches=4), 2)
     with pytest.raises(ConfigError, match=rf"^pipeline.schedule={re.escape(str(file))}: no such file"):

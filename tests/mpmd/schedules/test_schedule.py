@@ -33,11 +33,6 @@ def test_the_order_keeps_rows_and_dependencies(schedule):
     assert all(place[other] < place[a] for a in order for other in dependencies(a, schedule.num_stages))
 
 
-def test_the_text_of_a_small_schedule():
-    text = "zb-h1 0,1\n0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
-    assert str(make_schedule("zb-h1", num_groups=2, num_microbatches=2)) == text
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -27,13 +27,11 @@ def test_no_schedule_of_two_groups_of_two_stages_is_faster(seed):
     assert any(steps.finishes_by(best) for steps in every)
 
 
+LIMITS = [(sizes, limit) for sizes, row in MAKESPANS.items() for limit in row]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "limit"),
-    [
-        pytest.param(sizes, k, marks=() if sizes[0] < 6 else pytest.mark.slow)
-        for sizes, row in MAKESPANS.items()
-        for k in row
-    ],
+    ("sizes", "limit"), [pytest.param(*one, marks=pytest.mark.slow if one[0][0] >= 6 else ()) for one in LIMITS]
 )
 def test_the_search_is_never_slower_than_the_published_schedule_of_its_memory_limit(sizes, limit):
     groups, microbatches = sizes

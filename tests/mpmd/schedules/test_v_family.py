@@ -21,13 +21,11 @@ IDLE = {
 FIRST_PASSES = {(4, 7), (5, 8), (5, 9), (6, 10), (6, 11), (8, 11), (8, 13), (8, 14), (8, 15)}  # 4 s each
 
 
+ALL = [(groups, limit) for groups, row in IDLE.items() for limit in row]
+
+
 @pytest.mark.parametrize(
-    ("groups", "limit"),
-    [
-        pytest.param(p, k, marks=pytest.mark.slow if (p, k) in FIRST_PASSES else ())
-        for p, row in IDLE.items()
-        for k in row
-    ],
+    ("groups", "limit"), [pytest.param(*one, marks=pytest.mark.slow if one in FIRST_PASSES else ()) for one in ALL]
 )
 def test_the_period_of_a_v_schedule_is_the_published_one(groups, limit):
     assert idle_time(groups, limit) == IDLE[groups][limit]

@@ -76,10 +76,6 @@ MISTAKES: dict[str, tuple[Schedule, str | tuple[str, ...]]] = {  # the whole mes
             "0B1 is missing from the row of group 0",
         ),
     ),
-    "an unknown stage": (
-        Schedule("x", ((Action("F", 0, 0), Action("F", 1, 0)),), (0,), False),
-        ("1F0 appears in the table, but the schedule has no such action",),
-    ),
     "the row of another group": (
         Schedule.parse("foreign 0,1\n0F0 0B0 1B0\n1F0"),
         ("1B0 appears in the row of group 0, but its stage is on group 1\n  group 0: 0F0  0B0 [1B0]",),

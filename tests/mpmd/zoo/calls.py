@@ -63,19 +63,15 @@ class Looped(Language):
 
 
 class PairBlock(nnx.Module):
-    """Two streams, an accumulated value and an optional one in a dict, as in protein folding models."""
+    """Two streams, an optional value and an accumulated one in a dict, as in protein folding models."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.single = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.pair = nnx.Linear(WIDTH, 4, rngs=rngs)
-        self.gate = nnx.Linear(4, WIDTH, rngs=rngs)
+        self.single, self.pair = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, state: dict[str, Any]) -> dict[str, Any]:
-        single, pair, bias = state["single"], state["pair"], state["bias"]
-        pair = pair + self.pair(single)[:, :, None] * self.pair(single)[:, None]
-        if bias is not None:
-            pair = pair + bias
-        single = single + jnp.tanh(self.single(single)) * jax.nn.sigmoid(self.gate(pair).mean(2))
+        single, bias = state["single"], state["bias"]
+        pair = self.pair(state["pair"] if bias is None else state["pair"] + bias)
+        single = single + jnp.tanh(self.single(single)) * jax.nn.sigmoid(pair)
         return {"single": single, "pair": pair, "bias": None, "norms": (*state["norms"], jnp.sum(single**2, (1, 2)))}
 
 
@@ -84,9 +80,7 @@ class Dicts(Language):
 
     def __call__(self, tokens):
         x = self.embed(tokens)
-        distance = jnp.abs(jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1]))
-        state = {"single": x, "pair": jnp.zeros((*x.shape[:2], x.shape[1], 4)), "norms": ()}
-        state["bias"] = jax.nn.one_hot(jnp.minimum(distance, 3), 4)
+        state = {"single": x, "pair": jnp.sin(x), "bias": jnp.arange(1.0 * WIDTH), "norms": ()}
         for layer in self.layers:
             state = layer(state)
         return self.head(self.norm(state["single"])), jnp.stack(state["norms"], -1)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tests.mpmd.zoo.base import WIDTH, Case, images, label_loss, squared_loss, vectors
+from tests.mpmd.zoo.variables import Layer
 
 
 class ConvBlock(nnx.Module):
@@ -76,14 +77,6 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x[:, 0]))
 
 
-class Residual(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, width: int = WIDTH):
-        self.norm, self.linear = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.linear(self.norm(x)))
-
-
 class Dense(nnx.Module):
     """Every layer uses the outputs of all previous layers."""
 
@@ -104,8 +97,8 @@ class TwoTowers(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.left = nnx.List([Residual(rngs) for _ in range(3)])
-        self.right = nnx.List([Residual(rngs) for _ in range(3)])
+        self.left = nnx.List([Layer(rngs) for _ in range(3)])
+        self.right = nnx.List([Layer(rngs) for _ in range(3)])
         self.temperature = nnx.Param(jnp.asarray(1.0))
 
     def __call__(self, x, y):
