@@ -64,18 +64,17 @@ def test_groups_come_from_the_inputs_or_the_context(mpmd_mesh, here, x):
 
 
 def test_inputs_of_every_kind(here, x):
-    step = mpmd.jit(lambda a, b, c: a + b["p"] + b["q"] + c, out_shardings=here)
+    def total(a: jax.Array, b, c):
+        """Adds."""
+        return a + b["p"] + b["q"] + c
+
+    step = mpmd.jit(total, out_shardings=here)
+    assert (step.__name__, step.__doc__, inspect.signature(step)) == ("total", "Adds.", inspect.signature(total))
     inputs = {"p": np.ones(8, np.float32), "q": jax.device_put(jnp.ones(8), here)}
     assert np.array_equal(step(x, inputs, 3), np.arange(8) + 5)
-    assert np.array_equal(
-        step(jnp.zeros(8), {"p": 1.0, "q": True}, c=1), [3] * 8
-    )  # nothing is committed: runs on the output devices
-
-
-def test_without_inputs_a_program_runs_on_the_devices_of_its_outputs(here, there):
-    make = functools.partial(mpmd.jit, lambda: jnp.arange(8.0))
-    assert np.array_equal(make(out_shardings=here)(), np.arange(8))
-    assert make(out_shardings=there)().is_fully_remote
+    # Nothing is committed: runs on the devices of the outputs, as without inputs.
+    assert np.array_equal(step(jnp.zeros(8), {"p": 1.0, "q": True}, c=1), [3] * 8)
+    assert np.array_equal(mpmd.jit(functools.partial(jnp.arange, 8.0), out_shardings=here)(), np.arange(8))
 
 
 def test_keyword_static_and_donated_arguments(here, x):
@@ -93,23 +92,6 @@ def test_keyword_static_and_donated_arguments(here, x):
     by_name = mpmd.jit(step, out_shardings=here, static_argnames=("power", "scale"), donate_argnames="shift")
     last = by_name(kept, power=3, shift=mpmd.device_put(np.zeros(8, np.float32), here))
     assert np.array_equal(last, np.arange(8) ** 3)
-
-
-def test_static_arguments_are_passed_unchanged(here, there):
-    class Config(tuple):
-        __slots__ = ()
-
-    seen = []
-
-    def step(x, config):
-        seen.append(config)
-        return x * config[0]
-
-    config = Config((3,))
-    for sharding in (here, there):
-        x = mpmd.device_put(np.arange(8, dtype=np.float32), sharding)
-        mpmd.jit(step, out_shardings=sharding, static_argnums=1)(x, config)
-    assert len(seen) == 2 and all(given is config for given in seen)
 
 
 def test_out_shardings_may_be_a_prefix(here, there):
@@ -143,36 +125,34 @@ def test_out_shardings_that_are_not_a_prefix_raise(here, there):
             mpmd.jit(lambda x: (x, {"a": None, "b": x}, x), out_shardings=(sharded, None, None))(x)
 
 
-def test_a_missing_sharding_raises_before_inputs_are_donated(here, x):
-    with pytest.raises(ValueError, match="None for output"):
-        mpmd.jit(lambda x: (x, x + 1), out_shardings=(here, None), donate_argnums=0)(x)
-    assert not x.jax_array.is_deleted()
-
-
-@pytest.mark.parametrize(
-    "nothing", [{}, {"out_shardings": None}, {"out_shardings": ()}, {"out_shardings": {"a": None}}]
-)
-def test_missing_out_shardings_raise(nothing):
-    with pytest.raises(ValueError, match=r"mpmd.jit\(step\): out_shardings is missing\..*where the outputs are placed"):
-
-        def step(x):
-            return x
-
-        mpmd.jit(step, **nothing)
-
-
-def test_out_shardings_of_another_type_raise(here):
-    with pytest.raises(
-        ValueError, match=r"out_shardings\['a'\] is P\('fsdp',\), out_shardings\['b'\] is 'fsdp'\. Instead of"
-    ):
-        mpmd.jit(lambda x: x, out_shardings={"a": P("fsdp"), "b": "fsdp", "c": here})
-
-
-def test_out_shardings_on_different_devices_raise(mpmd_mesh, here):
+def test_an_error_names_what_is_missing_or_on_other_devices_before_inputs_are_donated(mpmd_mesh, here, there, x):
     other = NamedSharding(mpmd_mesh.unstack[0], P("fsdp"))
-    message = r"out_shardings\[0\] on devices 4, 5, 6, 7 of process 0; out_shardings\[1\] on devices 0, 1, 2, 3 of"
-    with pytest.raises(ValueError, match=message):
-        mpmd.jit(lambda x: (x, x), out_shardings=(here, other))
+    elsewhere = mpmd.device_put(x, other)
+    double, keep = lambda x: (x, x + 1), lambda x: x
+    missing = r"mpmd.jit\(<lambda>\): out_shardings is missing\..*where the outputs are placed"
+    for call, message in (
+        *((lambda none=none: mpmd.jit(keep, out_shardings=none), missing) for none in (None, (), {"a": None})),
+        (lambda: mpmd.jit(keep), missing),
+        (
+            lambda: mpmd.jit(keep, out_shardings={"a": P("fsdp"), "b": "fsdp", "c": here}),
+            r"out_shardings\['a'\] is P\('fsdp',\), out_shardings\['b'\] is 'fsdp'\. Instead of",
+        ),
+        (
+            lambda: mpmd.jit(double, out_shardings=(here, other)),
+            r"out_shardings\[0\] on devices 4, 5, 6, 7 of process 0; out_shardings\[1\] on devices 0, 1, 2, 3 of",
+        ),
+        (lambda: mpmd.jit(double, out_shardings=(here, None), donate_argnums=0)(x), "None for output"),
+        (lambda: mpmd.jit(keep, out_shardings=here)(remote(there)), "found x on remote .*; out_shardings on devices 4"),
+        (lambda: mpmd.jit(keep, out_shardings=there)(x), "found out_shardings on remote devices .*; x on devices 4"),
+        (
+            lambda: mpmd.jit(lambda x, y: x, out_shardings=here)(x, [elsewhere, elsewhere.jax_array]),
+            r"found x, out_shardings on devices 4.*; y\[\{0\.\.1\}\] on devices 0, 1, 2, 3",
+        ),
+        (lambda: jax.jit(mpmd.jit(keep, out_shardings=here))(jnp.ones(8)), "inside a trace call the function itself"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not x.jax_array.is_deleted()
 
 
 def test_the_error_names_all_remote_inputs(here, there, x):
@@ -189,27 +169,11 @@ def test_the_error_names_all_remote_inputs(here, there, x):
         program(params, x, 1.0, remote(there), scale=remote(there), extra=remote(there))
 
 
-def test_remote_inputs_with_local_outputs_and_the_reverse_raise(here, there, x):
-    with pytest.raises(ValueError, match=r"found x on remote devices .*; out_shardings on devices 4"):
-        mpmd.jit(lambda x: x, out_shardings=here)(remote(there))
-    with pytest.raises(ValueError, match=r"found out_shardings on remote devices .*; x on devices 4"):
-        mpmd.jit(lambda x: x, out_shardings=there)(x)
-
-
-def test_inputs_on_two_groups_of_one_process_raise(mpmd_mesh, here, x):
-    elsewhere = mpmd.device_put(x, NamedSharding(mpmd_mesh.unstack[0], P("fsdp")))
-    with pytest.raises(
-        ValueError, match=r"found x, out_shardings on devices 4.*; y\[\{0\.\.1\}\] on devices 0, 1, 2, 3"
-    ):
-        mpmd.jit(lambda x, y: x, out_shardings=here)(x, [elsewhere, elsewhere.jax_array])
-
-
-def test_remote_outputs_have_shape_dtype_and_sharding(there):
-    replicated = NamedSharding(there.mesh, P())
+def test_remote_outputs_have_shape_dtype_and_sharding():
     mpmd_mesh = MpmdMesh(seen_from(0, [0, 0, 1, 1], (2, 2)), "pp")
     with mpmd_mesh:
         x = mpmd.device_put(np.zeros((8, 2), np.float32), NamedSharding(mpmd_mesh.unstack[1], P("fsdp")))
-    there, replicated = x.sharding, NamedSharding(mpmd_mesh.unstack[1], P())
+    replicated = NamedSharding(mpmd_mesh.unstack[1], P())
     y, loss, n = mpmd.jit(
         lambda x, k: (x.astype(jnp.bfloat16).T, jnp.sum(x), k),
         out_shardings=(replicated, replicated, replicated),
@@ -232,60 +196,20 @@ def test_all_processes_infer_the_same_dtype_from_weakly_typed_arrays(here, there
     assert dtypes[0] == dtypes[1] == (True, jnp.bfloat16, False)
 
 
-def test_a_remote_program_is_traced_once_and_never_compiled(there, compilations):
-    traces = []
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_a_program_is_traced_once_and_a_remote_one_never_compiled(is_remote, here, there, compilations):
+    traces, sharding = [], there if is_remote else here
+    arrays = [mpmd.device_put(np.zeros(size, np.float32), sharding) for size in (8, 16)]
 
     def step(x, y):
         traces.append(x.shape)
         return x + y
 
-    program = mpmd.jit(step, out_shardings=there, donate_argnums=0)
-    array = remote(there)
+    program = mpmd.jit(step, out_shardings=sharding, donate_argnums=0)
+    array, before = arrays[0], len(compilations)
     for _ in range(4):
         array = program(array, np.ones(8, np.float32))
-    assert traces == [(8,)] and array.is_fully_remote
-    assert not compilations
-    program(remote(there, (16,)), 1.0)
+    assert traces == [(8,)] and len(compilations) == before + (not is_remote)
+    assert is_remote or np.array_equal(array, [4] * 8)
+    program(arrays[1], 1.0)
     assert traces == [(8,), (16,)]
-
-
-def test_a_local_program_is_traced_and_compiled_once(here, x, compilations):
-    traces = []
-
-    def step(x):
-        traces.append(x.shape)
-        return x + 1
-
-    program = mpmd.jit(step, out_shardings=here)
-    before = len(compilations)
-    for _ in range(4):
-        x = program(x)
-    assert len(traces) == 1 and len(compilations) == before + 1
-    assert np.array_equal(x, np.arange(8) + 4)
-
-
-def test_the_program_keeps_name_docstring_and_signature(here):
-    def step(x: int) -> int:
-        """Steps."""
-        return x
-
-    program = mpmd.jit(step, out_shardings=here)
-    assert (program.__name__, program.__doc__) == ("step", "Steps.")
-    assert inspect.signature(program) == inspect.signature(step)
-    assert mpmd.jit(functools.partial(step), out_shardings=here)(np.ones(8)).shape == (8,)
-
-
-def test_errors_of_the_function_propagate(here, x):
-    def step(x):
-        raise ValueError("custom")
-
-    with pytest.raises(ValueError, match=r"^custom\b"):
-        mpmd.jit(step, out_shardings=here)(x)
-    with pytest.raises(TypeError, match="missing"):
-        mpmd.jit(lambda x, y: x, out_shardings=here)(x)
-
-
-def test_calling_a_program_inside_a_trace_raises(here):
-    program = mpmd.jit(lambda x: x, out_shardings=here)
-    with pytest.raises(ValueError, match=r"inside a trace.*inside a trace call the function itself"):
-        jax.jit(program)(jnp.ones(8))

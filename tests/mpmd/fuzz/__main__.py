@@ -1,58 +1,28 @@
-"""Checks random pipelines against one device.
+"""Compares a random pipeline with one device, and shrinks it if it differs.
 
-python -m tests.mpmd.fuzz SEED                             one case, shrunk if it fails
-python -m tests.mpmd.fuzz 0-400 --without complex,tied     many cases, without some features
-python -m tests.mpmd.fuzz 'layers=linear,norm cuts=1'      a case as it is printed
+python -m tests.mpmd.fuzz SEED                           the case of a seed
+python -m tests.mpmd.fuzz 'layers=linear,norm cuts=1'    a case as it is printed
 """
 
-import argparse
 import sys
 import tempfile
 
 import jax
 
 from tests.mpmd.fuzz.case import Case, random_case
-from tests.mpmd.fuzz.operations import FEATURES
-from tests.mpmd.fuzz.run import check_case, check_seeds, describe_failure
+from tests.mpmd.fuzz.run import check_case, describe_failure
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.mpmd.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("case", help="a seed, a range of seeds such as 0-400, or a case as text")
-    parser.add_argument("--having", default="", help="check only the seeds whose cases have these features")
-    parser.add_argument("--without", default="", help=f"features to leave out: {', '.join(FEATURES)}")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--shrinks", type=int, default=1000, help="failures to shrink; the others are listed")
-    arguments = parser.parse_args()
-    having, without = (tuple(filter(None, text.split(","))) for text in (arguments.having, arguments.without))
-    if unknown := {*having, *without} - set(FEATURES):
-        parser.error(f"unknown features {', '.join(sorted(unknown))}; known are {', '.join(FEATURES)}")
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-        first, _, last = arguments.case.partition("-")
-        if first.isdigit() and last.isdigit():
-            seeds = range(int(first), int(last))
-            report = check_seeds(
-                seeds, having=having, without=without, seconds=arguments.seconds, shrinks=arguments.shrinks
-            )
-            report.failures, failed = [], bool(report.failures)  # printed already
-            print(report)
-            return int(failed)
-        seed = int(first) if first.isdigit() else None
-        case = Case.parse(arguments.case) if seed is None else random_case(seed, without)
+        case = random_case(int(sys.argv[1])) if sys.argv[1].isdigit() else Case.parse(sys.argv[1])
         outcome = check_case(case)
         print(case, outcome.kind, outcome.detail, sep="\n")
-        if outcome.failed and seed is not None:
-            print(describe_failure(seed, case, outcome))
-        return int(outcome.failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        if outcome.failed:
+            print(describe_failure(case, outcome))
+        sys.exit(outcome.failed)

@@ -8,28 +8,16 @@ import numpy as np
 import optax
 from flax import nnx
 
+from tests.mpmd.fuzz import operations
 from tests.mpmd.fuzz.case import Case
 from tests.mpmd.fuzz.case import Layer as Description
-from tests.mpmd.fuzz.operations import (
-    LENGTH,
-    OPERATIONS,
-    ROWS,
-    RULES,
-    VOCAB,
-    WIDTH,
-    WRAPPERS,
-    Context,
-    Shared,
-    Streams,
-    Variable,
-    weight,
-)
+from tests.mpmd.fuzz.operations import LENGTH, ROWS, VOCAB, WIDTH, Context, Streams
 
 
 class Layer(nnx.Module):
-    def __init__(self, description: Description, shared: Shared):
+    def __init__(self, description: Description, shared: operations.Shared):
         self.wrapper = description.wrapper
-        self.operations = nnx.List([OPERATIONS[name].make(shared) for name in description.operations])
+        self.operations = nnx.List([operations.OPERATIONS[name].make(shared) for name in description.operations])
 
     def __call__(self, s: Streams, c: Context) -> Streams:
         def body(layer: Any, s: Streams) -> Streams:
@@ -37,24 +25,26 @@ class Layer(nnx.Module):
                 s = operation(s, c)
             return s
 
-        return WRAPPERS[self.wrapper].call(body, self, s, c)
+        return operations.WRAPPERS[self.wrapper].call(body, self, s, c)
 
 
 class Model(nnx.Module):
     def __init__(self, case: Case):
         rngs = nnx.Rngs(0)
         kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
-        shared = Shared(rngs, kernel, Variable(jnp.zeros(WIDTH)), Variable(jnp.zeros(WIDTH)))
-        self.table, self.head = weight(shared, VOCAB, WIDTH), weight(shared, VOCAB, WIDTH)
+        shared = operations.Shared(
+            rngs, kernel, operations.Variable(jnp.zeros(WIDTH)), operations.Variable(jnp.zeros(WIDTH))
+        )
+        self.table, self.head = operations.weight(shared, VOCAB, WIDTH), operations.weight(shared, VOCAB, WIDTH)
         self.tied = case.head == "tied"
         self.strength, self.rule = nnx.Param(jnp.asarray(0.9)), case.table
-        self.before = nnx.List([OPERATIONS[name].make(shared) for name in case.before])
+        self.before = nnx.List([operations.OPERATIONS[name].make(shared) for name in case.before])
         self.layers = nnx.List([Layer(layer, shared) for layer in case.layers])
-        self.after = nnx.List([OPERATIONS[name].make(shared) for name in case.after])
+        self.after = nnx.List([operations.OPERATIONS[name].make(shared) for name in case.after])
         self.is_complex = "complex" in case.features
 
     def __call__(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, Streams]:
-        table = RULES[self.rule][1](self.table[...])
+        table = operations.RULES[self.rule][1](self.table[...])
         c = {name: batch[name] for name in ("tokens", "features", "mask")}
         c |= {"table": table, "strength": self.strength[...]}
         x = table[batch["tokens"]]

@@ -46,7 +46,7 @@ class Variable(nnx.Variable):
 
 
 class Entry(NamedTuple):
-    """An operation of the grammar: the switch that excludes it, and whether it writes variables."""
+    """An operation of the grammar: a feature of models, and whether it writes variables."""
 
     feature: str
     changes: bool
@@ -56,15 +56,10 @@ class Entry(NamedTuple):
 OPERATIONS: dict[str, Entry] = {}
 
 
-def operation(name: str, feature: str, **parts: Callable[[Shared], Any]) -> Callable[[Any], Any]:
+def operation(name: str, feature: str, call: Any, **parts: Callable[[Shared], Any]) -> None:
     """Adds a function (self, streams, context) -> streams to OPERATIONS, as a module with these parts."""
-
-    def add(call: Any) -> Any:
-        module = type(name, (Operation,), {"parts": parts, "__call__": call})
-        OPERATIONS[name] = Entry(feature, name in CHANGING, module)
-        return call
-
-    return add
+    module = type(name, (Operation,), {"parts": parts, "__call__": lambda self, s, c: call(self, s, c)})
+    OPERATIONS[name] = Entry(feature, name in CHANGING, module)
 
 
 CHANGING = ("batch_norm", "dropout")  # operations without an order that write variables
@@ -74,8 +69,8 @@ def dense(shared: Shared, **kinds: Any) -> nnx.Linear:
     return nnx.Linear(WIDTH, WIDTH, rngs=shared.rngs, **kinds)
 
 
-def unbiased(shared: Shared) -> nnx.Linear:
-    return dense(shared, use_bias=False)
+unbiased = functools.partial(dense, use_bias=False)
+half_dense = functools.partial(dense, dtype=jnp.bfloat16)
 
 
 def weight(shared: Shared, *shape: int) -> nnx.Param:
@@ -95,85 +90,18 @@ def plus(s: Streams, **changes: Any) -> Streams:
     return s | {name: s[name] + change for name, change in changes.items()}
 
 
-# --- layers ---
-
-WITH_PARAMETERS = ("linear", "mlp", "conv", "norm", "attention")  # every random layer has one of them
-
-
-@operation("linear", "layers", linear=dense)
-def linear(self, s, c):
-    return plus(s, x=jnp.tanh(self.linear(s["x"])))
+def adds(f: Callable[[Any, jax.Array], jax.Array], to: str = "x", of: str = "x") -> Any:
+    """Adds f(operation, stream `of`) to the stream `to`."""
+    return lambda o, s, c: plus(s, **{to: f(o, s[of])})
 
 
-@operation("mlp", "layers", gate=unbiased, up=unbiased)
-def mlp(self, s, c):
-    return plus(s, x=nnx.silu(self.gate(s["x"])) * self.up(s["x"]))
+def sets(f: Callable[[Any, jax.Array], jax.Array], to: str = "x", of: str = "x") -> Any:
+    """Sets the stream `to` to f(operation, stream `of`)."""
+    return lambda o, s, c: s | {to: f(o, s[of])}
 
 
-@operation("conv", "layers", conv=lambda shared: nnx.Conv(WIDTH, WIDTH, kernel_size=(3,), rngs=shared.rngs))
-def conv(self, s, c):
-    return plus(s, x=jnp.sin(self.conv(s["x"])))
-
-
-@operation("norm", "layers", norm=lambda shared: nnx.RMSNorm(WIDTH, rngs=shared.rngs))
-def norm(self, s, c):
-    return s | {"x": self.norm(s["x"])}
-
-
-@operation("batch_norm", "statistics", norm=lambda shared: nnx.BatchNorm(WIDTH, momentum=0.5, rngs=shared.rngs))
-def batch_norm(self, s, c):
-    return plus(s, x=self.norm(s["x"]))
-
-
-@operation("attention", "layers", query=unbiased, key=unbiased, value=unbiased)
-def attention(self, s, c):
-    scores = jnp.einsum("btw,bsw->bts", self.query(s["x"]), self.key(s["x"]))
-    scores = jnp.where(c["mask"][:, None] > 0, scores, -1e9)
-    return plus(s, x=jax.nn.softmax(scores) @ self.value(s["x"]))
-
-
-@operation("dropout", "dropout", dropout=lambda shared: nnx.Dropout(0.3, rngs=shared.rngs))
-def dropout(self, s, c):
-    return s | {"x": self.dropout(s["x"])}
-
-
-# --- inputs, integer streams, casts ---
-
-
-@operation("features", "inputs", linear=dense)
-def features(self, s, c):
-    """A second input of the model, read in a layer."""
-    return plus(s, x=c["mask"][..., None] * self.linear(c["features"]))
-
-
-@operation("embed_integer", "integer", embed=lambda shared: nnx.Embed(VOCAB, WIDTH, rngs=shared.rngs))
-def embed_integer(self, s, c):
-    return plus(s, x=self.embed(s["n"]))
-
-
-@operation("write_integer", "integer")
-def write_integer(self, s, c):
-    """Integers that depend on a float stream, for later layers."""
-    return s | {"n": (3 * s["n"] + jnp.argmax(s["x"], -1)) % VOCAB}
-
-
-@operation("gate_integer", "integer", scale=vector)
-def gate_integer(self, s, c):
-    return plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * self.scale, 0.0))
-
-
-@operation("half", "cast")
-def half(self, s, c):
-    """Casts the stream; the next parameter promotes it."""
-    return s | {"x": s["x"].astype(jnp.bfloat16)}
-
-
-@operation("half_linear", "cast", linear=functools.partial(dense, dtype=jnp.bfloat16))
-def half_linear(self, s, c):
-    return plus(s, x=self.linear(s["x"]).astype(s["x"].dtype))
-
-
-# --- complex streams ---
+def made(make: Any, *sizes: int, **kinds: Any) -> Callable[[Shared], Any]:
+    return lambda shared: make(*sizes, rngs=shared.rngs, **kinds)
 
 
 def complex_kernel(shared: Shared) -> nnx.Param:
@@ -181,26 +109,44 @@ def complex_kernel(shared: Shared) -> nnx.Param:
     return nnx.Param(0.2 * (real + 1j * imag))
 
 
-@operation("to_complex", "complex", scale=vector)
-def to_complex(self, s, c):
-    return plus(s, z=self.scale * jnp.fft.fft(s["x"].astype(jnp.float32), axis=-1))
+# --- layers ---
+
+WITH_PARAMETERS = ("linear", "mlp", "conv", "norm", "attention")  # every random layer has one of them
 
 
-@operation("rotate_complex", "complex", angle=vector)
-def rotate_complex(self, s, c):
-    """The transition of a diagonal state space model, made of real parameters."""
-    return s | {"z": s["z"] * jax.lax.complex(jnp.cos(self.angle[...]), jnp.sin(self.angle[...]))}
+def gate_integer(o, s, c):
+    return plus(s, x=jnp.where((s["n"] % 2 == 0)[..., None], s["x"] * o.scale, 0.0))
 
 
-@operation("complex_parameter", "complex", kernel=complex_kernel)
-def complex_parameter(self, s, c):
-    return s | {"z": s["z"] @ self.kernel}
+def attention(o, s, c):
+    scores = jnp.einsum("btw,bsw->bts", o.query(s["x"]), o.key(s["x"]))
+    scores = jnp.where(c["mask"][:, None] > 0, scores, -1e9)
+    return plus(s, x=jax.nn.softmax(scores) @ o.value(s["x"]))
 
 
-@operation("from_complex", "complex", scale=vector)
-def from_complex(self, s, c):
-    return plus(s, x=self.scale * jnp.fft.ifft(s["z"], axis=-1).real)
+operation("linear", "layers", adds(lambda o, x: jnp.tanh(o.linear(x))), linear=dense)
+operation("mlp", "layers", adds(lambda o, x: nnx.silu(o.gate(x)) * o.up(x)), gate=unbiased, up=unbiased)
+operation("conv", "layers", adds(lambda o, x: jnp.sin(o.conv(x))), conv=made(nnx.Conv, WIDTH, WIDTH, kernel_size=(3,)))
+operation("norm", "layers", sets(lambda o, x: o.norm(x)), norm=made(nnx.RMSNorm, WIDTH))
+operation("batch_norm", "statistics", adds(lambda o, x: o.norm(x)), norm=made(nnx.BatchNorm, WIDTH, momentum=0.5))
+operation("attention", "layers", attention, query=unbiased, key=unbiased, value=unbiased)
+operation("dropout", "dropout", sets(lambda o, x: o.dropout(x)), dropout=made(nnx.Dropout, rate=0.3))
 
+# --- inputs, integer streams, casts: the next parameter promotes what is cast ---
+
+operation("features", "inputs", lambda o, s, c: plus(s, x=c["mask"][..., None] * o.linear(c["features"])), linear=dense)
+operation("embed_integer", "integer", adds(lambda o, n: o.embed(n), of="n"), embed=made(nnx.Embed, VOCAB, WIDTH))
+operation("write_integer", "integer", lambda o, s, c: s | {"n": (3 * s["n"] + jnp.argmax(s["x"], -1)) % VOCAB})
+operation("gate_integer", "integer", gate_integer, scale=vector)
+operation("half", "cast", sets(lambda o, x: x.astype(jnp.bfloat16)))
+operation("half_linear", "cast", adds(lambda o, x: o.linear(x).astype(x.dtype)), linear=half_dense)
+
+# --- complex streams: a rotation by real parameters is the transition of a diagonal state space model ---
+
+operation("to_complex", "complex", adds(lambda o, x: o.scale * jnp.fft.fft(x.astype("float32")), to="z"), scale=vector)
+operation("rotate_complex", "complex", sets(lambda o, z: z * jnp.exp(1j * o.angle[...]), to="z", of="z"), angle=vector)
+operation("complex_parameter", "complex", sets(lambda o, z: z @ o.kernel, to="z", of="z"), kernel=complex_kernel)
+operation("from_complex", "complex", adds(lambda o, z: o.scale * jnp.fft.ifft(z).real, of="z"), scale=vector)
 
 # --- rules for derivatives ---
 
@@ -236,15 +182,7 @@ def soft(x: jax.Array) -> jax.Array:
 soft.defjvp(lambda primals, tangents: (soft(primals[0]), tangents[0] / (1.0 + jnp.abs(primals[0])) ** 2))
 
 
-def _cond_clip(x: jax.Array) -> jax.Array:
-    return jax.lax.cond(jnp.sum(x) < 1e9, clip_gradient, lambda x: 2 * x, x)
-
-
-def _scan_clip(x: jax.Array) -> jax.Array:
-    return jax.lax.scan(lambda x, _: (clip_gradient(0.9 * x), None), x, None, length=2)[0]
-
-
-RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (switch, function of an array)
+RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (feature, function of an array)
     "identity": ("layers", lambda x: x),
     "tanh": ("layers", jnp.tanh),
     "cast": ("cast", lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)),
@@ -253,64 +191,32 @@ RULES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {  # name -> (s
     "clip": ("nonlinear_rule", clip_gradient),
     "jit_clip": ("nonlinear_rule", jax.jit(lambda x: clip_gradient(x))),
     "remat_clip": ("nonlinear_rule", jax.checkpoint(lambda x: clip_gradient(jnp.sin(x)))),
-    "cond_clip": ("nonlinear_rule", _cond_clip),
-    "scan_clip": ("nonlinear_rule", _scan_clip),
+    "cond_clip": ("nonlinear_rule", lambda x: jax.lax.cond(jnp.sum(x) < 1e9, clip_gradient, jnp.sin, x)),
+    "scan_clip": (
+        "nonlinear_rule",
+        lambda x: jax.lax.scan(lambda x, _: (clip_gradient(0.9 * x), None), x, length=2)[0],
+    ),
 }
 
 
-def ruled(rule: Callable[[jax.Array], jax.Array]) -> Any:
-    """Applies a rule to the stream."""
-    return lambda self, s, c: s | {"x": rule(s["x"])}
-
-
-def stashed(rule: Callable[[jax.Array], jax.Array]) -> Any:
-    """Passes a value of this layer to a later one, which `recall` adds: later stages could recompute it cheaply."""
-    return lambda self, s, c: s | {"stash": rule(s["x"].astype(jnp.float32))}
-
-
+# A rule is applied to the stream, or to a value that `recall` adds later: later stages could recompute it cheaply.
 for _name, (_feature, _rule) in RULES.items():
     if _name not in ("identity", "cast"):
-        operation(_name, _feature)(ruled(_rule))
-    operation(f"stash_{_name}", _feature)(stashed(_rule))
-
-
-@operation("recall", "layers", scale=vector)
-def recall(self, s, c):
-    return plus(s, x=self.scale * s["stash"])
-
+        operation(_name, _feature, lambda o, s, c, rule=_rule: s | {"x": rule(s["x"])})
+    operation(f"stash_{_name}", _feature, lambda o, s, c, rule=_rule: s | {"stash": rule(s["x"].astype(jnp.float32))})
+operation("recall", "layers", lambda o, s, c: plus(s, x=o.scale * s["stash"]), scale=vector)
 
 # --- parameters of several layers ---
+# The table that the model computes from its embedding, a learned scalar in a function that closes over it, a kernel.
 
-
-@operation("table", "tied")
-def table(self, s, c):
-    """Reads the table that the model computes before its layers from its embedding."""
-    return plus(s, x=jax.nn.softmax(s["x"] @ c["table"].T) @ c["table"])
-
-
-@operation("strength", "tied")
-def strength(self, s, c):
-    """A learned scalar outside of the layers, in a function that closes over it."""
-    return s | {"x": jax.jit(lambda x: x * c["strength"])(s["x"])}
-
-
-@operation("tied", "tied", kernel=lambda shared: shared.kernel)
-def tied(self, s, c):
-    return plus(s, x=jnp.tanh(s["x"] @ self.kernel))
-
+operation("table", "tied", lambda o, s, c: plus(s, x=jax.nn.softmax(s["x"] @ c["table"].T) @ c["table"]))
+operation("strength", "tied", lambda o, s, c: s | {"x": jax.jit(lambda x: x * c["strength"])(s["x"])})
+operation("tied", "tied", lambda o, s, c: plus(s, x=jnp.tanh(s["x"] @ o.kernel)), kernel=lambda shared: shared.kernel)
 
 # --- losses and metrics of layers ---
 
-
-@operation("loss", "auxiliary")
-def loss(self, s, c):
-    return plus(s, loss=jnp.sum(s["x"].astype(jnp.float32) ** 2))
-
-
-@operation("metric", "auxiliary")
-def metric(self, s, c):
-    return plus(s, metric=jnp.sum(jnp.abs(s["x"].astype(jnp.float32))))
-
+operation("loss", "auxiliary", lambda o, s, c: plus(s, loss=jnp.sum(s["x"].astype(jnp.float32) ** 2)))
+operation("metric", "auxiliary", lambda o, s, c: plus(s, metric=jnp.sum(jnp.abs(s["x"].astype(jnp.float32)))))
 
 # --- variables. Their `order` of reads and writes is that of its letters ---
 
@@ -323,119 +229,90 @@ def add_variable(self, s: Streams) -> Streams:
     return plus(s, x=(0.5 * self.variable[...]).astype(s["x"].dtype))
 
 
-def in_orders(name: str, feature: str, *orders: str, read=add_variable, **parts: Callable[[Shared], Any]) -> Any:
-    """Adds operations that read and write a variable in each order, such as "rw", "wr" or "rwr"."""
-    parts = parts or {"variable": zeros(WIDTH)}
+def in_orders(
+    name: str, feature: str, orders: str, write: Any, read: Any = add_variable, **parts: Callable[[Shared], Any]
+) -> None:
+    """Adds operations that read and write a variable in each order, such as "rw wr rwr"."""
+    for order in orders.split():
 
-    def add(write: Any) -> Any:
-        for order in orders:
+        def call(self, s, c, order=order):
+            for letter in order:
+                if letter == "r":
+                    s = read(self, s)
+                else:
+                    write(self, s, c)
+            return s
 
-            def call(self, s, c, order=order):
-                for letter in order:
-                    if letter == "r":
-                        s = read(self, s)
-                    else:
-                        write(self, s, c)
-                return s
-
-            operation(f"{name}_{order}", feature, **parts)(call)
-            OPERATIONS[f"{name}_{order}"] = OPERATIONS[f"{name}_{order}"]._replace(changes=True)
-        return write
-
-    return add
+        operation(f"{name}_{order}", feature, call, **(parts or {"variable": zeros(WIDTH)}))
+        OPERATIONS[f"{name}_{order}"] = OPERATIONS[f"{name}_{order}"]._replace(changes=True)
 
 
-@in_orders("average", "variable", "rw", "wr", "rwr")
-def average(self, s, c):
-    mean = jax.lax.stop_gradient(s["x"]).mean((0, 1)).astype(jnp.float32)
-    self.variable[...] = 0.7 * self.variable[...] + 0.3 * mean
+def setting(new_value: Callable[..., Any]) -> Any:
+    """Writes new_value(self, streams, context)."""
+
+    def write(self, s: Streams, c: Context) -> None:
+        self.variable[...] = new_value(self, s, c)
+
+    return write
 
 
-@in_orders("count", "variable", "rw", "wrw")
-def count(self, s, c):
-    self.variable[...] += 0.1
-
-
-@in_orders("memory", "variable", "rw", "wr", "rwr", variable=zeros(ROWS, LENGTH, WIDTH))
-def memory(self, s, c):
-    """The streams of the previous microbatch, which the stage before may compute."""
-    self.variable[...] = jax.lax.stop_gradient(s["x"]).astype(jnp.float32)
-
-
-@in_orders("from_batch", "variable", "rw", "wr")
-def from_batch(self, s, c):
-    self.variable[...] = c["features"].mean((0, 1))
-
-
-@in_orders("literal", "without_equation", "rw", "wr", "rwr", variable=zeros())
-def literal(self, s, c):
-    self.variable[...] = jnp.asarray(0.8)
-
-
-@in_orders("input", "without_equation", "rw", "wr", variable=zeros(ROWS, LENGTH, WIDTH))
-def input_(self, s, c):
-    """The new value is an array of the batch."""
-    self.variable[...] = c["features"]
+def stopped(s: Streams) -> jax.Array:
+    return jax.lax.stop_gradient(s["x"]).astype(jnp.float32)
 
 
 def scale_and_add(self, s: Streams) -> Streams:
     return plus(s, x=s["x"] * self.scale + jax.lax.stop_gradient(self.variable[...]))
 
 
-@in_orders("parameter", "without_equation", "rw", "wr", read=scale_and_add, variable=zeros(WIDTH), scale=vector)
-def parameter(self, s, c):
-    """The new value is that of a parameter, as in a target network."""
-    self.variable[...] = self.scale[...]
-
-
-PAIR = {"variable": zeros(WIDTH, start=0.8), "other": zeros(WIDTH, start=-0.3)}
-
-
-@in_orders("swap", "without_equation", "rw", "wr", "rwr", **PAIR)
 def swap(self, s, c):
     """Two variables change places, so that the reads of two microbatches differ."""
     self.variable[...], self.other[...] = self.other[...], self.variable[...]
 
 
+average = setting(lambda o, s, c: 0.7 * o.variable[...] + 0.3 * stopped(s).mean((0, 1)))
+count = setting(lambda o, s, c: o.variable[...] + 0.1)
+STREAM = {"variable": zeros(ROWS, LENGTH, WIDTH)}
+PAIR = {"variable": zeros(WIDTH, start=0.8), "other": zeros(WIDTH, start=-0.3)}
+in_orders("average", "variable", "rw wr rwr", average)
+in_orders("count", "variable", "rw wrw", count)
+in_orders("memory", "variable", "rw wr rwr", setting(lambda o, s, c: stopped(s)), **STREAM)  # of the last microbatch
+in_orders("from_batch", "variable", "rw wr", setting(lambda o, s, c: c["features"].mean((0, 1))))
+# New values that no equation computes: a literal, an array of the batch, a parameter, another variable.
+in_orders("literal", "without_equation", "rw wr rwr", setting(lambda o, s, c: jnp.asarray(0.8)), variable=zeros())
+in_orders("input", "without_equation", "rw wr", setting(lambda o, s, c: c["features"]), **STREAM)
+in_orders(
+    "parameter",
+    "without_equation",
+    "rw wr",
+    setting(lambda o, s, c: o.scale[...]),
+    scale_and_add,
+    variable=zeros(WIDTH),
+    scale=vector,
+)
+in_orders("swap", "without_equation", "rw wr rwr", swap, **PAIR)
+
 # Variables of several layers: refused if these are in several stages, but for a counter, which every stage computes.
-in_orders("shared_average", "variable_of_layers", "rw", "r", variable=lambda shared: shared.average)(average)
-in_orders("shared_count", "variable_of_layers", "rw", "wr", "r", variable=lambda shared: shared.count)(count)
+in_orders("shared_average", "variable_of_layers", "rw r", average, variable=lambda shared: shared.average)
+in_orders("shared_count", "variable_of_layers", "rw wr r", count, variable=lambda shared: shared.count)
 
 
-# --- parameters that the forward pass changes ---
+# --- parameters that the forward pass changes, and that are used before or after their change ---
 
 
-def change_weights(name: str, *orders: str) -> Callable[[Any], Any]:
-    """A parameter that is used before or after its change by a function of it."""
-
+def change_weights(name: str, orders: str, change: Callable[[jax.Array], jax.Array]) -> None:
     def use(self, s: Streams) -> Streams:
         return plus(s, x=jnp.tanh(s["x"] @ self.kernel))
 
-    def add(change: Any) -> Any:
-        def write(self, s, c):
-            self.kernel[...] = change(self.kernel[...])
+    def write(self, s, c):
+        self.kernel[...] = change(self.kernel[...])
 
-        in_orders(name, "changed_parameter", *orders, read=use, kernel=matrix)(write)
-        return change
-
-    return add
+    in_orders(name, "changed_parameter", orders, write, use, kernel=matrix)
 
 
-@change_weights("clip_weights", "rw", "wr")
-def clip_weights(kernel):
-    return jnp.clip(kernel, -0.2, 0.2)
-
-
-@change_weights("normalize_weights", "rw", "wr")
-def normalize_weights(kernel):
-    return kernel / jnp.linalg.norm(kernel, axis=0)
-
-
-@change_weights("shrink_weights", "rw", "wr", "rwr")
-def shrink_weights(kernel):
-    """A change in every microbatch, without a fixed point."""
-    return 0.9 * jax.lax.stop_gradient(kernel)
-
+change_weights("clip_weights", "rw wr", lambda kernel: jnp.clip(kernel, -0.2, 0.2))
+change_weights("normalize_weights", "rw wr", lambda kernel: kernel / jnp.linalg.norm(kernel, axis=0))
+# A change in every microbatch, without a fixed point.
+change_weights("shrink_weights", "rw wr rwr", lambda kernel: 0.9 * jax.lax.stop_gradient(kernel))
 
 # --- control flow around the operations of a layer ---
 
@@ -444,22 +321,6 @@ Body = Callable[[nnx.Module, Streams], Streams]
 
 def _cast_like(s: Streams, like: Streams) -> Streams:
     return {name: s[name].astype(like[name].dtype) for name in s}
-
-
-def _plain(body: Body, layer: nnx.Module, s: Streams, c: Context) -> Streams:
-    return body(layer, s)
-
-
-def _remat(body: Body, layer: nnx.Module, s: Streams, c: Context) -> Streams:
-    return nnx.remat(body)(layer, s)
-
-
-def _checkpoint(body: Body, layer: nnx.Module, s: Streams, c: Context) -> Streams:
-    return jax.checkpoint(functools.partial(body, layer))(s)
-
-
-def _jit(body: Body, layer: nnx.Module, s: Streams, c: Context) -> Streams:
-    return nnx.jit(body)(layer, s)
 
 
 def _cond(body: Body, layer: nnx.Module, s: Streams, c: Context) -> Streams:
@@ -492,12 +353,13 @@ class Wrapper(NamedTuple):
 
 
 WRAPPERS = {
-    "": Wrapper("layers", True, _plain),
-    "remat": Wrapper("control", True, _remat),
-    "checkpoint": Wrapper("control", False, _checkpoint),
-    "jit": Wrapper("control", True, _jit),
+    "": Wrapper("layers", True, lambda body, layer, s, c: body(layer, s)),
+    "remat": Wrapper("control", True, lambda body, layer, s, c: nnx.remat(body)(layer, s)),
+    "checkpoint": Wrapper(
+        "control", False, lambda body, layer, s, c: jax.checkpoint(functools.partial(body, layer))(s)
+    ),
+    "jit": Wrapper("control", True, lambda body, layer, s, c: nnx.jit(body)(layer, s)),
     "cond": Wrapper("control", True, _cond),
     "scan": Wrapper("control", False, _scan),
     "loop": Wrapper("control", True, _loop),
 }
-FEATURES = tuple(dict.fromkeys([e.feature for e in OPERATIONS.values()] + [w.feature for w in WRAPPERS.values()]))

@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 SVG = "{http://www.w3.org/2000/svg}"
 BATCH = net_batch(8)
-
-
 OPTIMIZER = optax.sgd(0.1)
 
 
@@ -72,9 +70,7 @@ def by_hand() -> Timeline:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["split", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "wide"))]
-)
+@pytest.mark.parametrize("name", ["split", "interleaved", "wide"])
 def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_same(name, request):
     pipeline, initial = request.getfixturevalue(name)
     plain, plain_metrics = pipeline.step(fresh(initial), BATCH)

@@ -95,16 +95,11 @@ def test_all_text_is_inside_the_picture(name, groups, microbatches):
             assert float(text.get("y") or 0) < float(root.get("height") or 0)
 
 
-def test_groups_may_have_different_numbers_of_stages():
-    schedule = forward_schedule(2, 3, (0, 0, 0, 1))
-    picture = draw_schedule_svg(schedule)
-    used = {rect.get("class") or "" for rect in parse(picture)[0]}
-    assert used == {"F0", "F1", "F2"} and all(f".{name}{{fill:" in picture for name in used)
-
-
 def test_names_are_escaped_and_a_forward_schedule_stores_nothing():
-    rows = forward_schedule(2, 3, (0, 1))
-    _, text = parse(draw_schedule_svg(Schedule("<a&b>", rows.rows, rows.stage_to_group, False)))
+    rows = forward_schedule(2, 3, (0, 0, 0, 1))  # groups may have different numbers of stages
+    boxes, text = parse(picture := draw_schedule_svg(Schedule("<a&b>", rows.rows, rows.stage_to_group, False)))
+    used = {rect.get("class") or "" for rect in boxes}
+    assert used == {"F0", "F1", "F2"} and all(f".{name}{{fill:" in picture for name in used)
     assert "<a&b>: 2 groups" in text and "peak 0 activations" in text
 
 
@@ -168,13 +163,3 @@ def test_an_action_of_one_character_is_its_kind():
     bars = [line for line in text.splitlines() if line.startswith("group 0")]
     assert set("".join(bar.removeprefix("group 0") for bar in bars)) == {"F", "B", " "}
     assert bars[0].count("F") > 90
-
-
-@given(schedules())
-@settings(max_examples=15, deadline=None)
-def test_the_table_names_every_action_if_all_take_the_same_time(schedule):
-    text = schedule_table(schedule, width=10_000)
-    for group, row in enumerate(schedule.rows):
-        line = next(line for line in text.splitlines() if line.startswith(f"group {group} "))
-        words = line.removeprefix(f"group {group}").replace(".", " ").replace("-", " ").split()
-        assert words == list(map(str, row))

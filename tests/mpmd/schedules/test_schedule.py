@@ -1,10 +1,12 @@
 """Schedules as data: invariants of every named schedule at all sizes, and the text form."""
 
+import re
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
+from flax_mesh.mpmd.schedules import Schedule, make_schedule
 from flax_mesh.mpmd.schedules.schedule import dependencies, forward_schedule
 from tests.mpmd.schedules.examples import SIZES, schedules
 
@@ -31,11 +33,6 @@ def test_the_order_keeps_rows_and_dependencies(schedule):
     assert all(place[other] < place[a] for a in order for other in dependencies(a, schedule.num_stages))
 
 
-def test_the_text_of_a_small_schedule():
-    text = "zb-h1 0,1\n0F0 0F1 0B0 0W0 0B1 0W1\n1F0 1B0 1F1 1B1 1W0 1W1"
-    assert str(make_schedule("zb-h1", num_groups=2, num_microbatches=2)) == text
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -54,31 +51,7 @@ def test_invalid_text_is_refused(text, message):
         Schedule.parse(text)
 
 
-@given(st.sampled_from("FBW"), st.integers(0, 99), st.integers(0, 999))
-def test_an_action_parses_back(kind, stage, microbatch):
-    action = Action(kind, stage, microbatch)
-    assert Action.parse(str(action)) == action
-
-
 # --- where a schedule is not defined ---
-
-
-@pytest.mark.parametrize(
-    ("name", "groups", "microbatches", "nearest"),
-    [
-        ("interleaved-1f1b", 4, 9, 8),
-        ("interleaved-1f1b", 4, 11, 12),
-        ("interleaved-1f1b", 4, 1, 4),
-        ("dualpipe-v", 4, 7, 8),
-        ("dualpipe-v", 3, 1, 6),
-    ],
-)
-def test_a_schedule_that_is_not_defined_names_the_nearest_number_of_microbatches(name, groups, microbatches, nearest):
-    with pytest.raises(
-        ValueError, match=rf"{name} on {groups} groups requires .* got {microbatches}; .* is {nearest}$"
-    ):
-        make_schedule(name, num_groups=groups, num_microbatches=microbatches)
-    make_schedule(name, num_groups=groups, num_microbatches=nearest)
 
 
 @given(name=st.sampled_from(("interleaved-1f1b", "dualpipe-v")), **SIZES)
@@ -93,6 +66,7 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
 
     message = error(num_microbatches)
     assume(message)
+    assert re.fullmatch(rf"{name} on {num_groups} groups requires .* got {num_microbatches}; .* is \d+", message)
     nearest = int(message.rpartition(" ")[2])
     distance = abs(nearest - num_microbatches)
     assert not error(nearest)
@@ -115,14 +89,6 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(**{"name": "1f1b", "num_groups": 4, "num_microbatches": 8, **arguments})
-
-
-def test_a_deadlock_names_every_blocked_group():
-    schedule = Schedule.parse("crossed 0,1\n0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")
-    with pytest.raises(
-        ValueError, match=r"group 0 is blocked at 0B0, which depends on 1B0; group 1 is blocked at 1F1, .* 0F1"
-    ):
-        schedule.order()
 
 
 # --- evaluation ---

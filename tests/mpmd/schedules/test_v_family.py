@@ -3,11 +3,9 @@
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, simulate
-from flax_mesh.mpmd.schedules.v_family import idle_time, least_memory
+from flax_mesh.mpmd.schedules import Schedule, check_schedule, simulate
+from flax_mesh.mpmd.schedules.v_family import idle_time
 from tests.mpmd.schedules.examples import MAKESPANS, make
 
 # Qi et al. (NeurIPS 2024): idle time of a group by groups and memory limit, from two microbatches per group on.
@@ -23,36 +21,25 @@ IDLE = {
 FIRST_PASSES = {(4, 7), (5, 8), (5, 9), (6, 10), (6, 11), (8, 11), (8, 13), (8, 14), (8, 15)}  # 4 s each
 
 
+ALL = [(groups, limit) for groups, row in IDLE.items() for limit in row]
+
+
 @pytest.mark.parametrize(
-    ("groups", "limit"),
-    [
-        pytest.param(p, k, marks=pytest.mark.slow if (p, k) in FIRST_PASSES else ())
-        for p, row in IDLE.items()
-        for k in row
-    ],
+    ("groups", "limit"), [pytest.param(*one, marks=pytest.mark.slow if one in FIRST_PASSES else ()) for one in ALL]
 )
 def test_the_period_of_a_v_schedule_is_the_published_one(groups, limit):
     assert idle_time(groups, limit) == IDLE[groups][limit]
     for microbatches in (2 * groups, 3 * groups + 1):
         schedule = make(f"v-{limit}", groups, microbatches)
         check_schedule(schedule, limit)
+        assert schedule.stage_to_group == (*range(groups), *reversed(range(groups)))
+        assert Schedule.parse(str(schedule)) == schedule
         assert simulate(schedule).period == 6 * microbatches + IDLE[groups][limit]
 
 
 @pytest.mark.parametrize(("sizes", "limit"), [(sizes, k) for sizes, row in MAKESPANS.items() for k in row])
 def test_the_makespan_of_a_v_schedule_is_the_published_one(sizes, limit):
     assert simulate(make(f"v-{limit}", *sizes)).makespan <= MAKESPANS[sizes][limit]
-
-
-@pytest.mark.slow
-@given(groups=st.integers(1, 7), microbatches=st.integers(1, 20), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_v_schedules_are_valid_within_their_memory_limit(groups, microbatches, data):
-    limit = data.draw(st.integers(least_memory(groups), 2 * groups))
-    schedule = make(f"v-{limit}", groups, microbatches)
-    check_schedule(schedule, limit)
-    assert schedule.stage_to_group == (*range(groups), *reversed(range(groups)))
-    assert Schedule.parse(str(schedule)) == schedule
 
 
 @pytest.mark.parametrize("groups", [2, 4, 7])
@@ -101,8 +88,3 @@ def test_slices_of_the_sequence_divide_the_bubble_and_the_memory(groups, microba
 def test_slices_of_a_sequence_pass_forward_in_order_and_backward_in_reverse_order():
     schedule = make("seq1f1b-2", 2, 2)
     assert str(schedule) == ("seq1f1b-2 0,1 slices=2\n0F0 0F1 0F2 0B1 0F3 0B0 0B3 0B2\n1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2")
-    times = simulate(schedule).times
-    for stage in (0, 1):
-        for first in (0, 2):
-            assert times[Action("F", stage, first)][1] <= times[Action("F", stage, first + 1)][0]
-            assert times[Action("B", stage, first + 1)][1] <= times[Action("B", stage, first)][0]

@@ -3,10 +3,7 @@
 from itertools import combinations
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,40 +73,3 @@ def test_a_residual_stream_in_bfloat16_is_sent_once_and_in_bfloat16(num_stages):
     staged = split_stages(squared_loss, Half, vectors(2), num_stages=num_stages)
     received = [list(map(short, stage.received)) for stage in staged.cut(staged.example).stages]
     assert received == [[], *[["bf16[2,16]"]] * (num_stages - 1)]
-
-
-class Wide(nnx.Module):
-    """Its second layer starts with matrix products of the first layer's output, without parameters."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.List([nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)])
-
-    def __call__(self, x):
-        x = self.layers[0](x)
-        table = jax.jit(jnp.einsum, static_argnums=0)("bsd,btd->bst", x, x)  # expensive, also inside a jit
-        return self.layers[1](custom(table))
-
-
-@jax.custom_jvp
-def custom(x):
-    return _wider(x)
-
-
-@custom.defjvp
-def _custom_jvp(primals, tangents):
-    return jax.jvp(_wider, primals, tangents)
-
-
-def _wider(x):
-    return jnp.einsum("bst,btu->bsu", x, jnp.concatenate([x, 2 * x], axis=-1))
-
-
-def test_a_matrix_product_inside_a_custom_derivative_is_not_repeated():
-    x = jax.ShapeDtypeStruct((2, 8, 16), jnp.float32)
-    staged = split_stages(lambda model, x: jnp.mean(model(x)), lambda: Wide(nnx.Rngs(0)), x, num_stages=2)
-    first, second = staged.cut(staged.example).stages
-    # Although this value is twice as large as the one it is computed from.
-    assert list(map(short, second.received)) == ["f32[2,8,16]"]
-    names = [eqn.primitive.name for eqn in second.forward.eqns]
-    assert "custom_jvp_call" not in names and names.count("dot_general") == 1
-    assert "custom_jvp_call" in [eqn.primitive.name for eqn in first.forward.eqns]

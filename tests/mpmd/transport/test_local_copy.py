@@ -92,14 +92,6 @@ def test_random_keys_are_copied():
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
-def test_a_deleted_array_is_an_error():
-    x, there = on(0, "dp"), NamedSharding(mesh(4), P("dp"))
-    move(x, there)
-    x.delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        move(x, there)
-
-
 def test_a_move_is_an_explicit_transfer():
     x, there = on(0, "dp"), NamedSharding(mesh(4), P("dp"))
     with jax.transfer_guard("disallow"):

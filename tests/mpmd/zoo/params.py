@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.mpmd.zoo.base import WIDTH, Case, Decoder, cross_entropy, language_loss, squared_loss, text, vectors
+from tests.mpmd.zoo.base import WIDTH, Case, Decoder, language_loss, squared_loss, text, vectors
 
 
 class Layer(nnx.Module):
@@ -25,48 +25,6 @@ class BorrowedKernel(Model):
 
     def run(self, x):
         return super().run(x) @ self.layers[0].linear.kernel
-
-
-class RoutedLayer(Layer):
-    def __init__(self, rngs: nnx.Rngs, gate: nnx.Linear):
-        super().__init__(rngs)
-        self.gate = gate
-
-    def __call__(self, x):
-        return x + jax.nn.sigmoid(self.gate(x)) * (super().__call__(x) - x)
-
-
-class SharedGate(Model):
-    """One module that all layers share. Its path is in the first layer."""
-
-    def __init__(self):
-        super().__init__(0)
-        rngs = nnx.Rngs(1)
-        gate = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.layers = nnx.List([RoutedLayer(rngs, gate) for _ in range(4)])
-
-
-class TiedVariables(Model):
-    """Every second layer shares a kernel with the previous layer: one Variable in two modules."""
-
-    def __init__(self):
-        super().__init__(5)
-        for a, b in zip(self.layers[0::2], self.layers[1::2], strict=False):
-            b.out.kernel = a.out.kernel
-
-
-class LearnedScalars(Model):
-    """A scalar that all layers use, and one vector outside the list with a scale for each layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.strength = nnx.Param(jnp.asarray(0.7))
-        self.scales = nnx.Param(jnp.linspace(0.5, 1.0, 4))
-
-    def run(self, x):
-        for i, layer in enumerate(self.layers):
-            x = x + self.strength * self.scales[i] * (layer(x) - x)
-        return x * jnp.exp(-self.strength[...])
 
 
 class Positions(Model):
@@ -125,29 +83,6 @@ def regularised_loss(model, batch):
     return loss + 1e-3 * weight * squares, weight, metrics | {"squares": squares}
 
 
-class EarlyExits(Model):
-    """Logits after every layer from one shared head, all in the loss, and a learned mixture of all layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.mixture = nnx.Param(jnp.zeros((4,)))
-
-    def __call__(self, tokens):
-        x, exits = self.embed(tokens), []
-        for layer in self.layers:
-            x = layer(x)
-            exits.append(x)
-        mixed = jnp.einsum("l,lbsd->bsd", jax.nn.softmax(self.mixture[...]), jnp.stack(exits))
-        return self.embed.attend(mixed), [self.embed.attend(x) for x in exits]
-
-
-def exits_loss(model, batch):
-    logits, exits = model(batch["tokens"])
-    loss, weight, metrics = cross_entropy(logits, batch)
-    early = [cross_entropy(x, batch)[0] for x in exits]
-    return loss + 0.1 * sum(early), weight, metrics | {f"exit_{i}": x for i, x in enumerate(early)}
-
-
 class Average(nnx.Variable):
     """A running average, as used for codes and activations."""
 
@@ -182,81 +117,23 @@ class Averages(nnx.Module):
         return x / (0.1 + scale)
 
 
-@jax.custom_vjp
-def clip_gradient(x):
-    return x
-
-
-clip_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.05, 0.05),))
-
-
-# A rule that is not linear, so that the sum of two results is not the result of the sum.
-RULES = {
-    "plain": clip_gradient,
-    "jit": jax.jit(clip_gradient),
-    "remat": jax.checkpoint(clip_gradient),
-    "scan": lambda x: jax.lax.scan(lambda total, _: (total + clip_gradient(x), None), jnp.zeros_like(x), length=1)[0],
-    "cond": lambda x: jax.lax.cond(jnp.sum(x) > -1e3, clip_gradient, lambda x: x, x),
-    "vmap": jax.vmap(clip_gradient),
-    "nested": jax.jit(jax.checkpoint(lambda x: jax.jit(clip_gradient)(x))),
-}
-
-
-class Ruled(Model):
-    """The rule applies to the tied table, and to a value of the first stage that all later ones use."""
-
-    rule = staticmethod(clip_gradient)
+class DataDependentLoop(Model):
+    """A loop whose number of iterations depends on the batch."""
 
     def __call__(self, tokens):
-        table = self.rule(self.embed.embedding[...])
-        x = shared = self.rule(5 * table[tokens])
-        for layer in self.layers:
-            x = layer(x) + shared
-        return x @ table.T
-
-
-def ruled(name: str) -> Case:
-    model = type("Ruled", (Ruled,), {"rule": staticmethod(RULES[name])})
-    return Case(f"rule_in_{name}", model, language_loss, text)
-
-
-class OwnGradients(Model):
-    """custom_vjp between layers, a data-dependent branch and a loop with a data-dependent number of iterations."""
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = clip_gradient(layer(x))
-            x = jax.lax.cond(jnp.mean(x) > 0, lambda x: 0.9 * x, lambda x: 1.1 * x, x)
         rounds = jnp.max(tokens) % 3 + 1
         norm = jax.lax.while_loop(lambda c: c[0] < rounds, lambda c: (c[0] + 1, c[1] * 0.5), (0, jnp.ones(())))[1]
-        return self.embed.attend(x * norm)
-
-
-def mean_loss(model, batch):
-    """Returns only a scalar, the mean over the microbatch."""
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
-def vector_model() -> nnx.Module:
-    rngs = nnx.Rngs(0)
-    return nnx.Sequential(*[Layer(rngs) for _ in range(5)])
+        return self.embed.attend(self.run(self.embed(tokens)) * norm)
 
 
 CASES = [
-    Case("own_gradients", OwnGradients, language_loss, text),
-    Case("mean_loss", vector_model, mean_loss, vectors),
+    Case("data_dependent_loop", DataDependentLoop, language_loss, text),
     Case("tied_embedding", Model, language_loss, text),
     Case("borrowed_kernel", BorrowedKernel, language_loss, text),
-    Case("shared_gate", SharedGate, language_loss, text),
-    Case("tied_variables", TiedVariables, language_loss, text),
-    Case("learned_scalars", LearnedScalars, language_loss, text),
     Case("position_tables", Positions, language_loss, text),
     Case("unused_parameters", Unused, language_loss, text, unused=UNUSED),
     Case("lora", lora, language_loss, text, wrt=nnx.LoRAParam),
     Case("frozen", Model, language_loss, text, wrt=nnx.All(nnx.Param, frozen_leaves)),
     Case("regularised", Model, regularised_loss, text),
-    Case("early_exits", EarlyExits, exits_loss, text),
     Case("averages", Averages, squared_loss, vectors),
-    *map(ruled, RULES),
 ]

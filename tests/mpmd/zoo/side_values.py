@@ -1,13 +1,10 @@
 """Models whose layers pass more than one value: caches, a shared bias, statistics of experts, integers of the batch."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, cross_entropy, language_loss, text
+from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, Decoder, cross_entropy, language_loss, text
 
 HEADS, HEAD = 2, WIDTH // 2
 
@@ -18,9 +15,9 @@ class Attention(nnx.Module):
         self.out = nnx.LinearGeneral((HEADS, HEAD), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
         self.drop = nnx.Dropout(rate, rngs=rngs)
 
-    def __call__(self, x, *, mask=None, bias=None, rotate=lambda q: q):
+    def __call__(self, x, *, mask=None, bias=None):
         q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
-        scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / HEAD**0.5
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / HEAD**0.5
         if bias is not None:
             scores = scores + bias
         if mask is not None:
@@ -44,24 +41,20 @@ def causal(length: int = LENGTH) -> jax.Array:
 
 
 class CachingLayer(nnx.Module):
-    """Returns (cache, x) and takes its mask and tables as keyword arguments."""
+    """Returns (cache, x) and takes its mask and bias as keyword arguments."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.attention, self.mlp = Attention(rngs), MLP(rngs)
         self.input_norm, self.post_norm = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
 
-    def __call__(self, x, *, attention_mask, cos, sin):
-        def rotate(q):
-            a, b = jnp.split(q, 2, -1)
-            return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-        y, cache = self.attention(self.input_norm(x), mask=attention_mask, rotate=rotate)
+    def __call__(self, x, *, attention_mask, bias):
+        y, cache = self.attention(self.input_norm(x), mask=attention_mask, bias=bias)
         x = x + y
         return cache, x + self.mlp(self.post_norm(x))
 
 
 class CachingDecoder(nnx.Module):
-    """A tied decoder: computes mask and rotary tables once, and returns the caches of all layers with the logits."""
+    """A tied decoder: computes mask and bias once, and returns the caches of all layers with the logits."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -71,12 +64,11 @@ class CachingDecoder(nnx.Module):
 
     def __call__(self, tokens):
         x = self.embedder(tokens) * WIDTH**0.5
-        angles = jnp.arange(tokens.shape[1])[:, None] / 100 ** (jnp.arange(HEAD // 2) / (HEAD // 2))
-        tables = {"cos": jnp.cos(angles)[None, :, None], "sin": jnp.sin(angles)[None, :, None]}
+        bias = -jnp.abs(jnp.arange(LENGTH) - jnp.arange(LENGTH)[:, None]) / 4.0
         mask = causal() & (tokens > 0)[:, None, None]
         caches = []
         for layer in self.layers:
-            cache, x = layer(x, attention_mask=mask, **tables)
+            cache, x = layer(x, attention_mask=mask, bias=bias)
             caches.append(cache)
         logits = self.embedder.attend(self.final_norm(x))
         return 5.0 * jnp.tanh(logits / 5.0), caches
@@ -101,138 +93,20 @@ class T5Layer(nnx.Module):
         return x + self.mlp(x), bias
 
 
-class FirstLayerBias(nnx.Module):
+class FirstLayerBias(Decoder):
     """All layers use the bias of a table in the first layer."""
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([T5Layer(rngs, i == 0) for i in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
+    def make_layers(self, depth, rngs):
+        return nnx.List([T5Layer(rngs, i == 0) for i in range(depth)])
 
-    def __call__(self, tokens):
-        x, bias = self.embed(tokens), None
+    def run(self, x):
+        bias = None
         for layer in self.layers:
             x, bias = layer(x, bias=bias)
-        return self.head(x)
-
-
-class ExpertLayer(nnx.Module):
-    """Top-2 of 4 experts. Returns x, the auxiliary loss and the number of tokens of each expert."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.router = nnx.Linear(WIDTH, 4, use_bias=False, rngs=rngs)
-        self.up = nnx.Param(rngs.params.normal((4, WIDTH, 2 * WIDTH)) / WIDTH**0.5)
-        self.down = nnx.Param(rngs.params.normal((4, 2 * WIDTH, WIDTH)) / WIDTH**0.5)
-
-    def __call__(self, x):
-        probs = jax.nn.softmax(self.router(x))
-        gates, chosen = jax.lax.top_k(probs, 2)
-        onehot = jax.nn.one_hot(chosen, 4)
-        y = jnp.einsum("bse,bsef->bsf", jnp.sum(onehot * gates[..., None], 2), self._experts(x))
-        load = onehot.sum((1, 2))
-        return x + y, {"balance": jnp.sum(load * probs.mean(1)), "load": load.sum(0)}
-
-    def _experts(self, x):
-        h = jax.nn.relu(jnp.einsum("bsd,edf->bsef", x, self.up[...]))
-        return jnp.einsum("bsef,efd->bsed", h, self.down[...])
-
-
-class Experts(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([ExpertLayer(rngs) for _ in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x, found = self.embed(tokens), []
-        for layer in self.layers:
-            x, aux = layer(x)
-            found.append(aux)
-        return self.head(x), jax.tree.map(lambda *parts: jnp.stack(parts), *found)
-
-
-def experts_loss(model, batch):
-    logits, aux = model(batch["tokens"])
-    loss, weight, metrics = cross_entropy(logits, batch)
-    loads = {f"most_loaded_{i}": jnp.max(load) for i, load in enumerate(aux["load"])}
-    return loss + 0.01 * aux["balance"].sum(), weight, metrics | loads | {"balance": aux["balance"].sum()}
-
-
-class SegmentLayer(nnx.Module):
-    """Every layer uses the integers of the batch directly."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.values, self.attention = nnx.Embed(VOCAB, WIDTH, rngs=rngs), Attention(rngs)
-        self.mlp, self.mix = MLP(rngs), nnx.Param(jnp.ones((WIDTH,)) / 2)
-
-    def __call__(self, x, tokens, segments):
-        same = (segments[:, None, :, None] == segments[:, None, None]) & causal()
-        x = x + self.attention(x, mask=same)[0] * self.mix
-        return x + self.mlp(x) + 0.1 * self.values(jnp.where(segments > 0, tokens, 0))
-
-
-class Segments(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.layers = nnx.List([SegmentLayer(rngs) for _ in range(4)])
-        self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens, segments):
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x, tokens, segments)
-        return self.head(x)
-
-
-def segment_batch(rows: int) -> dict[str, Any]:
-    found = text(rows)
-    segments = np.random.default_rng(4).integers(0, 3, (rows, LENGTH)).cumsum(1)
-    return found | {"segments": segments.astype(np.int32), "extra": None}
-
-
-class StateSpace(nnx.Module):
-    """A diagonal linear recurrence by an associative scan, gated."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.enter = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.decay = nnx.Param(jnp.linspace(-2.0, 2.0, WIDTH))
-        self.leave = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        h, gate = jnp.split(self.enter(self.norm(x)), 2, -1)
-        decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]), h.shape)
-        join = lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1])  # noqa: E731
-        _, h = jax.lax.associative_scan(join, (decay, h), axis=1)
-        return x + self.leave(h * jax.nn.silu(gate))
-
-
-class StateSpaces(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.embed = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([StateSpace(rngs) for _ in range(4)])
-        self.logits = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.logits(x)
+        return x
 
 
 CASES = [
     Case("caching_decoder", CachingDecoder, caching_loss, text),
     Case("first_layer_bias", FirstLayerBias, language_loss, text),
-    Case("experts", Experts, experts_loss, text),
-    Case(
-        "side_integers",
-        Segments,
-        lambda model, batch: cross_entropy(model(batch["tokens"], batch["segments"]), batch),
-        segment_batch,
-    ),
-    Case("state_space", StateSpaces, language_loss, text, layers="blocks"),
 ]

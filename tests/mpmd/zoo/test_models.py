@@ -23,10 +23,6 @@ def test_the_plain_step_trains_every_used_parameter(case: Case):
         assert not np.array_equal(run.before[f"model/{path}"], run.after[f"model/{path}"]), path
 
 
-def test_names_of_cases_are_unique():
-    assert len(BY_NAME) == len(CASES)
-
-
 @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_sown_values_that_remain_in_the_model_raise():
     sowing = BY_NAME["sow_popped"]._replace(name="sow_left", loss_fn=language_loss)

@@ -1,11 +1,9 @@
 """Unmodified models of many styles, split and pipelined, compared with the plain step on one device."""
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -28,28 +26,25 @@ from tests.mpmd.zoo.base import (
     seed_of,
 )
 from tests.mpmd.zoo.models import BY_NAME, CASES
-from tests.mpmd.zoo.params import RULES, Model
+from tests.mpmd.zoo.params import Model
 from tests.mpmd.zoo.text import DECODERS
 
 ROWS = 2  # of a microbatch
 # Models in which several layers share parameters, or layers are called again after all other layers.
-SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel", "shared_gate", "tied_variables"}
+SHARING = {"listed_twice", "listed_alternating", "looped", "borrowed_kernel"}
 SHARING |= {"unread_variables"}  # a variable that no stage reads is stored where its value is computed
-# Models that send more than one activation: skips, memories, conditions, losses and metrics of earlier layers.
-SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "shared_gate"}
-SENDING_MORE |= {"encoder_decoder", "experts", "u_net", "dense_skips", "two_towers", "diffusion", "autoencoder"}
-SENDING_MORE |= {"position_tables", "regularised", "early_exits", "first_layer_bias"}
-SENDING_MORE |= {"statistics_of_the_first_layer", "clipped_kernel", "teacher", "decoder_experts_scanned"}
-SENDING_MORE |= {f"rule_in_{name}" for name in RULES}
+# Models that send more than one activation: skips, conditions, losses and metrics of earlier layers.
+SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured", "encoder_decoder"}
+SENDING_MORE |= {"dense_skips", "two_towers", "diffusion", "position_tables", "regularised"}
+SENDING_MORE |= {"first_layer_bias", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
+SENDING_MORE |= {"decoder_experts_scanned"}
 # Models of which several stages read a variable that changes, so that each of them has its own copy.
 COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
-COMPLEX = {"fourier", "complex_state", "complex_parameters"}
 
 ignore_sow = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 # Every model in two stages; models whose stages share parameters or have copies of a variable also in four, on four
 # groups or two; models whose derivatives are a special case also with a split backward pass.
-SPLIT_BACKWARD = {*COMPLEX, "assigned", "swapped", "changed_parameters", "changed_stack", "bfloat16_stream"}
-SPLIT_BACKWARD |= {f"rule_in_{name}" for name in RULES} | {case.name for case in DECODERS}
+SPLIT_BACKWARD = {"changed_parameters", "changed_stack", "bfloat16_stream", *(case.name for case in DECODERS)}
 RUNS = [(case.name, 2, "1f1b") for case in CASES]
 RUNS += [(name, 4, "1f1b") for name in sorted(SHARING | COPYING | {"bfloat16_stream"})]
 RUNS += [(name, 2, "interleaved-1f1b") for name in sorted(COPYING)]
@@ -151,33 +146,14 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
             assert users == (staged.stage_of(layer),), leaf.path
     every = {path for path, _ in named_leaves(nnx.state(nnx.eval_shape(case.make)))}
     assert {leaf.path for leaf in staged.leaves} == every
-    received = [[v.aval.dtype for v in stage.received] for stage in staged.cut(staged.example).stages]
+    received = [len(stage.received) for stage in staged.cut(staged.example).stages]
     if case.name in SENDING_MORE:
-        assert num_stages < 4 or sum(map(len, received)) > 3
+        assert num_stages < 4 or sum(received) > 3
     else:
-        assert list(map(len, received)) == [0] + [1] * (num_stages - 1)
-    if case.name in COMPLEX and num_stages > 1:
-        assert received[-1] == [jnp.complex64]
+        assert received == [0] + [1] * (num_stages - 1)
 
 
 # --- the comparison itself ---
-
-
-@pytest.mark.slow
-def test_the_comparison_detects_a_dropped_microbatch():
-    case = BY_NAME["residual"]
-    pipeline = pipeline_of(case, groups(pp=2))
-    rows = tuple(tuple(action for action in row if action.microbatch != 1) for row in pipeline.schedule.rows)
-    pipeline.schedule = replace(pipeline.schedule, rows=rows)  # bypasses the check of the pipeline, which would raise
-    found = differences(plain_run(case), piped_run(case, pipeline))
-    assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
-
-
-@pytest.mark.slow
-def test_the_comparison_detects_swapped_stages():
-    case, swapped = BY_NAME["residual"], BY_NAME["reversed"]._replace(name="residual")
-    found = differences(plain_run(case), piped_run(swapped, pipeline_of(swapped, groups(pp=2))))
-    assert "step 0: loss" in found and "after model/layers/0/up/kernel" in found
 
 
 def test_the_comparison_detects_stale_weights():

@@ -4,41 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.models import make_decoder, next_token_loss
 from tests.mpmd.runtime.pipelines import CONFIG, decoder_batch
 from tests.mpmd.zoo.base import LENGTH, VOCAB, WIDTH, Case, Decoder, cross_entropy, language_loss, text
-
-HEADS, HEAD = 2, 8
-
-
-class Attention(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, rate: float = 0.0):
-        self.qkv = nnx.LinearGeneral(WIDTH, (3, HEADS, HEAD), use_bias=False, rngs=rngs)
-        self.out = nnx.LinearGeneral((HEADS, HEAD), WIDTH, axis=(-2, -1), use_bias=False, rngs=rngs)
-        self.drop = nnx.Dropout(rate, rngs=rngs)
-
-    def __call__(self, x, mask):
-        q, k, v = jnp.moveaxis(self.qkv(x), -3, 0)
-        scores = jnp.where(mask, jnp.einsum("bqhd,bkhd->bhqk", q, k) / HEAD**0.5, -1e9)
-        return self.out(jnp.einsum("bhqk,bkhd->bqhd", self.drop(jax.nn.softmax(scores)), v))
-
-
-class MLP(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.gate_up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(2 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
-
-    def __call__(self, x):
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
-
-
-def causal(length: int = LENGTH) -> jax.Array:
-    return jnp.tril(jnp.ones((length, length), bool))[None, None]
+from tests.mpmd.zoo.side_values import HEADS, MLP, Attention, causal
 
 
 class CrossLayer(nnx.Module):
@@ -60,7 +31,7 @@ class SelfLayer(nnx.Module):
         self.norm1, self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
 
     def __call__(self, x, mask):
-        x = x + self.attention(self.norm1(x), mask)
+        x = x + self.attention(self.norm1(x), mask=mask)[0]
         return x + self.mlp(self.norm2(x))
 
 
@@ -104,7 +75,7 @@ class DropLayer(nnx.Module):
         self.norm, self.drop = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.drop(self.attention(self.norm(x), causal()))
+        x = x + self.drop(self.attention(self.norm(x), mask=causal())[0])
         return x + self.drop(self.mlp(x))  # the same Dropout again, with its next counter
 
 
@@ -118,16 +89,6 @@ class Dropping(Decoder):
 
     def run(self, x):
         return self.drop(super().run(self.drop(x)))
-
-
-class RematDropLayer(DropLayer):
-    @nnx.remat
-    def __call__(self, x):
-        return super().__call__(x)
-
-
-class RematDropping(Dropping):
-    layer = RematDropLayer
 
 
 class OneStream(Decoder):
@@ -147,18 +108,6 @@ class OneStream(Decoder):
         return x
 
 
-class Recurrent(Decoder):
-    """Recurrent layers: a scan over time within each layer, not over the layers."""
-
-    def make_layers(self, depth, rngs):
-        return nnx.List([nnx.RNN(nnx.GRUCell(WIDTH, WIDTH, rngs=rngs)) for _ in range(depth)])
-
-    def run(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 def decoder(name: str, **kinds: Any) -> Case:
     """The decoder of flax_mesh.models."""
     return Case(name, lambda: make_decoder(replace(CONFIG, **kinds), nnx.Rngs(0)), next_token_loss, decoder_batch)
@@ -174,8 +123,6 @@ DECODERS = [
 CASES = [
     Case("encoder_decoder", Translator, translation_loss, text, layers=("encoder/layers", "decoder/layers")),
     Case("dropout", Dropping, language_loss, text),
-    Case("dropout_in_remat", RematDropping, language_loss, text),
     Case("one_random_stream", OneStream, language_loss, text),
-    Case("recurrent", Recurrent, language_loss, text),
     *DECODERS,
 ]

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from tests.mpmd.zoo.base import WIDTH, Case, squared_loss, vectors
@@ -36,33 +35,6 @@ class Model(nnx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class RememberingLayer(Layer):
-    """Reads its input of the previous microbatch, as in Transformer-XL."""
-
-    decay = 0.0
-
-    def __init__(self, rngs: nnx.Rngs):
-        super().__init__(rngs)
-        self.recall, self.memory = nnx.Linear(WIDTH, WIDTH, rngs=rngs), Memory(jnp.zeros((ROWS, WIDTH)))
-
-    def __call__(self, x):
-        y = x + jnp.tanh(self.linear(x) + self.recall(self.memory[...]))
-        self.memory[...] = self.decay * self.memory[...] + jax.lax.stop_gradient(x) if self.decay else x
-        return y
-
-
-class DecayingLayer(RememberingLayer):
-    decay = 0.5
-
-
-class Remembering(Model):
-    layer = RememberingLayer
-
-
-class Decaying(Model):
-    layer = DecayingLayer
 
 
 class Counting(Model):
@@ -151,48 +123,6 @@ class Unread(Model):
     layer = UnreadLayer
 
 
-TABLE = np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH) / 64
-
-
-class Assigned(Model):
-    """Variables whose new values no equation computes: a literal, a constant, an input, parameters that are copied."""
-
-    def __init__(self):
-        super().__init__()
-        self.flag, self.constant = Memory(jnp.asarray(False)), Memory(jnp.zeros((ROWS, WIDTH)))
-        self.input, self.target = Memory(jnp.zeros((ROWS, WIDTH))), Memory(jnp.zeros((WIDTH, WIDTH)))
-        self.copies = nnx.List([Memory(jnp.zeros((WIDTH, WIDTH))) for _ in range(2)])  # nothing reads them
-
-    def __call__(self, x):
-        first, *_, last = (layer.linear.kernel for layer in self.layers)
-        y = jnp.where(self.flag[...], x, 2 * x) + self.constant[...] + self.input[...]
-        y = super().__call__(y) + x @ self.target[...]
-        self.flag[...], self.constant[...] = jnp.asarray(True), jnp.asarray(TABLE)
-        self.input[...], self.target[...] = x, last[...]
-        self.copies[0][...], self.copies[1][...] = last[...], first[...]
-        return y
-
-
-class Swapped(Model):
-    """Pairs of variables that change places: of the first stage, in a jit, of two stages, and without a reader."""
-
-    def __init__(self):
-        super().__init__()
-        size = (ROWS, WIDTH)
-        self.pairs = nnx.List([nnx.List([Memory(jnp.zeros(size)), Memory(jnp.ones(size))]) for _ in range(4)])
-        self.delayed = nnx.List([Memory(jnp.zeros(size)) for _ in range(2)])  # the last results; nothing reads them
-
-    def __call__(self, x):
-        plain, in_jit, across, unread = self.pairs
-        y = super().__call__(x + plain[0][...] - 0.5 * in_jit[0][...] + across[0][...]) + across[1][...]
-        for a, b in (plain, across, unread):
-            a[...], b[...] = b[...], a[...]
-        a, b = in_jit
-        a[...], b[...] = jax.jit(lambda a, b: (b, a))(a[...], b[...])
-        self.delayed[0][...], self.delayed[1][...] = self.delayed[1][...], y
-        return y
-
-
 class SpectralLayer(Layer):
     def __init__(self, rngs: nnx.Rngs):
         self.linear = nnx.SpectralNorm(nnx.Linear(WIDTH, WIDTH, rngs=rngs), rngs=rngs)
@@ -200,43 +130,6 @@ class SpectralLayer(Layer):
 
 class Spectral(Model):
     layer = SpectralLayer
-
-
-class Fourier(Model):
-    """A complex residual stream, with layers that act on its real part."""
-
-    def __call__(self, x):
-        z = jnp.fft.fft(x)
-        for layer in self.layers:
-            z = z * jnp.tanh(layer(z.real))
-        return jnp.abs(z)
-
-
-class ComplexState(Model):
-    """A diagonal state-space model: real parameters, a complex state."""
-
-    def __call__(self, x):
-        z = x + 0j
-        for layer in self.layers:
-            decay = jax.lax.complex(-jnp.exp(layer.linear.kernel[1]), layer.linear.kernel[0])
-            z = jnp.exp(decay) * z + layer.linear(x)
-        return (z * jnp.conj(z)).real
-
-
-class ComplexLayer(Layer):
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(WIDTH, WIDTH, param_dtype=jnp.complex64, rngs=rngs)
-
-    def __call__(self, x):
-        y = self.linear(x)
-        return x + y / (1 + jnp.abs(y))  # tanh has poles in the complex plane
-
-
-class ComplexParameters(Model):
-    layer = ComplexLayer
-
-    def __call__(self, x):
-        return jnp.abs(super().__call__(x))
 
 
 class HalfLayer(Layer):
@@ -277,20 +170,13 @@ def vectors_and_keys(rows: int) -> dict[str, Any]:
 
 CASES = [
     Case("counter", Counting, squared_loss, vectors),  # the first one, which runs by default, is cheap
-    Case("memory_of_the_input", Remembering, squared_loss, vectors),
-    Case("decaying_memory", Decaying, squared_loss, vectors),
     Case("statistics_of_the_first_layer", Following, squared_loss, vectors),
     Case("clipped_kernel", ClippedKernel, squared_loss, vectors),
     Case("teacher", Teacher, teacher_loss, vectors, layers="student/layers"),
     Case("unread_variables", Unread, squared_loss, vectors),
     Case("spectral_norm", Spectral, squared_loss, vectors),
-    Case("assigned", Assigned, squared_loss, vectors),
-    Case("swapped", Swapped, squared_loss, vectors),
     Case("changed_parameters", lambda: changed.Net(nnx.Rngs(0)), changed.loss_fn, changed.make_batch),
     Case("changed_stack", lambda: changed.Stack(nnx.Rngs(0)), changed.loss_fn, changed.make_batch),
-    Case("fourier", Fourier, squared_loss, vectors),
-    Case("complex_state", ComplexState, squared_loss, vectors),
-    Case("complex_parameters", ComplexParameters, squared_loss, vectors),
     Case("bfloat16_stream", Half, squared_loss, vectors),
     Case("empty_parameters_and_keys", Noisy, noisy_loss, vectors_and_keys, unused=("empty/0", "empty/1")),
 ]

@@ -1,10 +1,11 @@
-"""Models of images and vectors: convolutions with batch norm, patches, U-nets, two towers, diffusion, autoencoders."""
+"""Models of images and vectors: convolutions with batch norm, patches, skips, two towers, diffusion, autoencoders."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from tests.mpmd.zoo.base import WIDTH, Case, images, label_loss, squared_loss, vectors
+from tests.mpmd.zoo.variables import Layer
 
 
 class ConvBlock(nnx.Module):
@@ -37,30 +38,6 @@ class ConvNet(nnx.Module):
             if i == 1:
                 x = nnx.max_pool(x, (2, 2), strides=(2, 2))
         return self.classifier(x.mean((1, 2)))
-
-
-class Stages(nnx.Module):
-    """A list of lists: stages of different widths, each with its blocks and a downsampling layer."""
-
-    def __init__(self, rngs: nnx.Rngs, width: int, depth: int):
-        self.down = nnx.Conv(width // 2, width, (2, 2), strides=(2, 2), use_bias=False, rngs=rngs)
-        self.blocks = nnx.List([ConvBlock(width, rngs) for _ in range(depth)])
-
-
-class StagedNet(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.stem = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-        self.stages = nnx.List([Stages(rngs, 8, 2), Stages(rngs, 16, 2)])
-        self.head = nnx.Linear(16, 5, rngs=rngs)
-
-    def __call__(self, image):
-        x = self.stem(image)
-        for stage in self.stages:
-            x = stage.down(x)
-            for block in stage.blocks:
-                x = block(x)
-        return self.head(x.mean((1, 2)))
 
 
 class EncoderBlock(nnx.Module):
@@ -100,39 +77,6 @@ class VisionTransformer(nnx.Module):
         return self.head(self.norm(x[:, 0]))
 
 
-class UNet(nnx.Module):
-    """Two lists with skip connections: the input of the first down layer joins the output of the last up layer, etc."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.enter = nnx.Conv(3, 8, (3, 3), rngs=rngs)
-        self.down = nnx.List([nnx.Conv(8, 8, (3, 3), strides=2, rngs=rngs) for _ in range(3)])
-        self.up = nnx.List([nnx.ConvTranspose(16 if i else 8, 8, (3, 3), strides=(2, 2), rngs=rngs) for i in range(3)])
-        self.leave = nnx.Conv(16, 3, (1, 1), rngs=rngs)
-
-    def __call__(self, image):
-        x, kept = jax.nn.silu(self.enter(image)), []
-        for down in self.down:
-            kept.append(x)
-            x = jax.nn.silu(down(x))
-        for up in self.up:
-            x = jnp.concatenate([jax.nn.silu(up(x)), kept.pop()], -1)
-        return self.leave(x)
-
-
-def restored_loss(model, batch):
-    image = batch["image"]
-    return jnp.sum((model(image + 0.3 * jnp.roll(image, 1, 1)) - image) ** 2), image.shape[0]
-
-
-class Residual(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, width: int = WIDTH):
-        self.norm, self.linear = nnx.LayerNorm(width, rngs=rngs), nnx.Linear(width, width, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.linear(self.norm(x)))
-
-
 class Dense(nnx.Module):
     """Every layer uses the outputs of all previous layers."""
 
@@ -153,8 +97,8 @@ class TwoTowers(nnx.Module):
 
     def __init__(self):
         rngs = nnx.Rngs(0)
-        self.left = nnx.List([Residual(rngs) for _ in range(3)])
-        self.right = nnx.List([Residual(rngs) for _ in range(3)])
+        self.left = nnx.List([Layer(rngs) for _ in range(3)])
+        self.right = nnx.List([Layer(rngs) for _ in range(3)])
         self.temperature = nnx.Param(jnp.asarray(1.0))
 
     def __call__(self, x, y):
@@ -205,39 +149,10 @@ class Diffusion(nnx.Module):
         return errors.sum(), x.shape[0], {"late": jnp.sum(errors * (time > 0.5))}
 
 
-class Autoencoder(nnx.Module):
-    """A random code between encoder and decoder. Its divergence from the prior is a loss of a middle stage."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0, code=5)
-        self.encoder = nnx.List([Residual(rngs) for _ in range(2)])
-        self.to_code = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-        self.decoder = nnx.List([Residual(rngs) for _ in range(3)])
-        self.code = rngs.code.fork()
-
-    def __call__(self, x):
-        for layer in self.encoder:
-            x = layer(x)
-        mean, log_std = jnp.split(self.to_code(x), 2, -1)
-        x = mean + jnp.exp(log_std) * self.code.normal(mean.shape)
-        for layer in self.decoder:
-            x = layer(x)
-        return x, 0.5 * (mean**2 + jnp.exp(2 * log_std) - 2 * log_std - 1).sum(-1)
-
-
-def evidence_loss(model, batch):
-    x, divergence = model(batch["x"])
-    error = jnp.sum((x - batch["x"]) ** 2, -1)
-    return jnp.sum(error + 0.1 * divergence), error.size, {"divergence": divergence.sum(), "error": error.sum()}
-
-
 CASES = [
     Case("conv_batch_norm", ConvNet, label_loss, images, layers="blocks"),
-    Case("lists_in_lists", StagedNet, label_loss, images, layers=("stages/0/blocks", "stages/1/blocks")),
     Case("vision_transformer", VisionTransformer, label_loss, images, layers="encoder"),
-    Case("u_net", UNet, restored_loss, images, layers=("down", "up")),
     Case("dense_skips", Dense, squared_loss, vectors),
     Case("two_towers", TwoTowers, pair_loss, vectors, layers=("left", "right")),
     Case("diffusion", Diffusion, lambda model, batch: model.loss(batch["x"]), vectors, layers="blocks"),
-    Case("autoencoder", Autoencoder, evidence_loss, vectors, layers=("encoder", "decoder")),
 ]
