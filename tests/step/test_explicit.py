@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import abstract_state, create_mesh, current_mesh, shard
 from flax_mesh.errors import ShardingError
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.train import init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
@@ -110,20 +109,6 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_step_equals_that_on_one_device(num_microbatches: int):
     assert_same(step_on("explicit", num_microbatches), step_on("auto", 1, (1, 1, 1)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb-h1", marks=pytest.mark.slow)])
-def test_a_pipeline_equals_the_step_on_one_device(schedule: str):
-    groups = MpmdMesh(create_mesh((2, 1, 2, 2), ("pp", *NAMES), axis_types="explicit"), "pp")
-    make = lambda: make_net()[0]  # noqa: E731
-    staged = split_stages(
-        loss_fn, make, batch_of(), mesh=groups, schedule=schedule, num_microbatches=4, layers="layers"
-    )
-    pipeline = Pipeline(staged, OPTIMIZER)
-    state, metrics = pipeline.step(pipeline.init_state(), batch_of())
-    found = {name: float(x) for name, x in metrics.items()}, gradients(state)
-    assert_same(found, step_on("auto", 1, (1, 1, 1)))
 
 
 def test_an_evaluation_equals_that_on_one_device():

@@ -111,20 +111,6 @@ def random_array(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(value, leaf.sharding)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("style", ["annotated", "tied_module", "pytree", "linen"])
-def test_init_model_returns_the_model_that_make_returns(style, mesh):
-    with nnx.use_eager_sharding(False):
-        expected = STYLES[style]()
-    with MODES["tree"]():
-        model = fm.init_model(STYLES[style], fm.abstract_state(STYLES[style], mesh, rules_of(style)))
-    found, wanted = leaves_of(nnx.state(model)), leaves_of(nnx.state(expected))
-    assert found.keys() == wanted.keys()
-    for path, value in wanted.items():
-        np.testing.assert_allclose(found[path], value, rtol=1e-6, atol=1e-6, err_msg=path)
-    assert type(model) is STYLES[style]
-
-
 @pytest.mark.parametrize(
     ("style", "saved_in", "restored_in"),
     [
@@ -244,11 +230,6 @@ def test_rules_that_split_the_layers_of_a_stage_are_refused():
     )
     with pytest.raises(ShardingError, match=r"layers/calls: .*1 layers of a stage into 2 parts\n.*layers=\.\.\."):
         Pipeline(staged, OPTIMIZER, rules="fsdp")
-
-
-def test_a_pytree_passed_instead_of_a_function_is_refused(mesh):
-    with pytest.raises(TypeError, match=r"make must be a function .* PytreeModel"):
-        fm.abstract_state(PytreeModel(), mesh, "fsdp")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("mode", ["graph", "tree", "no_eager_sharding"])

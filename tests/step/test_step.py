@@ -22,33 +22,6 @@ def weighted_loss(model, batch):
     return jnp.sum(error * batch["w"]), jnp.sum(batch["w"]), {"errors": jnp.sum(error > 0.5, where=batch["w"] > 0)}
 
 
-def assert_same_leaves(a, b, **tolerance):
-    for (path, x), (_, y) in zip(named_leaves(a.to_nnx()), named_leaves(b.to_nnx()), strict=True):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            np.testing.assert_allclose(x, y, err_msg=path, **tolerance)
-
-
-@pytest.mark.slow
-def test_a_step_equals_the_plain_flax_and_optax_step():
-    state = start(make())
-    model, optimizer = state.merge()
-    plain_model, plain_optimizer = nnx.clone(model), nnx.clone(optimizer)
-    for i in range(3):
-        b = batch(seed=i)
-        mean = lambda m, b=b: weighted_loss(m, b)[0] / jnp.sum(b["w"])  # noqa: E731
-        loss, grads = nnx.value_and_grad(mean)(plain_model)
-        norm = optax.tree.norm(grads)
-        plain_optimizer.update(plain_model, grads)
-        state, metrics = make_train_step(weighted_loss, state)(state, b)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-        assert metrics["weight"] == b["w"].sum()
-    model, _ = state.merge()
-    for (path, x), (_, y) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(plain_model)), strict=True):
-        if path.startswith("layers"):
-            np.testing.assert_allclose(x, y, atol=1e-6, err_msg=path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
@@ -85,7 +58,9 @@ def test_batch_statistics_are_the_same_on_a_mesh_as_on_one_device():
     one, _ = run(weighted_loss, start(maker), batches)
     sharded = [jax.device_put(b, place) for b in batches]
     eight, _ = run(weighted_loss, start(maker, mesh), sharded)
-    assert_same_leaves(one, eight, atol=2e-6)
+    for (path, x), (_, y) in zip(named_leaves(one.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
+        if "rngs" not in path:
+            np.testing.assert_allclose(x, y, err_msg=path, atol=2e-6)
     first = start(maker, mesh)
     assert not np.allclose(first.merge()[0].norm.mean[...], eight.merge()[0].norm.mean[...])
     for (path, a), (_, b) in zip(named_leaves(first.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
@@ -117,18 +92,17 @@ def test_dropout_masks_depend_on_seed_step_and_microbatch_but_not_on_the_mesh():
 
 
 def test_a_scanned_stack_has_the_same_streams_as_the_list_of_its_layers():
-    keys = nnx.Rngs(0)
-    listed = nnx.state(nnx.Dict(layers=nnx.List([nnx.Dropout(0.5, rngs=keys) for _ in range(3)])))
-    stacked = nnx.state(
-        nnx.Dict(layers=nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(0), 3)))
-    )
-    a = dict(named_leaves(reseed(listed, (1, 2, 3), ["layers"])))
-    b = dict(named_leaves(reseed(stacked, (1, 2, 3), ["layers"])))
-    for i in range(3):
-        assert (jax.random.key_data(a[f"layers/{i}/rngs/key"]) == jax.random.key_data(b["layers/rngs/key"][i])).all()
-        assert (
-            jax.random.key_data(a[f"layers/{i}/rngs/key"]) != jax.random.key_data(a[f"layers/{(i + 1) % 3}/rngs/key"])
-        ).any()
+    rngs, keys = nnx.Rngs(0), jax.random.split(jax.random.key(0), 3)
+    listed = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(3)])
+    stacked = nnx.vmap(lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)))(keys)
+
+    def streams(layers):
+        found = dict(named_leaves(reseed(nnx.state(nnx.Dict(layers=layers)), (1, 2, 3), ["layers"])))
+        return {path: jax.random.key_data(x).tolist() for path, x in found.items() if path.endswith("key")}
+
+    of_list = [streams(listed)[f"layers/{i}/rngs/key"] for i in range(3)]
+    assert of_list == streams(stacked)["layers/rngs/key"]
+    assert len(set(map(tuple, of_list))) == 3
 
 
 def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
@@ -162,32 +136,6 @@ def test_a_scalar_loss_has_weight_one_per_microbatch():
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
-def test_tied_weights_remain_one_parameter():
-    class Tied(nnx.Module):
-        def __init__(self):
-            self.a = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
-            self.b = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
-            self.b.kernel = self.a.kernel
-
-        def __call__(self, x):
-            return self.b(self.a(x))
-
-    def create():
-        model = Tied()
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    state = start(create)
-    assert sum("kernel" in p for p, _ in named_leaves(state.to_nnx()["model"])) == 1
-    loss = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
-    kernel = np.asarray(state.merge()[0].a.kernel[...])
-    x = jnp.asarray(batch()["x"])
-    plain = jax.grad(lambda w: jnp.mean((x @ w @ w - 1.0) ** 2))(kernel)
-    state, _ = run(loss, state, [batch()])
-    model, _ = state.merge()
-    assert model.a.kernel is model.b.kernel
-    np.testing.assert_allclose(model.a.kernel[...], kernel - 0.1 * plain, atol=1e-6)
-
-
 def test_frozen_parameters_do_not_change():
     def create():
         model = Net(nnx.Rngs(0))
@@ -199,20 +147,6 @@ def test_frozen_parameters_do_not_change():
     after = dict(named_leaves(state.to_nnx()["model"]))
     assert not np.array_equal(before["layers/0/kernel"], after["layers/0/kernel"])
     assert np.array_equal(before["layers/1/kernel"], after["layers/1/kernel"])
-
-
-def test_a_call_that_adds_a_variable_is_an_error_that_names_it():
-    class Growing(Net):
-        def __call__(self, x):
-            self.more = nnx.BatchStat(jnp.zeros(3))
-            return super().__call__(x)
-
-    def create():
-        model = Growing(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    with pytest.raises(ValueError, match=r"the step changed:\nmore: the call added this variable"):
-        run(weighted_loss, start(create), [batch()])
 
 
 @pytest.mark.slow

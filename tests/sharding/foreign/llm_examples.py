@@ -110,8 +110,7 @@ class Weights:
 
 def quantized(shape: tuple[int, int], axes: tuple[str, str]) -> QuantArray:
     integers = lambda key, shape, dtype: jax.random.randint(key, shape, -127, 128, dtype)  # noqa: E731
-    scales = lambda key, shape, dtype: jnp.full(shape, 0.25 / 73, dtype)  # noqa: E731
-    scale = ArrayInfo(shape[1:], axes[1:], scales, trained=False)
+    scale = ArrayInfo(shape[1:], axes[1:], jax.nn.initializers.constant(0.25 / 73), trained=False)
     return QuantArray(ArrayInfo(shape, axes, integers, jnp.int8, trained=False), scale)
 
 

@@ -131,20 +131,6 @@ ZOO: dict[str, tuple[Any, dict[str, P]]] = {
         [("lora_a$", ("embed", None)), ("lora_b$", (None, "mlp")), ("kernel$", ("embed", "mlp")), ("", ())],
         {"layers/0/linear/lora_a": P("fsdp", None), "layers/1/linear/base_module/kernel": P("fsdp", "tp")},
     ),
-    "linen_layers": (
-        [("Dense_0/kernel$", ("embed", "mlp")), ("Dense_1/kernel$", ("mlp", "embed")), ("", ())],
-        {"layers/0/Dense_0/kernel": P("fsdp", "tp"), "layers/1/Dense_1/kernel": P("tp", "fsdp")},
-    ),
-    "vision_transformer": (
-        [
-            ("patches/kernel$", (None, None, None, "mlp")),
-            ("(query|key|value)/kernel$", ("embed", "heads", None)),
-            ("out/kernel$", ("heads", None, "embed")),
-            ("mlp/layers/\\d/kernel$", ("embed", "mlp")),
-            ("", ()),
-        ],
-        {"encoder/0/attention/out/kernel": P("tp", None, "fsdp"), "encoder/3/mlp/layers/0/kernel": P("fsdp", "tp")},
-    ),
     "residual": ("fsdp", {"embed/embedding": P("fsdp", None)}),
 }
 OF_ZOO = [

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,13 @@ from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.train import TrainState, abstract_train_state, init_train_state, make_train_step
-from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, differences, leaves_of, merged_leaves, seed_of, start
+from tests.mpmd.zoo.base import FAST, OPTIMIZER, Run, differences, merged_leaves, run_steps, seed_of, start
 from tests.sharding.foreign import llm_explicit, maxtext
 from tests.sharding.foreign.styles import BY_NAME, STYLES, Style, context_of, make_both, mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 NAMES = [style.case.name for style in STYLES]
-ROWS, MICROBATCHES, STEPS = 32, 4, 2
+ROWS, MICROBATCHES = 32, 4
 ONE_LAYER_EACH = make_schedule("1f1b", num_groups=2, num_microbatches=MICROBATCHES)  # of two layers
 # The zoo compares all schedules; here, one with stages in order, and a folded one with split backward passes.
 PIPELINES = [(name, schedule) for name in NAMES for schedule in ("1f1b", "zb-v")]
@@ -46,47 +45,28 @@ def axes_of(style: Style) -> fm.PartitionAxis:
     return fm.PartitionAxis(batch_axis=style.batch)
 
 
-def run(state: TrainState, step: Callable[..., Any], batch: Any, leaves=leaves_of) -> Run:
-    before, metrics = leaves(state), []
-    for _ in range(STEPS):
-        state, row = step(state, batch)
-        metrics.append({name: np.asarray(x) for name, x in row.items()})
-    return Run(before, leaves(state), metrics)
-
-
 def train(style: Style, state: TrainState, mesh: Mesh) -> Run:
     case = style.case
     kinds: dict[str, Any] = {"layers": case.layers, "axes": axes_of(style), "compiler_options": FAST}
     step = make_train_step(case.loss_fn, state, seed=seed_of(case), num_microbatches=MICROBATCHES, **kinds)
-    return run(state, step, fm.shard(case.batch(ROWS), PartitionSpec(style.batch), mesh))
-
-
-def on_one_device(style: Style, leaves: Any, state: TrainState) -> TrainState:
-    sharding = NamedSharding(mesh_of(style, (1, 1, 1)), PartitionSpec())
-    return dataclasses.replace(state, leaves=jax.device_put(tuple(leaves), sharding))
+    return run_steps(step, state, fm.shard(case.batch(ROWS), PartitionSpec(style.batch), mesh))
 
 
 @functools.cache
 def plain(name: str, depth: int | None = None) -> Run:
     """The steps on one device, from values that are computed operation by operation."""
     style = with_layers(name, depth)
-    with jax.set_mesh(mesh_of(style, (1, 1, 1))):
+    with jax.set_mesh(mesh := mesh_of(style, (1, 1, 1))):
         state = start(style.case)
-    return train(style, on_one_device(style, state.leaves, state), mesh_of(style, (1, 1, 1)))
+    leaves = jax.device_put(state.leaves, NamedSharding(mesh, PartitionSpec()))
+    return train(style, dataclasses.replace(state, leaves=leaves), mesh)
 
 
 def pipeline_of(style: Style, schedule: Schedule = ONE_LAYER_EACH) -> Pipeline:
     case = style.case
     mesh = mesh_of(style._replace(mesh_axes=("pp", *style.mesh_axes)), (schedule.num_groups, *style.group))
-    staged = split_stages(
-        case.loss_fn,
-        case.make,
-        case.batch(ROWS),
-        mesh=MpmdMesh(mesh, "pp"),
-        schedule=schedule,
-        layers=case.layers,
-        wrt=case.wrt,
-    )
+    kinds: dict[str, Any] = {"schedule": schedule, "layers": case.layers, "wrt": case.wrt}
+    staged = split_stages(case.loss_fn, case.make, case.batch(ROWS), mesh=MpmdMesh(mesh, "pp"), **kinds)
     return Pipeline(staged, OPTIMIZER, axes=axes_of(style), seed=seed_of(case), compiler_options=FAST)
 
 
@@ -157,7 +137,7 @@ def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
     style = with_layers(name, plan.num_stages)
     with context_of(style):
         pipeline = pipeline_of(style, plan)
-        found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
+        found = run_steps(pipeline.step, pipeline.init_state(), style.case.batch(ROWS))
         assert differences(plain(name, plan.num_stages), found) == []
 
 
@@ -194,7 +174,7 @@ def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
     style = BY_NAME["maxtext_listed"]
     with context_of(style):
         pipeline = pipeline_of(style._replace(case=style.case._replace(make=listed)))
-        found = run(pipeline.init_state(), pipeline.step, style.case.batch(ROWS), merged_leaves)
+        found = run_steps(pipeline.step, pipeline.init_state(), style.case.batch(ROWS))
         assert differences(plain("maxtext_listed"), found) == []
         fixed = functools.partial(listed, mesh_of(style))
         message = r"constrains arrays to a mesh of devices, .*\n.*maxtext.py:\d+ .* on 8 devices"
@@ -202,17 +182,23 @@ def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
             pipeline_of(style._replace(case=style.case._replace(make=fixed)))
 
 
-def test_a_constructor_that_keeps_a_mesh_of_devices_is_refused_in_a_pipeline():
-    style = BY_NAME["llm_explicit"]
-    make = functools.partial(llm_explicit.make, mesh=mesh_of(style))
-    message = r"llm_examples.py:\d+ \(Weights.init\): .* on 8 devices\n.*pass flax_mesh.current_mesh\(\)"
-    with context_of(style), pytest.raises(CutError, match=message):
-        pipeline_of(style._replace(case=style.case._replace(make=make)))
-
-
-def test_a_stack_along_another_dim_than_the_first_is_refused_in_a_pipeline():
-    style = BY_NAME["maxtext_scanned"]
-    make = lambda: maxtext.Decoder(maxtext.Config(param_scan_axis=1), rngs=nnx.Rngs(0))  # noqa: E731
-    message = "layers is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0"
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (
+            "llm_explicit",
+            lambda mesh: llm_explicit.make(mesh=mesh),
+            r"llm_examples.py:\d+ \(Weights.init\): .* on 8 devices\n.*pass flax_mesh.current_mesh\(\)",
+        ),
+        (
+            "maxtext_scanned",
+            lambda mesh: maxtext.Decoder(maxtext.Config(param_scan_axis=1), rngs=nnx.Rngs(0)),
+            "layers is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0",
+        ),
+    ],
+)
+def test_a_fixed_mesh_and_a_stack_along_another_dim_than_the_first_are_refused_in_a_pipeline(name, make, message):
+    style = BY_NAME[name]
+    make = functools.partial(make, mesh_of(style))
     with context_of(style), pytest.raises(CutError, match=message):
         pipeline_of(style._replace(case=style.case._replace(make=make)))
