@@ -4,6 +4,7 @@ On CPUs splash attention is interpreted. `tests/plan/test_compile.py` compiles i
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -259,16 +260,6 @@ def test_splash_attention_on_a_mesh_equals_that_of_one_device(shape):
     assert distance(found, value_and_gradients("xla", 130, True)) < TOLERANCE
 
 
-@pytest.mark.slow
-def test_splash_attention_in_bfloat16_is_as_exact_as_that_of_xla():
-    """Both round queries, keys, values and results to 8 bits; XLA rounds the weights too, splash the scaled queries."""
-    rounded = [x.astype(jnp.float32) for x in arrays(jnp.bfloat16)[:3]]
-    q, k, v = rounded
-    exact = np.asarray(jax.nn.dot_product_attention(q, k, v, is_causal=True))
-    splash, xla = (value_and_gradients(kernel, 0, False, jnp.bfloat16)[0] for kernel in ("splash", "xla"))
-    assert 2**-12 < np.abs(splash - exact).max() < 1.5 * np.abs(xla - exact).max() < 2**-5
-
-
 def gradients(config: DecoderConfig, mesh: Any = None) -> Any:
     graphdef, state = nnx.split(small(config))
     ids = np.arange(4 * 256).reshape(4, 256) // 100
@@ -278,17 +269,11 @@ def gradients(config: DecoderConfig, mesh: Any = None) -> Any:
         return named_leaves(compute(state, batch))
 
 
-MESHES = ((2, 2, 1, 2, 1), (2, 1, 1, 2, 2), (1, 1, 4, 2, 1), (1, 1, 1, 1, 2))
 DECODERS = [  # model, shape of the mesh, axis types
-    ({"scan": True, "sliding_window": 150, "remat": "attention"}, MESHES[0], "explicit"),
-    ({"remat": "none"}, MESHES[0], "auto"),
-    ({"remat": "full", "sliding_window": 100}, MESHES[1], "explicit"),
-    ({"remat": "attention+mlp_up", "scan": True}, MESHES[1], "auto"),
-    ({"remat": "attention@host", "sliding_window": 100}, MESHES[2], "auto"),
-    ({"remat": "dots_saveable"}, MESHES[2], "explicit"),
-    ({"remat": "dots_saveable", "scan": True}, MESHES[3], "auto"),
-    ({"remat": "attention@host", "scan": True}, MESHES[3], "explicit"),
-    ({"remat": "full", "scan": True}, None, "auto"),
+    ({"scan": True, "sliding_window": 150, "remat": "attention"}, (2, 2, 1, 2, 1), "explicit"),
+    ({"remat": "attention+mlp_up", "scan": True}, (2, 1, 1, 2, 2), "auto"),
+    ({"remat": "dots_saveable"}, (1, 1, 4, 2, 1), "explicit"),
+    ({"remat": "attention@host", "scan": True}, (1, 1, 1, 1, 2), "auto"),
 ]
 
 
@@ -297,8 +282,7 @@ DECODERS = [  # model, shape of the mesh, axis types
 def test_a_decoder_with_splash_attention_has_the_gradients_of_one_with_xla(change, shape, axis_types):
     """With packed batches, remat, lists and stacks of layers, on all meshes."""
     config = dataclasses.replace(LONG, num_layers=2, **change)
-    devices = jax.devices()[: int(np.prod(shape or 1))]
-    mesh = None if shape is None else create_mesh(shape, axis_types=axis_types, devices=devices)
+    mesh = create_mesh(shape, axis_types=axis_types, devices=jax.devices()[: math.prod(shape)])
     found = gradients(dataclasses.replace(config, attention="splash"), mesh)
     wanted = gradients(dataclasses.replace(config, remat="none"))
     for (path, a), (_, b) in zip(found, wanted, strict=True):

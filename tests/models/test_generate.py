@@ -251,31 +251,6 @@ def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(s
     np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.03)
 
 
-def own_slot_missing(self, num_slots, window):
-    slots = jnp.arange(num_slots)
-    return (slots < self.lengths_B[:, None]) | ((slots >= self.prompt) & (slots < self.used))
-
-
-def padding_read(self, num_slots, window):
-    return jnp.broadcast_to(jnp.arange(num_slots) <= self.used, (len(self.lengths_B), num_slots))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("part", "mistake"),
-    [
-        ("mask_BT", own_slot_missing),
-        ("mask_BT", padding_read),
-        ("positions_B", property(lambda self: jnp.broadcast_to(self.used, self.lengths_B.shape))),
-    ],
-)
-def test_a_mistake_in_the_cache_changes_the_log_probabilities(part, mistake, monkeypatch):
-    monkeypatch.setattr(KVCache, part, mistake)
-    config = dataclasses.replace(CONFIG, rope_theta=9000.0 + len(str(mistake)))  # not a program of another test
-    with pytest.raises(AssertionError):
-        check_with_forward(config, generate(model_on(config), PROMPTS, max_tokens=6), greedy=True)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -20,7 +20,6 @@ CONFIG = DecoderConfig(
     **{"vocab_size": 32, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
     **{"mlp_size": 24, "qk_norm": True, "tied": False},
 )
-TOKENS = np.random.default_rng(0).integers(0, 32, (8, 8)).astype(np.int32)
 MESHES = {
     "one device": ((1, 1, 1, 1, 1), None),
     "dp8": ((8, 1, 1, 1, 1), None),
@@ -28,7 +27,6 @@ MESHES = {
     "dp2 fsdp2 tp2": ((2, 2, 1, 2, 1), None),
     "fsdp4 tp2 without other axes": ((4, 2), ("fsdp", "tp")),
 }
-logits_of = jax.jit(lambda model, tokens: model(tokens))
 
 
 def mesh_of(name):
@@ -39,11 +37,6 @@ def mesh_of(name):
 
 def load_on_one(folder, **options):
     return load_decoder(folder, mesh_of("one device"), **options)
-
-
-def logits_on(mesh, model, tokens=TOKENS):
-    with jax.set_mesh(mesh):
-        return np.asarray(logits_of(model, tokens))
 
 
 @pytest.fixture(scope="module")
@@ -77,42 +70,6 @@ def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, fol
     ):
         assert got.sharding == layout.sharding and got.dtype == want.dtype, path
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), path
-    # The same program on the same values: the loaded arrays, and the saved ones placed by device_put.
-    graphdef, state = nnx.split(source)
-    leaves, treedef = jax.tree.flatten(state)
-    leaves = jax.device_put(leaves, [leaf.sharding for leaf in jax.tree.leaves(abstract)])
-    placed = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-    logits = logits_on(mesh, model)
-    np.testing.assert_array_equal(logits, logits_on(mesh, placed))
-    on_one = np.asarray(logits_of(source, TOKENS))
-    assert on_one.std() > 0.1
-    np.testing.assert_allclose(logits, on_one, atol=1e-5 * np.abs(on_one).max())
-
-
-def test_a_changed_value_in_the_folder_changes_the_logits(source, copy):
-    def change(arrays):
-        arrays["model.layers.1.mlp.down_proj.weight"][0, 0] += 1.0
-        return arrays
-
-    change_arrays(copy, change)
-    model, _ = load_on_one(copy)
-    want = np.asarray(logits_of(source, TOKENS))
-    assert np.abs(logits_on(mesh_of("one device"), model) - want).max() > 1e-3 * np.abs(want).max()
-
-
-def test_no_device_holds_more_than_its_shards(folder):
-    mesh = mesh_of("dp2 fsdp2 tp2")
-    model, _ = load_decoder(folder, mesh)
-    kernel = model.layers[0].mlp.up.kernel[...]
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(8, 12)} and kernel.shape == (16, 24)
-    size = dict.fromkeys(mesh.devices.flat, 0)
-    for path, array in named_leaves(nnx.state(model)):
-        assert len(array.addressable_shards) == 8, path
-        for shard in array.addressable_shards:
-            assert shard.data.shape == array.sharding.shard_shape(array.shape), path
-            size[shard.device] += shard.data.nbytes
-    total = sum(array.nbytes for _, array in named_leaves(nnx.state(model)))
-    assert len(set(size.values())) == 1 and max(size.values()) < 0.4 * total  # kernels in four, norms in full
 
 
 def test_dtype_is_that_of_parameters_and_computation(source, folder):

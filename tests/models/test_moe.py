@@ -1,4 +1,4 @@
-"""The mixture of experts against a plain loop over all experts, on one device and with sharded experts."""
+"""The mixture of experts against a plain loop, on one device and with sharded experts; losses of a decoder with it."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import PartitionRules, ShardingError, abstract_state
-from flax_mesh.models import make_decoder, moe
+from flax_mesh.models import make_decoder, moe, next_token_loss
 from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
-from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, with_random_parameters
+from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, small, with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -262,3 +262,49 @@ def test_router_losses_have_their_analytic_values():
     np.testing.assert_allclose(found["load_balance_loss"], [4.0, 4 * (0.16 + 0.09 + 0.04 + 0.01)], rtol=1e-6)
     np.testing.assert_allclose(found["router_z_loss"], [0.09, 0.04], rtol=1e-6)
     np.testing.assert_allclose(found["expert_load_max"], [4.0, 1.6], rtol=1e-6)
+
+
+def batch_of(rows=4, seq=8, seed=0) -> Any:
+    ids = np.random.default_rng(seed).integers(0, 256, (rows, seq + 1)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+@jax.jit
+def loss_and_aux(model, batch):
+    return next_token_loss(model, batch), model.forward(batch["inputs"])
+
+
+def test_the_loss_is_the_sum_in_its_docstring():
+    model, batch = small(EXPERTS, load_balance_loss=0.5, router_z_loss=0.25), batch_of()
+    batch["targets"][0, :5] = -1
+    (loss, weight, metrics), (logits, aux) = loss_and_aux(model, batch)
+    p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
+    found = router_losses(aux)
+    assert weight == 27 and found["load_balance_loss"].shape == (2,)
+    np.testing.assert_allclose(metrics["cross_entropy"], entropy, rtol=1e-5)
+    added = 27 * (0.5 * sum(found["load_balance_loss"]) + 0.25 * sum(found["router_z_loss"]))
+    np.testing.assert_allclose(loss, entropy + added, rtol=1e-5)
+    for name in ("load_balance_loss", "router_z_loss"):
+        np.testing.assert_allclose(metrics[name], 27 * np.mean(found[name]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_scan_and_remat_do_not_change_results():
+    listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")
+    nnx.update(stacked.layers, jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, listed.layers)))
+    found = []
+    for model in (listed, stacked):
+        graphdef, state = nnx.split(model)
+        loss = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), batch_of())  # noqa: E731
+        compute = jax.value_and_grad(lambda state, loss=loss: (loss(state)[0], loss(state)[2]), has_aux=True)
+        (total, metrics), grads = jax.jit(compute)(state)
+        found.append((total, metrics, dict(named_leaves(grads))))
+    (one, metrics, grads), (other, other_metrics, scanned) = found
+    np.testing.assert_allclose(other, one, rtol=1e-6)
+    for name, value in metrics.items():
+        np.testing.assert_allclose(other_metrics[name], value, rtol=1e-5, err_msg=name)
+    for name in ("router", "gate", "down"):
+        layers = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
+        np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], layers, atol=1e-5, err_msg=name)

@@ -179,26 +179,6 @@ def test_arrays_of_size_0_have_every_layout(rules, over, mesh):
     assert fm.explain_sharding(make, mesh, rules, shard_optimizer_over=over).report.total_parameters == 72
 
 
-def test_messages_name_equal_layers_once(mesh):
-    make = lambda: nnx.Dict(layers=nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0)) for _ in range(4)]))  # noqa: E731
-    state, abstract = nnx.state(make()), fm.abstract_state(make, mesh, "fsdp")
-    wider = lambda: nnx.Dict(layers=nnx.List([nnx.Linear(8, 16, rngs=nnx.Rngs(0)) for _ in range(4)]))  # noqa: E731
-    calls = {
-        r"not found for param: layers/{0..3}/kernel \(8, 8\)": lambda: fm.abstract_state(make, mesh, [("bias", ())]),
-        r"layers/{0..3}/kernel: abstract f32\[8,8\], make": lambda: fm.init_state(wider, abstract),
-        "are not: layers/{0..3}/bias, layers/{0..3}/kernel": lambda: fm.reshard(state, P()),
-        "layers/{0..3}/kernel: missing in specs": lambda: fm.shard(state, {"other": P()}, mesh),
-        "not: layers/{0..3}/kernel": lambda: fm.shard(
-            state, jax.tree.map(lambda x: P() if x.ndim < 2 else 1, state), mesh
-        ),
-        "layers/{0..3}/kernel: an abstract leaf": lambda: fm.get_partition_spec(nnx.state(nnx.eval_shape(make))),
-    }
-    for message, call in calls.items():
-        with pytest.raises(fm.ShardingError, match=message) as error:
-            call()
-        assert "layers/2" not in str(error.value) and len(str(error.value).splitlines()) <= 5
-
-
 def test_a_function_that_returns_an_existing_model_leaves_it_unchanged():
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     before = model.kernel.get_metadata()

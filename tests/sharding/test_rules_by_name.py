@@ -1,5 +1,6 @@
 """rules="fsdp" for models without a table or annotations, and meshes that lack axes which only the defaults name."""
 
+import dataclasses
 import math
 
 import jax
@@ -13,9 +14,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 import flax_mesh as fm
 from flax_mesh.axes import LargestDim
-from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
+from flax_mesh.models import make_decoder
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.tree import named_leaves
+from tests.models.reference import SMALL
 
 P = jax.sharding.PartitionSpec
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 64]), min_size=1, max_size=4).map(tuple)
@@ -122,27 +124,9 @@ def test_explain_reports_replicated_arrays_without_a_finding():
     assert explanation.to_dict()["replicated"][0]["path"] == "head/bias"
 
 
-def decoder(**kinds):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4, "mlp_size": 32}
-    return Decoder(DecoderConfig(**sizes, **kinds), rngs=nnx.Rngs(0))
-
-
-@pytest.mark.slow
-def test_a_mesh_without_the_axes_that_only_defaults_name_is_enough_for_a_decorated_model():
-    """A mesh ("pp", "fsdp") lacks dp, tp, sp and ep, which count as size 1."""
-    make = lambda: decoder(num_layers=1, num_experts=4)  # noqa: E731
-    batch = {"inputs": np.arange(64).reshape(4, 16) % 64, "targets": np.arange(1, 65).reshape(4, 16) % 64}
-    found = []
-    for mesh in (fm.create_mesh((1, 4), ("pp", "fsdp"), devices=jax.devices()[:4]), fm.create_mesh((1, 4, 1, 2, 1))):
-        model = fm.init_model(make, fm.abstract_state(make, mesh))
-        with jax.set_mesh(mesh):
-            found.append(float(jax.jit(next_token_loss)(model, batch)[0]))
-    np.testing.assert_allclose(*found, rtol=1e-5)
-
-
 def test_missing_axes_that_are_passed_are_an_error_with_one_line_for_equal_layers():
     renamed = fm.PartitionAxis(tensor_parallel_axis="model")
-    make = lambda: decoder(num_layers=4)  # noqa: E731
+    make = lambda: make_decoder(dataclasses.replace(SMALL, num_layers=4), nnx.Rngs(0))  # noqa: E731
     line = r"(?m)^layers/{0\.\.3}/attention/q/kernel: dim 1 of rule .*names mesh axis 'model'"
     with pytest.raises(fm.ShardingError, match=line) as error:
         fm.abstract_state(make, mesh_of(pp=2, fsdp=4), axes=renamed)

@@ -108,29 +108,6 @@ def test_training_on_a_mesh_equals_training_on_one_device(name: str, shape: tupl
 
 
 @pytest.mark.slow
-def test_a_plain_nnx_training_loop_runs_on_a_sharded_model():
-    style, losses = BY_NAME["lora"], {}
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        def mean(model):
-            total, weight, _ = style.case.loss_fn(model, batch)
-            return total / weight
-
-        loss, grads = nnx.value_and_grad(mean, argnums=nnx.DiffState(0, style.case.wrt))(model)
-        optimizer.update(model, grads)
-        return loss
-
-    for shape in ((1, 1, 1), (2, 2, 2)):
-        mesh = mesh_of(style, shape)
-        model, optimizer = fm.init_model(make_both(style, OPTIMIZER), abstract_of(style, mesh))
-        batch = fm.shard(style.case.batch(ROWS), PartitionSpec(style.batch), mesh)
-        losses[shape] = [float(step(model, optimizer, batch)) for _ in range(3)]
-    assert losses[2, 2, 2][-1] < losses[2, 2, 2][0]
-    np.testing.assert_allclose(losses[2, 2, 2], losses[1, 1, 1], rtol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), PIPELINES)
 def test_a_pipeline_equals_the_plain_step(name: str, schedule: str):
     plan = make_schedule(schedule, num_groups=2, num_microbatches=MICROBATCHES)
