@@ -3,8 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from flax_mesh.train import apply_overrides, load_recipe
@@ -37,24 +35,11 @@ def test_the_handwritten_step_equals_the_step_of_the_recipe(capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        (gpu.LLAMA_3, "model.remat=full"),
-        (gpu.RECIPE, "model.loss_chunk=0", "model.scan=true"),
-        (gpu.RECIPE, "model.dtype=bfloat16", "model.remat=dots_saveable"),
-    ],
-    ids=lambda settings: settings[-1],
-)
-def test_both_steps_are_equal_with_other_settings(settings, capsys):
-    row = row_of(capsys, *settings)
-    assert row["loss_difference"] < (5e-3 if "model.dtype=bfloat16" in settings else 1e-6)
-
-
-@pytest.mark.slow
-def test_a_different_handwritten_step_is_detected(capsys, monkeypatch):
+def test_both_steps_are_equal_with_a_stack_and_another_one_is_detected(capsys, monkeypatch):
+    settings = (gpu.LLAMA_3, "model.remat=full", "model.loss_chunk=0", "model.scan=true")
+    assert row_of(capsys, *settings)["loss_difference"] < 1e-6
     monkeypatch.setattr("tests.benchmarks.common.plain_llama.rotate", lambda llama, x: x)
-    assert row_of(capsys)["loss_difference"] > 1e-5
+    assert row_of(capsys, *settings)["loss_difference"] > 1e-5
 
 
 def test_kernels_are_counted_once_and_idle_time_is_time_without_kernels():
@@ -71,24 +56,11 @@ def test_kernels_are_counted_once_and_idle_time_is_time_without_kernels():
     text = f'planes {{ id: 1 name: "/device:GPU:0" {" ".join(lines + metadata)} }} planes {{ id: 2 name: "/host:CPU" }}'
     data = jax.profiler.ProfileData
     kernels = summarize(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(text)))
-    assert [(name, calls) for name, _, calls in kernels.longest] == [
-        ("nvjet_gemm", 2),
-        ("loop_add_fusion", 1),
-        ("fmha_kernel", 1),
-    ]
+    assert [one[::2] for one in kernels.longest] == [("nvjet_gemm", 2), ("loop_add_fusion", 1), ("fmha_kernel", 1)]
     assert kernels.total == pytest.approx(1000e-9)
     assert kernels.window == pytest.approx(1000e-9) and kernels.busy == pytest.approx(900e-9)
     assert kernels.kinds == pytest.approx({"product": 600e-9, "other": 300e-9, "attention": 100e-9})
     assert "no kernel ran in 10.0%" in kernels_text(kernels, 1)
-
-
-def test_parameters_of_lists_and_of_stacks_are_equal():
-    leaves = [(f"layers/{i}/mlp/up/kernel", jnp.full((2, 3), i)) for i in range(2)]
-    stacked = [("layers/mlp/up/kernel", jnp.stack([leaf for _, leaf in leaves]))]
-    for given in (leaves, stacked):
-        params = gpu.plain_parameters([*given, ("norm/scale", jnp.ones(2)), ("embed/embedding", jnp.ones((4, 2)))], 2)
-        assert params.keys() == {"layers", "norm", "embed"}
-        assert [np.asarray(layer["up"]).mean() for layer in params["layers"]] == [0, 1]
 
 
 @pytest.mark.slow
