@@ -1,6 +1,5 @@
 """Rules for the imports of every file: the floors of docs/design.md, and the names that are private to each."""
 
-import ast
 import sys
 from functools import cache
 from pathlib import Path
@@ -223,29 +222,3 @@ def test_no_folder_has_too_many_files(root, most):
     folders = {path.parent for path in root.rglob("*.py")}
     sizes = {folder: sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}
     assert not {str(folder): size for folder, size in sizes.items() if size > most}
-
-
-def test_calls_of_nnx_on_modules_name_graph_mode():
-    """Otherwise the structure of a state depends on `nnx.set_graph_mode` at the time of the call."""
-    named = {"split", "state", "iter_graph", "iter_modules", "clone", "unpack"}
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}: nnx.{node.func.attr} without graph=True"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "nnx"
-        and node.func.attr in named
-        and not any(keyword.arg == "graph" for keyword in node.keywords)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_forbidden_imports_are_detected():
-    code = "import jax\nif TYPE_CHECKING:\n    import a\ndef f():\n    from flax_mesh.cli import main\n"
-    assert read_imports(code) == [
-        Import("jax", "jax", True),
-        Import("a", "a", True),
-        Import("flax_mesh.cli.main", "flax_mesh.cli", False),
-    ]
-    assert floor_of("flax_mesh.cli.main") > floor_of("flax_mesh.mpmd.__init__") == floor_of("flax_mesh.mpmd.runtime.x")

@@ -32,35 +32,24 @@ def compiled(mesh, fn, *shapes, specs):
     return jax.jit(mapped).lower(*arrays).compile()
 
 
-# The local shard is f32[4, 4] = 64 bytes. name -> (operation, kind, payload, bytes that one device sends)
+# The local shard is f32[4, 4] = 64 bytes. (operation, kind, payload and bytes that one device of n sends)
 LOCAL = 64
-CASES = {
-    "psum": (lambda x, axes: jax.lax.psum(x, axes), "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
-    "gather": (
-        lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
-        "all-gather",
-        lambda n: LOCAL * n,
-        lambda n: LOCAL * (n - 1),
-    ),
-    "scatter": (
-        lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True),
-        "reduce-scatter",
-        lambda n: LOCAL,
-        lambda n: LOCAL * (n - 1) // n,
-    ),
-    "to_all": (
-        lambda x, axes: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+CASES = [
+    (jax.lax.psum, "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
+    (partial(jax.lax.all_gather, tiled=True), "all-gather", lambda n: LOCAL * n, lambda n: LOCAL * (n - 1)),
+    (partial(jax.lax.psum_scatter, tiled=True), "reduce-scatter", lambda n: LOCAL, lambda n: LOCAL * (n - 1) // n),
+    (
+        partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
         "all-to-all",
         lambda n: LOCAL,
         lambda n: LOCAL * (n - 1) // n,
     ),
-}
+]
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "c"), ("b", "c")], ids="+".join)
-@pytest.mark.parametrize("name", CASES)
-def test_kind_axes_and_bytes_of_a_collective(mesh, name, axes):
-    operation, kind, payload, sent = CASES[name]
+@pytest.mark.parametrize(("operation", "kind", "payload", "sent"), CASES, ids=[case[1] for case in CASES])
+def test_kind_axes_and_bytes_of_a_collective(mesh, operation, kind, payload, sent, axes):
     program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))
     (one,) = read_collectives(program, mesh)
     n = 2 ** len(axes)
@@ -104,10 +93,8 @@ def test_both_branches_of_a_conditional_are_counted(mesh):
         add = lambda axis: partial(jax.lax.psum, axis_name=axis)  # noqa: E731
         return jax.lax.cond(jnp.sum(x) > 0, add("a"), add("b"), x)
 
-    assert {one.axes for one in read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)} == {
-        ("a",),
-        ("b",),
-    }
+    found = read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)
+    assert {one.axes for one in found} == {("a",), ("b",)}
 
 
 def test_a_training_step_reports_its_traffic_by_axis(mesh):
