@@ -23,7 +23,7 @@ from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.attention import attend
 from flax_mesh.models.kernels import Call, choose, misfits
-from flax_mesh.train import DataConfig, RunConfig, TrainConfig, apply_overrides, train
+from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, train
 from flax_mesh.tree import named_leaves
 from tests.models.reference import SMALL, numpy_decoder, small, tokens_of
 
@@ -313,45 +313,21 @@ def test_policies_but_full_save_the_output_of_splash_attention_and_do_not_comput
     assert sorted(kernels_in(found.jaxpr)) == ["dkv", "dq", "fwd", *again]
 
 
-# Runs
-
-
-def run_of(folder: Any, batches: Any, *settings: str) -> tuple[list[float], list[str]]:
-    """The losses of two steps, and the lines that the run prints."""
+def test_a_length_that_does_not_fit_is_an_error_before_a_run(tmp_path):
+    """With batches of the recipe, whose length is not known before, it is one of the trace."""
     config = TrainConfig(
         make_decoder,
         next_token_loss,
-        dataclasses.replace(SMALL, vocab_size=256),
-        data=DataConfig(batch_size=4, sequence_length=128),
-        run=RunConfig(steps=2, folder=str(folder), platform="cpu", eval_every=0, sample_tokens=0),
-        make_batches=batches and (lambda config: batches),
+        dataclasses.replace(SMALL, vocab_size=256, attention="splash"),
+        mesh=MeshConfig(shape="fsdp:4,tp:2"),
+        data=DataConfig(batch_size=4, sequence_length=96),
+        run=RunConfig(steps=2, folder=str(tmp_path), platform="cpu"),
     )
-    said, rows = [], []
-    train(apply_overrides(config, list(settings)), say=said.append, hooks=[rows.append])
-    return [row["loss"] for row in rows], said
-
-
-def packed_batch(step: int) -> dict[str, Any]:
-    random = np.random.default_rng(step)
-    tokens = random.integers(0, 256, (4, 129)).astype(np.int32)
-    ids = np.sort(random.integers(0, 3, (4, 128)), axis=1).astype(np.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": ids}
-
-
-@pytest.mark.slow
-def test_a_pipeline_of_packed_batches_with_splash_attention_has_the_losses_of_one_with_xla(tmp_path):
-    pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2", "model.attention=splash"]
-    losses, said = run_of(tmp_path / "splash", packed_batch, *pipeline)
-    assert "attention: splash (model.attention=splash), interpreted on CPUs: slow, for tests" in said
-    wanted, said = run_of(tmp_path / "xla", packed_batch, "mesh.shape=fsdp:4,tp:2")
-    assert "attention: xla, because the devices are CPUs (model.attention=auto)" in said
-    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
-
-
-def test_a_length_that_does_not_fit_is_an_error_before_a_run(tmp_path):
-    """With batches of the recipe, whose length is not known before, it is one of the trace."""
-    sizes = ["mesh.shape=fsdp:4,tp:2", "model.attention=splash"]
-    with pytest.raises(ConfigError, match=r"splash needs a sequence length that is a multiple of 128, got 12; use"):
-        run_of(tmp_path, lambda step: {"inputs": tokens_of(4), "targets": tokens_of(4)}, *sizes)
-    with pytest.raises(ConfigError, match=r"splash needs a sequence length that is a multiple of 128, got 96; use"):
-        run_of(tmp_path, None, *sizes, "data.sequence_length=96")
+    own = dataclasses.replace(
+        config, make_batches=lambda _: lambda step: {"inputs": tokens_of(4), "targets": tokens_of(4)}
+    )
+    for each, length in ((own, 12), (config, 96)):
+        with pytest.raises(
+            ConfigError, match=rf"splash needs a sequence length that is a multiple of 128, got {length}; use"
+        ):
+            train(each)

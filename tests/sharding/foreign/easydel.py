@@ -1,7 +1,7 @@
 """A decoder with the habits of EasyDeL: a config object that knows the rule table, and names of Hugging Face.
 
 The config is a mutable object that every module keeps, with its partition rules of mesh axes. Outputs are a dataclass.
-The layers are two levels deep, have a mixture of experts in a dict, and sow the load of the router, which the loss pops.
+The layers are two levels deep, have experts in a dict, and sow the load of their router, which the loss pops.
 """
 
 import dataclasses
