@@ -40,18 +40,9 @@ RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
 PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
-WHERE_USED = {
-    "orbax",
-    "tensorstore",
-    "rich",
-    "xxhash",
-    "tensorboardX",
-    "tokenizers",
-}  # heavy or optional: imported inside functions
-ORBAX = (
-    f"{NAME}.checkpoint.orbax"  # subclasses Orbax classes: imports Orbax at its head, and is imported inside functions
-)
-
+# Heavy or optional: imported inside functions.
+WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers"}
+ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it imports at its head
 
 # Modules that other folders import although no name of them is public.
 SHARED = """
