@@ -60,9 +60,8 @@ def test_specs_of_arrays_numbers_and_numpy_and_an_error_for_other_leaves(tree):
 def test_names_are_unique_and_in_order_of_first_use():
     names = fm.get_names_from_partition_spec
     assert names(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
-    assert names({"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}) == [
-        "tp", "dp", "sp"
-    ]  # fmt: skip
+    tree = {"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}
+    assert names(tree) == ["tp", "dp", "sp"]
     assert names([P("b"), P("a"), None]) == ["b", "a"]
     state = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     specs = fm.match_partition_rules([("kernel", P("x", "y")), ("bias", P("y"))], state)

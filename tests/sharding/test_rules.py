@@ -51,17 +51,11 @@ def test_all_unmatched_leaves_and_all_mismatches_are_listed_in_one_error():
         match_partition_rules([("kernel", ())], tree(a=(2, 2), kernel=(2, 2), b=(3, 3)))
     assert "Partition rule not found for param: b (3, 3)" in str(error.value)
     assert "kernel" not in str(error.value) and isinstance(error.value, ValueError)
-    rules = [
-        ("long", ("embed", "heads", None)),
-        ("unknown", P("model")),
-        ("uneven", ("embed", "heads")),
-        ("twice", P("tp", "tp")),
-        ("lost", ("heads", "mlp")),
-    ]
+    rules = [("long", ("embed", "heads", None)), ("unknown", P("model")), ("uneven", ("embed", "heads"))]
+    rules += [("twice", P("tp", "tp")), ("lost", ("heads", "mlp"))]
+    arrays = tree(long=(4, 4), unknown=(4,), uneven=(4, 7), twice=(4, 4), lost=(4, 4))
     with pytest.raises(ShardingError) as error:
-        match_partition_rules(
-            rules, tree(long=(4, 4), unknown=(4,), uneven=(4, 7), twice=(4, 4), lost=(4, 4)), mesh=MESH
-        )
+        match_partition_rules(rules, arrays, mesh=MESH)
     text = str(error.value)
     assert f"long: spec {P('fsdp', 'tp', None)} of rule 'long' has 3 dims, the array (4, 4) has 2" in text
     assert "unknown: dim 0 of rule 'unknown' names mesh axis 'model', which the mesh" in text
@@ -79,15 +73,8 @@ def test_leaves_without_a_rule_and_mismatches_are_listed_in_one_error():
 
 
 def test_dims_of_a_stack_are_counted_without_the_layer_dim():
-    rules = PartitionRules(
-        [
-            ("long", (None, "mlp", None)),
-            ("twice", P("tp", "tp")),
-            ("odd", ("embed", "heads")),
-            ("s", ("layers", "mlp")),
-        ],
-        layers="layers",
-    )
+    table = [("long", (None, "mlp", None)), ("twice", P("tp", "tp")), ("odd", ("embed", "heads"))]
+    rules = PartitionRules([*table, ("s", ("layers", "mlp"))], layers="layers")
     stack = tree(long=(3, 4, 4), twice=(3, 4, 4), odd=(3, 4, 7), s=(3, 7))
     with pytest.raises(ShardingError) as error:
         match_partition_rules(rules, {"layers": stack}, mesh=MESH)
@@ -102,9 +89,8 @@ def test_dims_of_a_stack_are_counted_without_the_layer_dim():
 
 def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
     rules = PartitionRules([("q", ("embed", "heads")), ("/s$", ()), ("/t$", ("layers", "mlp"))], layers="layers")
-    specs = match_partition_rules(
-        rules, {"layers": tree(q=(3, 4, 4), s=(3,), t=(3, 4)), "q": jnp.ones((4, 4))}, mesh=MESH
-    )
+    arrays = {"layers": tree(q=(3, 4, 4), s=(3,), t=(3, 4)), "q": jnp.ones((4, 4))}
+    specs = match_partition_rules(rules, arrays, mesh=MESH)
     assert specs["layers"] == {"q": P(None, "fsdp", "tp"), "s": P(), "t": P(None, "tp")}
     assert specs["q"] == P("fsdp", "tp")
     moments = match_partition_rules(rules, {"mu": {"layers": tree(q=(3, 4, 4))}})

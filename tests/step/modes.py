@@ -107,13 +107,10 @@ class TiedVariable(Listed):
         return self.last(super().__call__(x))
 
 
-class TiedModule(Listed):
+class TiedModule(TiedVariable):
     def __init__(self):
         super().__init__()
         self.last = self.first
-
-    def __call__(self, x):
-        return self.last(super().__call__(x))
 
 
 class PytreeLayer(nnx.Pytree):

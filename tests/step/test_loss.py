@@ -68,13 +68,12 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_any_other_form_is_refused_in_one_line(name):
     result, message = REFUSED[name]
-    for call in (lambda loss_fn: run(loss_fn, STATE, [batch()]), lambda loss_fn: evaluate(loss_fn)):
+    for call in (lambda loss_fn: run(loss_fn, STATE, [batch()]), evaluate):
         with pytest.raises(ValueError, match=message) as caught:
             call(lambda model, b: result(jnp.sum(model(b["x"]))))
-        assert "\n" not in str(caught.value)
-        assert "names" in name or "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or" in str(
-            caught.value
-        )
+        text = str(caught.value)
+        assert "\n" not in text
+        assert "names" in name or "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or" in text
 
 
 def evaluate(loss_fn):

@@ -67,12 +67,8 @@ def test_unused_rules_and_large_layers_are_findings():
     rules = [("kernel", ("embed", "mlp")), ("nothing", ()), (".*", ())]
     assert [f.path for f in audit_rules(rules, TREE, MESH).findings] == ["rule 2, 'nothing'"]
     assert not audit_rules(rules, TREE, MESH, unused=False).findings
-    (layer,) = audit_rules(
-        fm.PartitionRules([("q", ("embed", None)), (".*", ())], layers="layers"),
-        {"layers": arrays(o=(4, 8, 8), q=(4, 8, 8))},
-        MESH,
-        large=8 * 8 * 4,  # bytes of one layer of the stack
-    ).findings
+    rules, stack = fm.PartitionRules([("q", ("embed", None)), (".*", ())], layers="layers"), (4, 8, 8)
+    (layer,) = audit_rules(rules, {"layers": arrays(o=stack, q=stack)}, MESH, large=8 * 8 * 4).findings
     assert layer.path == "layers/o" and layer.problem == "256 B are replicated on all 8 devices"
 
 
