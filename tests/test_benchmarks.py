@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import tests.benchmarks
-from tests.benchmarks.common.report import print_json, print_table
 
 QUICK = {
     "mesh": ["--rounds", "1"],
@@ -68,15 +67,3 @@ def test_a_slow_benchmark_runs(name: str):
 def test_every_benchmark_is_run_here():
     names = {m.name for m in pkgutil.iter_modules(tests.benchmarks.__path__) if not m.ispkg and m.name != "__main__"}
     assert names - {"gpu"} == QUICK.keys() | SLOW.keys()  # tested in tests/test_gpu_benchmark.py
-
-
-def test_a_table_has_a_column_for_every_key(capsys: pytest.CaptureFixture[str]):
-    print_table([{"by": "a", "ms": 1.23456}, {"by": "long name", "calls": 1200, "ms": 1234.5}, {"by": "b", "ms": None}])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["by           ms  calls", "a          1.23", "long name  1234   1200", "b"]
-
-
-def test_figures_have_four_digits_at_any_depth(capsys: pytest.CaptureFixture[str]):
-    print_json("name", ["--a", "1"], rows=[{"x": 1.234567, "n": 123456}])
-    found = json.loads(capsys.readouterr().out)
-    assert found["rows"] == [{"x": 1.235, "n": 123456}] and found["command"].endswith("name --a 1")

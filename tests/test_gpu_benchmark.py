@@ -63,18 +63,6 @@ def test_kernels_are_counted_once_and_idle_time_is_time_without_kernels():
     assert "no kernel ran in 10.0%" in kernels_text(kernels, 1)
 
 
-@pytest.mark.slow
-def test_all_variants_run_in_order_and_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
-    variants = {"good": (gpu.RECIPE, "--steps=2", "--block=1", "--no-plain"), "bad": ("recipes/none.py",)}
-    monkeypatch.setattr(gpu, "VARIANTS", variants)
-    assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=50"]) == 0
-    assert capsys.readouterr().out.count("not run") == 2  # the time limit is too short for both
-    for _ in range(2):
-        assert gpu.main(["--all", str(tmp_path), "--tiny", "--time-limit=300"]) == 0
-        assert "| bad | failed |" in capsys.readouterr().out
-    assert json.loads((tmp_path / "good.json").read_text())["tokens_per_s"].keys() == {"flax_mesh", "fed"}
-
-
 @pytest.mark.parametrize("name", gpu.VARIANTS)
 def test_every_variant_is_accepted_by_the_recipe_and_the_compiler(name):
     recipe, *words = gpu.VARIANTS[name]

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.sharding import sharding_fingerprint
@@ -157,15 +157,6 @@ def test_initialization_never_allocates_a_full_copy_on_one_device(axis_types):
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < full / 2
 
 
-def test_init_model_returns_modules_that_can_be_called():
-    mesh = meshes()["fsdp8"]
-    model, optimizer = fm.init_model(make_both, fm.abstract_state(make_both, mesh, RULES))
-    assert isinstance(model, MLP) and isinstance(optimizer, nnx.Optimizer)
-    assert model.out.kernel.get_value().sharding == NamedSharding(mesh, P("fsdp", "tp"))
-    model = fm.init_model(make, fm.abstract_state(make, mesh, RULES))
-    assert model.out(jnp.ones((2, 16))).shape == (2, 8)
-
-
 def test_a_make_other_than_that_of_the_abstract_state_is_an_error():
     abstract = fm.abstract_state(make, meshes()["fsdp8"], RULES)
     with pytest.raises(fm.ShardingError, match="make\\(\\) and the abstract state must have the same arrays") as error:
@@ -215,18 +206,6 @@ def test_a_stack_whose_annotation_lacks_the_layer_dim_is_reported():
     with pytest.raises(fm.ShardingError, match=message):
         fm.abstract_state(stacked(), mesh)
     assert spec_of(fm.abstract_state(stacked(**named), mesh), "layers/kernel") == P(None, "fsdp", "tp")
-
-
-def test_linen_models_work_through_the_bridge():
-    import flax.linen as nn
-
-    def make():
-        return nnx.bridge.lazy_init(nnx.bridge.ToNNX(nn.Dense(16), rngs=nnx.Rngs(0)), jnp.ones((1, 8)))
-
-    abstract = fm.abstract_state(make, meshes()["dp2fsdp2tp2"], RULES)
-    model = fm.init_model(make, abstract)
-    assert spec_of(nnx.state(model), "kernel") == P("fsdp", "tp")
-    np.testing.assert_allclose(model(jnp.ones((1, 8))), make()(jnp.ones((1, 8))), rtol=1e-6)
 
 
 def test_a_class_may_define_its_rules_and_axes():

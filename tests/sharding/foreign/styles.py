@@ -1,4 +1,4 @@
-"""Models of other projects, and of the zoo, with the specs that their annotations or rules must result in."""
+"""Models of other projects, with the specs that their annotations or rules must result in."""
 
 import contextlib
 import math
@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
-from tests.mpmd.zoo import models
 from tests.mpmd.zoo.base import Case, text
 from tests.sharding.foreign import easydel, llm_examples, llm_explicit, maxtext, tunix
 
@@ -111,33 +110,7 @@ STYLES = [
         batch=("x",),
     ),
 ]
-# Models of Flax's own layers and of Linen, with a table each: "embed" maps to fsdp; "mlp", "heads" and "vocab" to tp.
-ZOO: dict[str, tuple[Any, dict[str, P]]] = {
-    "conv_batch_norm": (
-        [
-            ("stem/kernel$", (None, None, None, "mlp")),
-            ("conv\\d/kernel$", (None, None, "embed", "mlp")),
-            ("(bn\\d|stem_norm)/", ("mlp",)),
-            ("classifier/kernel$", ("embed", None)),
-            ("bias$", ()),
-        ],
-        {
-            "stem/kernel": P(None, None, None, "tp"),
-            "blocks/1/conv2/kernel": P(None, None, "fsdp", "tp"),
-            "blocks/1/bn2/var": P("tp"),
-        },
-    ),
-    "lora": (
-        [("lora_a$", ("embed", None)), ("lora_b$", (None, "mlp")), ("kernel$", ("embed", "mlp")), ("", ())],
-        {"layers/0/linear/lora_a": P("fsdp", None), "layers/1/linear/base_module/kernel": P("fsdp", "tp")},
-    ),
-    "residual": ("fsdp", {"embed/embedding": P("fsdp", None)}),
-}
-OF_ZOO = [
-    Style(models.BY_NAME[name], ("dp", "fsdp", "tp"), specs, rules=rules, batch=("fsdp", "dp"))
-    for name, (rules, specs) in ZOO.items()
-]
-BY_NAME = {style.case.name: style for style in [*STYLES, *OF_ZOO]}
+BY_NAME = {style.case.name: style for style in STYLES}
 
 
 def mesh_of(style: Style, shape: tuple[int, ...] = (2, 2, 2)) -> Mesh:

@@ -97,24 +97,12 @@ def test_both_branches_of_a_conditional_are_counted(mesh):
     assert {one.axes for one in found} == {("a",), ("b",)}
 
 
-def test_a_training_step_reports_its_traffic_by_axis(mesh):
-    """Data parallel over a, tensor parallel over c: gradients are reduced over a only, activations over c only."""
-    w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "c")))
-    v = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("c", None)))
-    x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("a")))
-
-    def step(params, x):
-        loss = lambda p: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)  # noqa: E731
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
-
-    params = {"w": w, "v": v}
-    out = jax.tree.map(lambda p: p.sharding, params)
-    program = jax.jit(step, out_shardings=out).lower(params, x).compile()
-    report = fm.analyze_sharding_strategy(params, compiled=program)
-    assert {one.axes for one in report.traffic} == {("a",), ("c",)}
-    over_a = [one for one in report.partition_stats["a"].traffic if one.kind == "all-reduce"]
-    assert sum(one.payload_bytes for one in over_a) == 2 * 8 * 16 * 4 // 2  # both gradients, of which a device has half
-    assert report.partition_stats["b"].traffic == ()
+def test_a_report_has_the_traffic_of_a_program_by_axis(mesh):
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    both = lambda x: jax.lax.psum(jax.lax.psum(x, "c") + 1, "a")  # noqa: E731
+    report = fm.analyze_sharding_strategy({"x": x}, compiled=compiled(mesh, both, (4, 4), specs=(P(),)))
+    assert [(one.axes, one.payload_bytes) for one in report.traffic] == [(("a",), LOCAL), (("c",), LOCAL)]
+    assert report.partition_stats["a"].traffic == report.traffic[:1] and report.partition_stats["b"].traffic == ()
     assert "all-reduce" in str(report)
 
 
