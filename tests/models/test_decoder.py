@@ -125,34 +125,17 @@ def test_a_negative_temperature_or_nan_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(
-            ({name: 0}, f"model.{name} must be at least 1, got 0")
-            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
-        ),
+        ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
+        ({"vocab_size": 2**31}, "model.vocab_size must be .*got 2147483648"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_low_frequency_factor": 4.0}, "low_frequency_factor=4.0 must be below model.rope_high_frequency_fac"),
         ({"rope_original_length": 0}, "rope_original_length must be at least 1, got 0"),
-        ({"num_experts": -1}, "num_experts must be at least 0, got -1"),
         ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be at most model.num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
-        ({"load_balance_loss": -0.1}, "load_balance_loss must be at least 0, got -0.1"),
         ({"router_z_loss": float("nan")}, "router_z_loss must be at least 0 and finite, got nan"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
-        ({"param_dtype": "int8"}, "param_dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, splash, got 'flash'"),
-        ({"loss_chunk": -1}, "loss_chunk must be at least 0, got -1"),
-        *(
-            ({name: value}, f"model.{name} must be .*got {value}")
-            for name, values in {
-                "rope_theta": (float("nan"), 0.0, -1.0, float("inf")),
-                "norm_epsilon": (float("nan"), -1.0, float("inf")),
-                "vocab_size": (2**31, 2.5, True),
-                "rope_factor": (float("inf"), float("nan")),
-            }.items()
-            for value in values
-        ),
         ({"num_layers": 0, "head_dim": 3, "dtype": "?"}, r"(?s)num_layers must.*model.dtype must.*head_dim must"),
         ({"remat": "save_only_these_names"}, "remat must be none, full or a policy"),
         ({"remat": "__class__"}, "remat must be none, full or a policy"),

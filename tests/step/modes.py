@@ -88,15 +88,6 @@ class Scanned(nnx.Module):
         return run(self.first(x), self.layers)[0]
 
 
-class NestedGradient(Listed):
-    """The loss contains a gradient that NNX computes."""
-
-    def __call__(self, x):
-        slope = nnx.grad(lambda first, x: jnp.sum(jnp.sin(first(x))))(self.first, x)
-        of_bias = next(leaf for leaf in jax.tree.leaves(slope) if leaf.shape == (WIDTH,))
-        return super().__call__(x) * (1 + of_bias)
-
-
 class TiedVariable(Listed):
     def __init__(self):
         super().__init__()
@@ -183,7 +174,6 @@ STYLES: dict[str, type] = {
     "annotated": Annotated,
     "transformed": Transformed,
     "scanned": Scanned,
-    "nested_gradient": NestedGradient,
     "tied_variable": TiedVariable,
     "tied_module": TiedModule,
     "pytree": PytreeModel,
