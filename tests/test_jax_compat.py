@@ -85,13 +85,6 @@ def test_jax_src_source_info_util_has_user_frames_and_user_context():
     assert isinstance(jax_compat.source_line(other), str)
 
 
-def test_ambiguous_shardings_raise_the_error_that_is_caught():
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    rows = jax.ShapeDtypeStruct((2, 2), "float32", sharding=NamedSharding(mesh, P("dp")))
-    with pytest.raises(jax_compat.sharding_type_errors(), match="ambiguous"):
-        jax.eval_shape(lambda x: x.T @ x, rows)
-
-
 def test_clients_have_supports_cross_host_transfers():
     """Clients of GPU and TPU have it, that of CPU does not; JAX reads the same attribute."""
     source = Path(jax.__file__).parent / "_src" / "dispatch.py"

@@ -1,9 +1,7 @@
 """The docs, docstrings, comments and texts of flax_mesh use the terms of JAX's and PyTorch's documentation."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -101,16 +99,8 @@ def texts_of_python(code: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
             yield node.lineno, node.value
     # Consecutive lines of comments are one text, since a phrase may continue on the next line.
-    start, lines = 0, []
-    for token in tokenize.generate_tokens(io.StringIO(code).readline):
-        if token.type == tokenize.COMMENT:
-            if lines and token.start[0] != start + len(lines):
-                yield start, "\n".join(lines)
-                lines = []
-            start = start if lines else token.start[0]
-            lines.append(token.string.lstrip("#"))
-    if lines:
-        yield start, "\n".join(lines)
+    for comments in re.finditer(r"#[^\n]*(?:\n *#[^\n]*)*", code):
+        yield code[: comments.start()].count("\n") + 1, comments[0].replace("#", "")
 
 
 def texts_of_file(path: Path) -> Iterator[tuple[int, str]]:

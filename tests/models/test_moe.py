@@ -274,20 +274,17 @@ def test_the_loss_is_the_sum_in_its_docstring():
 
 
 @pytest.mark.slow
-def test_scan_and_remat_do_not_change_results():
+def test_a_list_of_layers_has_the_loss_metrics_and_gradients_of_a_stack_with_remat():
     listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")
     nnx.update(stacked.layers, jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, listed.layers)))
     found = []
     for model in (listed, stacked):
         graphdef, state = nnx.split(model)
-        loss = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), batch_of())  # noqa: E731
-        compute = jax.value_and_grad(lambda state, loss=loss: (loss(state)[0], loss(state)[2]), has_aux=True)
-        (total, metrics), grads = jax.jit(compute)(state)
-        found.append((total, metrics, dict(named_leaves(grads))))
-    (one, metrics, grads), (other, other_metrics, scanned) = found
-    np.testing.assert_allclose(other, one, rtol=1e-6)
-    for name, value in metrics.items():
-        np.testing.assert_allclose(other_metrics[name], value, rtol=1e-5, err_msg=name)
+        loss = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), batch_of())[::2]  # noqa: E731
+        results, grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
+        found.append((results, dict(named_leaves(grads))))
+    (one, grads), (other, scanned) = found
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5), one, other)
     for name in ("router", "gate", "down"):
         layers = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
         np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], layers, atol=1e-5, err_msg=name)
