@@ -22,6 +22,7 @@ from flax import nnx
 import flax_mesh as fm
 from flax_mesh.cli import main
 from tests.run_page import main as run_page
+from tests.suite.syntax import read_imports
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -188,25 +189,10 @@ def test_the_public_names_are_few():
 
 
 def foreign_names(code: str) -> list[str]:
-    """Names of flax_mesh in `code` that no public package exports: imported, or attributes of a package."""
-    tree, packages, found = ast.parse(code), {}, []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "flax_mesh":
-                    found += [] if alias.name in PUBLIC else [alias.name]
-                    packages[alias.asname or alias.name] = alias.name
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flax_mesh":
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                found += [] if name in PUBLIC or name in NAMES else [name]
-                if name in PUBLIC:
-                    packages[alias.asname or alias.name] = name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in packages:
-            name = f"{packages[ast.unparse(node.value)]}.{node.attr}"
-            found += [] if name in PUBLIC or name in NAMES else [name]
-    return found
+    """Names of flax_mesh in `code` that no public package exports: imported, or attributes of `fm`."""
+    names = [item.name for item in read_imports(code)]
+    names += [f"flax_mesh.{name}" for name in re.findall(r"\bfm\.(\w+)", code)]
+    return [name for name in names if name.split(".")[0] == "flax_mesh" and name not in {*PUBLIC, *NAMES}]
 
 
 def test_code_that_users_read_takes_public_names_alone():

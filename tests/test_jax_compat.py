@@ -107,12 +107,6 @@ def test_jaxlib_xla_client_has_batched_copy_array_to_devices_with_sharding():
     assert copy(x).sharding == there and np.array_equal(copy(x), x)
 
 
-def test_shardings_have_internal_device_list():
-    here, _ = two_layouts()
-    devices = here._internal_device_list  # pyright: ignore[reportAttributeAccessIssue]
-    assert list(devices.addressable_device_list) == jax.devices()[:4]
-
-
 # Tables of names of primitives. A name that JAX does not have has no effect, so nothing else would report it.
 TABLES = {
     "JIT": jax_compat.JIT,

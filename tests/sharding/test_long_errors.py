@@ -1,5 +1,6 @@
 """Errors that list arrays: one line for all layers, and never more lines than a screen."""
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -31,14 +32,8 @@ def paths(layers: int) -> list[str]:
     return [f"layers/{i}/q" for i in range(layers)]
 
 
-def array() -> np.ndarray:
-    return np.zeros((6, 6), np.float32)
-
-
-def abstract() -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((6, 6), np.float32)
-
-
+array = functools.partial(np.zeros, (6, 6), np.float32)
+abstract = functools.partial(jax.ShapeDtypeStruct, (6, 6), np.float32)
 ERRORS = {
     "no rule": lambda n: fm.match_partition_rules([("kernel", ())], tree(n, array)),
     "a rule that does not fit": lambda n: fm.match_partition_rules([("q", P("tp"))], tree(n, array), mesh=MESH),

@@ -136,29 +136,23 @@ def test_every_notation_of_device_groups(groups, axes):
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "payload"),
+    ("shape", "operation", "payload"),
     [
-        ("%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[4,2]<=[8]", "all-gather", 32),
-        (
-            "%s = ((f32[4], bf16[2]), (f32[8], bf16[4])) all-gather-start(%p, %q), replica_groups=[4,2]<=[8]",
-            "all-gather",
-            40,
-        ),
-        ("%s = f32[4]{0} all-reduce-start(%p), replica_groups=[4,2]<=[8]", "all-reduce", 16),
-        ("%s = (f32[4]{0}, f32[6]{0}) all-reduce-start(%p, %q), replica_groups=[4,2]<=[8]", "all-reduce", 40),
-        (
-            "%s = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}",
-            "collective-permute",
-            16,
-        ),
-        ("ROOT %s = (f32[4]{0}, /*index=1*/s4[8]{0:E(4)}) all-reduce(%p), replica_groups=[4,2]<=[8]", "all-reduce", 20),
-        ("%s = bf16[8,128]{1,0:T(8,128)(2,1)} reduce-scatter(%p), replica_groups=[4,2]<=[8]", "reduce-scatter", 4096),
-        ("%s = f8e4m3fn[16]{0} all-gather(%p), replica_groups=[4,2]<=[8]", "all-gather", 16),
+        ("(f32[4]{0}, f32[8]{0})", "all-gather-start", 32),
+        ("((f32[4], bf16[2]), (f32[8], bf16[4]))", "all-gather-start", 40),
+        ("f32[4]{0}", "all-reduce-start", 16),
+        ("(f32[4]{0}, f32[6]{0})", "all-reduce-start", 40),
+        ("(f32[4]{0}, f32[4]{0}, u32[], u32[])", "collective-permute-start", 16),
+        ("(f32[4]{0}, /*index=1*/s4[8]{0:E(4)})", "all-reduce", 20),
+        ("bf16[8,128]{1,0:T(8,128)(2,1)}", "reduce-scatter", 4096),
+        ("f8e4m3fn[16]{0}", "all-gather", 16),
     ],
 )
-def test_payloads_of_asynchronous_and_combined_collectives(line, kind, payload):
-    (one,) = read_line(line)
-    assert (one.kind, one.payload_bytes) == (kind, payload)
+@pytest.mark.parametrize("start", ["", "ROOT "])
+def test_payloads_of_asynchronous_and_combined_collectives(start, shape, operation, payload):
+    groups = "source_target_pairs={{0,1},{1,0}}" if "permute" in operation else "replica_groups=[4,2]<=[8]"
+    (one,) = read_line(f"{start}%s = {shape} {operation}(%p, %q), {groups}")
+    assert (one.kind, one.payload_bytes) == (operation.removesuffix("-start"), payload)
 
 
 def test_done_operations_and_groups_of_one_device_are_not_counted():
