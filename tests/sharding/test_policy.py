@@ -23,12 +23,6 @@ PLACED = jax.device_put(TREE, jax.sharding.NamedSharding(MESH, P()))
 RULES = list(SPECS.items())
 
 
-class Net(nnx.Module):
-    def __init__(self):
-        for name, shape in SHAPES.items():
-            setattr(self, name, nnx.Param(jnp.ones(shape)))
-
-
 def specs_of(arrays):
     return jax.tree.map(lambda x: x.sharding.spec, arrays)
 
@@ -40,7 +34,10 @@ def constraints(on_mismatch, dropped):
 
 
 def optimizer(**policy):
-    make = lambda: (model := Net(), nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param))  # noqa: E731
+    def make():
+        model = nnx.Dict({name: nnx.Param(jnp.ones(shape)) for name, shape in SHAPES.items()})
+        return model, nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param)
+
     state = fm.abstract_state(make, MESH, RULES, **policy)
     model, momenta = specs_of(nnx.to_pure_dict(state["model"])), specs_of(nnx.to_pure_dict(state["optimizer"]))
     assert momenta["opt_state"][0]["trace"] == model

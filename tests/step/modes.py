@@ -65,16 +65,6 @@ class Annotated(Listed):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(3), kernel_init=init)
 
 
-class Transformed(Listed):
-    """Every layer is called in nnx.jit and nnx.remat."""
-
-    def __call__(self, x):
-        x = nnx.jit(lambda layer, x: layer(x))(self.first, x)
-        for layer in self.layers:
-            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
-        return x
-
-
 class Scanned(nnx.Module):
     """A stack from nnx.vmap, called by nnx.scan."""
 
@@ -172,7 +162,6 @@ class Bridged(nnx.Module):
 STYLES: dict[str, type] = {
     "listed": Listed,
     "annotated": Annotated,
-    "transformed": Transformed,
     "scanned": Scanned,
     "tied_variable": TiedVariable,
     "tied_module": TiedModule,
