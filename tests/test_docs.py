@@ -88,21 +88,13 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
     capsys.readouterr()
 
 
-PUBLIC = (  # a public name is one that the `__init__` of one of these exports
-    "flax_mesh",
-    "flax_mesh.sharding",
-    "flax_mesh.mesh",
-    "flax_mesh.train",
-    "flax_mesh.mpmd",
-    "flax_mesh.mpmd.schedules",
-    "flax_mesh.checkpoint",
-    "flax_mesh.models",
-    "flax_mesh.plan",
-    "flax_mesh.plan.compile",
-    "flax_mesh.plan.search",
-    "flax_mesh.processes",
-    "flax_mesh.cli",
-)
+# A public name is one that the `__init__` of one of these exports.
+PACKAGES = """
+    flax_mesh flax_mesh.sharding flax_mesh.mesh flax_mesh.train flax_mesh.mpmd flax_mesh.mpmd.schedules
+    flax_mesh.checkpoint flax_mesh.models flax_mesh.plan flax_mesh.plan.compile flax_mesh.plan.search
+    flax_mesh.processes flax_mesh.cli
+"""
+PUBLIC = tuple(PACKAGES.split())
 # Names that other libraries of the field already use; they do not count towards MOST_NAMES.
 CONTRACT = {
     "flax_mesh": """
@@ -220,22 +212,17 @@ def examples() -> list[doctest.DocTest]:
     return [example for name in NAMES for example in finder.find(public(name), name) if example.examples]
 
 
-SLOW_EXAMPLES = {  # 1 to 10 s each
-    "flax_mesh.train.train",
-    "flax_mesh.mpmd.Pipeline",
-    "flax_mesh.checkpoint.Checkpointer",
-    "flax_mesh.models.generate",
-    "flax_mesh.models.load_decoder",
-    "flax_mesh.plan.plan",
-    "flax_mesh.plan.compile.compile_recipe",
-    "flax_mesh.plan.search.search_layouts",
-}
+SLOW_EXAMPLES = """
+    flax_mesh.train.train flax_mesh.mpmd.Pipeline flax_mesh.checkpoint.Checkpointer flax_mesh.models.generate
+    flax_mesh.models.load_decoder flax_mesh.plan.plan flax_mesh.plan.compile.compile_recipe
+    flax_mesh.plan.search.search_layouts
+"""  # 1 to 10 s each
 
 
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, id=example.name, marks=pytest.mark.slow if example.name in SLOW_EXAMPLES else ())
+        pytest.param(example, id=example.name, marks=pytest.mark.slow if example.name in SLOW_EXAMPLES.split() else ())
         for example in examples()
     ],
 )

@@ -34,11 +34,16 @@ def scan_sizes() -> tuple[int, int]:
     return jax_compat.scan_sizes(eqn)
 
 
+CLIENT = importlib.import_module("jaxlib._jax").DistributedRuntimeClient
 STATE = ("client", "coordinator_address", "num_processes")
 VALUES = {  # names -> what a use of them returns, and the expected value
     "jax._src.distributed.global_state": (
         lambda: [getattr(jax_compat.distributed_state(), name) for name in STATE],
         [None, None, 1],
+    ),
+    "the methods of the client that processes/store.py calls": (
+        lambda: [callable(getattr(CLIENT, method)) for method in jax_compat.STORE_METHODS],
+        [True] * 4,
     ),
     "jax._src.xla_bridge.backends_are_initialized": (
         lambda: bool(jax.devices()) and jax_compat.backends_are_initialized(),
@@ -57,12 +62,6 @@ VALUES = {  # names -> what a use of them returns, and the expected value
 def test_private_names_have_the_values_that_are_read(names):
     call, value = VALUES[names]
     assert call() == value
-
-
-@pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete"])
-def test_the_client_of_jax_distributed_has(method):
-    """The methods that `processes/store.py` calls."""
-    assert callable(getattr(importlib.import_module("jaxlib._jax").DistributedRuntimeClient, method))
 
 
 def test_jax_src_mesh_has_thread_resources():

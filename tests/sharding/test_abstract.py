@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.sharding import sharding_fingerprint
@@ -223,3 +224,43 @@ def test_a_class_may_define_its_rules_and_axes():
     message = r'Linear has neither a rule table nor annotations. Pass rules="fsdp" .*@partitioned'
     with pytest.raises(fm.ShardingError, match=message):
         fm.abstract_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), mesh)
+
+
+# --- annotations as other projects write them: with Flax's rules, and as shardings ---
+
+FOREIGN = fm.create_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+
+
+def kernel_spec(annotation, **metadata):
+    metadata = {"out_sharding": annotation} | metadata
+    make = lambda: nnx.Linear(8, 8, kernel_metadata=metadata, rngs=nnx.Rngs(0))  # noqa: E731
+    return dict(fm.named_leaves(fm.abstract_state(make, FOREIGN)))["kernel"].sharding.spec
+
+
+def test_the_rules_of_a_variable_map_its_names():
+    rules = (("rows", None), ("columns", ("data", "tensor")))
+    assert kernel_spec(("rows", "columns"), sharding_rules=rules) == P(None, ("data", "tensor"))
+    assert kernel_spec(("embed", "columns"), sharding_rules=rules) == P("fsdp", ("data", "tensor"))
+
+
+def test_the_rules_in_context_map_names_and_precede_the_logical_axes_of_flax_mesh():
+    with nnx.logical_axis_rules((("embed", ("data", "fsdp")), ("rows", "tensor"))):
+        assert kernel_spec(("embed", "rows")) == P(("data", "fsdp"), "tensor")
+        assert kernel_spec(("embed", "rows"), sharding_rules=(("rows", None),)) == P(("data", "fsdp"), None)
+    with pytest.raises(fm.ShardingError, match="names 'rows', neither a mesh axis nor a logical axis"):
+        kernel_spec(("embed", "rows"))
+
+
+def test_an_annotation_may_be_a_spec_a_sharding_or_a_format():
+    spec = P("fsdp", "tensor")
+    sharding = NamedSharding(FOREIGN, spec)
+    for annotation in (spec, sharding, Format(Layout((0, 1)), sharding)):
+        assert kernel_spec(annotation) == spec
+    make = lambda: nnx.Linear(8, 8, kernel_metadata={"out_sharding": sharding}, rngs=nnx.Rngs(0))  # noqa: E731
+    assert "fsdp, tensor" in fm.explain_sharding(make, FOREIGN).to_text()
+
+
+def test_two_names_with_the_same_axis_are_an_error():
+    error = pytest.raises(fm.ShardingError, match=r"kernel: dim 1 .*uses mesh axis 'fsdp' that an earlier dim uses")
+    with nnx.logical_axis_rules((("a", "fsdp"), ("b", "fsdp"))), error:
+        kernel_spec(("a", "b"))
