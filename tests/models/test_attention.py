@@ -81,30 +81,22 @@ def test_what_is_not_known_fits():
     assert [misfits(kernel, call) for kernel in ("xla", "cudnn", "splash")] == [[], [], []]
 
 
-NOTES = [  # attention, platform -> the line that train, explain and plan print
-    ("auto", "cpu", "attention: xla, because the devices are CPUs (model.attention=auto)"),
-    ("auto", "tpu", "attention: splash, because the devices are TPUs (model.attention=auto)"),
-    (
-        "auto",
-        "gpu",
-        "attention: xla, because cudnn needs model.dtype bfloat16 or float16, got float32 (model.attention=auto)",
-    ),
-    (
-        "auto",
-        "",
-        "attention: splash on TPUs; xla on GPUs, because cudnn needs model.dtype bfloat16 or float16, got float32; "
-        "xla on others (model.attention=auto)",
-    ),
-    ("splash", "cpu", "attention: splash (model.attention=splash), interpreted on CPUs: slow, for tests"),
-    ("splash", "tpu", "attention: splash (model.attention=splash)"),
-    ("cudnn", "gpu", "attention: cudnn (model.attention=cudnn)"),
+DTYPE = "xla{}, because cudnn needs model.dtype bfloat16 or float16, got float32"
+NOTES = [  # attention, platform -> the line that train, explain and plan print, after "attention: "
+    ("auto", "cpu", "xla, because the devices are CPUs (model.attention=auto)"),
+    ("auto", "tpu", "splash, because the devices are TPUs (model.attention=auto)"),
+    ("auto", "gpu", f"{DTYPE.format('')} (model.attention=auto)"),
+    ("auto", "", f"splash on TPUs; {DTYPE.format(' on GPUs')}; xla on others (model.attention=auto)"),
+    ("splash", "cpu", "splash (model.attention=splash), interpreted on CPUs: slow, for tests"),
+    ("splash", "tpu", "splash (model.attention=splash)"),
+    ("cudnn", "gpu", "cudnn (model.attention=cudnn)"),
 ]
 
 
 @pytest.mark.parametrize(("attention", "platform", "line"), NOTES)
 def test_the_choice_is_one_line(attention, platform, line):
     config = dataclasses.replace(SMALL, attention=attention)
-    assert config.notes_on(mesh_of(platform, fsdp=8), 128) == [line]
+    assert config.notes_on(mesh_of(platform, fsdp=8), 128) == [f"attention: {line}"]
     half = dataclasses.replace(config, dtype="bfloat16")
     if (attention, platform) == ("auto", "gpu"):
         what = "cudnn, xla for batches with segment_ids, because the devices are GPUs"

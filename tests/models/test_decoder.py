@@ -23,6 +23,7 @@ OPTIONS = {"qkv_bias": True, "qk_norm": True, "sliding_window": 5, **SCALED}
 
 logits_of = jax.jit(lambda model, tokens: model(tokens))
 loss_of = jax.jit(next_token_loss)
+draw = jax.jit(sample, static_argnums=2)
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False, "num_kv_heads": 1, **OPTIONS}], ids=["plain", "all options"])
@@ -85,7 +86,6 @@ def test_loss_is_the_cross_entropy_of_the_targets_that_are_not_negative():
 
 def test_samples_depend_on_the_key_and_start_with_the_prompt():
     model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
-    draw = jax.jit(sample, static_argnums=2)
     a, again, other = (draw(model, prompt, 20, jax.random.key(seed)) for seed in (0, 0, 1))
     assert a.shape == (25,) and (a == again).all() and not (a == other).all()
     for drawn in (a, other):
@@ -95,7 +95,6 @@ def test_samples_depend_on_the_key_and_start_with_the_prompt():
 @pytest.mark.slow
 def test_a_sample_divides_the_logits_by_the_temperature_and_is_greedy_at_0_or_almost_0():
     model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
-    draw = jax.jit(sample, static_argnums=2)
     drawn = np.asarray(draw(model, prompt, 4, jax.random.key(0), 1e-6))
     for i in range(5, 9):
         assert drawn[i] == np.argmax(numpy_decoder(model, drawn[None, :i])[0, -1])
@@ -115,7 +114,6 @@ def test_a_sample_divides_the_logits_by_the_temperature_and_is_greedy_at_0_or_al
 
 def test_a_negative_temperature_or_nan_is_refused():
     model, prompt, key = small(), jnp.asarray(tokens_of(1, 5)[0]), jax.random.key(0)
-    draw = jax.jit(sample, static_argnums=2)
     for temperature in (-1.0, -0.001, float("nan"), np.float32("nan"), float("-inf")):
         with pytest.raises(ConfigError, match=f"temperature must be at least 0 .0: greedy., got {temperature}"):
             sample(model, prompt, 2, key, temperature)

@@ -21,22 +21,16 @@ CONFIG = DecoderConfig(
     **{"mlp_size": 24, "qk_norm": True, "tied": False},
 )
 MESHES = {
-    "one device": ((1, 1, 1, 1, 1), None),
-    "dp8": ((8, 1, 1, 1, 1), None),
-    "fsdp8": ((1, 8, 1, 1, 1), None),
-    "dp2 fsdp2 tp2": ((2, 2, 1, 2, 1), None),
-    "fsdp4 tp2 without other axes": ((4, 2), ("fsdp", "tp")),
+    "one device": lambda: create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]),
+    "dp8": lambda: create_mesh((8, 1, 1, 1, 1)),
+    "fsdp8": create_mesh,
+    "dp2 fsdp2 tp2": lambda: create_mesh((2, 2, 1, 2, 1)),
+    "fsdp4 tp2 without other axes": lambda: create_mesh((4, 2), ("fsdp", "tp")),
 }
 
 
-def mesh_of(name):
-    dims, axes = MESHES[name]
-    devices = jax.devices()[: np.prod(dims)]
-    return create_mesh(dims, devices=devices) if axes is None else create_mesh(dims, axes, devices=devices)
-
-
 def load_on_one(folder, **options):
-    return load_decoder(folder, mesh_of("one device"), **options)
+    return load_decoder(folder, MESHES["one device"](), **options)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +55,7 @@ def copy(folder, tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", MESHES)
 def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, folder):
-    mesh = mesh_of(name)
+    mesh = MESHES[name]()
     model, config = load_decoder(folder, mesh)
     assert isinstance(model, Decoder) and config == model.config == CONFIG
     abstract = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
@@ -73,7 +67,7 @@ def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, fol
 
 
 def test_dtype_is_that_of_parameters_and_computation(source, folder):
-    mesh = mesh_of("fsdp8")
+    mesh = MESHES["fsdp8"]()
     model, config = load_decoder(folder, mesh, dtype=jnp.bfloat16)
     assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
     for (path, got), (_, want) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(source)), strict=True):
@@ -83,7 +77,7 @@ def test_dtype_is_that_of_parameters_and_computation(source, folder):
 
 
 def test_overrides_replace_fields_of_the_config(source, folder):
-    mesh = mesh_of("dp2 fsdp2 tp2")
+    mesh = MESHES["dp2 fsdp2 tp2"]()
     model, config = load_decoder(folder, mesh, scan=True, remat="full", loss_chunk=8)
     assert (config.scan, config.remat, config.loss_chunk) == (True, "full", 8)
     stack = model.layers.attention.q.kernel[...]
@@ -161,7 +155,7 @@ def test_missing_and_extra_arrays_are_refused_together(copy):
 
     change_arrays(copy, change)
     with pytest.raises(ConfigError) as error:
-        load_decoder(copy, mesh_of("fsdp8"))
+        load_decoder(copy, MESHES["fsdp8"]())
     text = str(error.value)
     assert "(3 differences)" in text and "model.norm.weight: only in the model, f32[16]" in text
     assert "model.layers.0.mlp.up_proj.weight: folder f32[23,16], model f32[24,16]" in text
@@ -177,7 +171,7 @@ def test_ignore_takes_keys_and_arrays_without_effect(copy):
 
 
 def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, copy, tmp_path):
-    mesh = mesh_of("one device")
+    mesh = MESHES["one device"]()
     path = sorted(copy.glob("*.safetensors"))[0]
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointCorruptedError, match=path.name):
@@ -193,7 +187,7 @@ def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, cop
 
 
 def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):
-    mesh = mesh_of("one device")
+    mesh = MESHES["one device"]()
     with pytest.raises(TypeError, match="no_such_field"):
         load_decoder(folder, mesh, no_such_field=1)
     with pytest.raises(ConfigError, match=r"model.dtype must be one of float32, bfloat16, float16, got 'int8'"):

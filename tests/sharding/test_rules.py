@@ -219,17 +219,14 @@ def test_names_that_are_not_axes_of_the_mesh_are_errors(rules, mesh, message):
         match(rules, (8, 8), mesh)
 
 
-class Plain(nnx.Module):
+def plain():
     """A model without a table, annotations or constraints."""
-
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(64, 24, rngs=rngs)
-        self.layers = nnx.List([nnx.Linear(24, 24, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(24, 10, rngs=rngs)
+    layers = nnx.List([nnx.Linear(24, 24, rngs=nnx.Rngs(0)) for _ in range(2)])
+    return nnx.Dict(embed=nnx.Embed(64, 24, rngs=nnx.Rngs(0)), layers=layers, head=nnx.Linear(24, 10, rngs=nnx.Rngs(0)))
 
 
 def make():
-    model = Plain(nnx.Rngs(0))
+    model = plain()
     return model, nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
 
 
@@ -246,7 +243,7 @@ def test_any_model_is_sharded():
 
 
 def test_explain_reports_replicated_arrays_without_a_finding():
-    explanation = fm.explain_sharding(lambda: Plain(nnx.Rngs(0)), mesh_of(fsdp=4), "fsdp")
+    explanation = fm.explain_sharding(plain, mesh_of(fsdp=4), "fsdp")
     assert not explanation.findings
     text = explanation.to_text()
     assert "largest dim over fsdp" in text

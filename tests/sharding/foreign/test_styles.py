@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +141,21 @@ def test_a_checkpoint_is_restored_on_another_mesh_in_a_pipeline_and_as_a_list(na
                     np.testing.assert_array_equal(restored[path], x, err_msg=path)
 
 
-def listed(mesh: Any = None) -> nnx.Module:
-    return maxtext.Decoder(maxtext.Config(scan_layers=False), mesh or fm.current_mesh(), rngs=nnx.Rngs(0, dropout=1))
-
-
 @pytest.mark.slow
 def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
-    style = BY_NAME["maxtext_listed"]
+    style, config = BY_NAME["maxtext_listed"], maxtext.Config(scan_layers=False)
+
+    def pipeline_on(mesh: Callable[[], Any]) -> Pipeline:
+        make = lambda: maxtext.Decoder(config, mesh(), rngs=nnx.Rngs(0, dropout=1))  # noqa: E731
+        return pipeline_of(style._replace(case=style.case._replace(make=make)))
+
     with context_of(style):
-        pipeline = pipeline_of(style._replace(case=style.case._replace(make=listed)))
+        pipeline = pipeline_on(fm.current_mesh)
         found = run_steps(pipeline.step, pipeline.init_state(), style.case.batch(ROWS))
         assert differences(plain("maxtext_listed"), found) == []
-        fixed = functools.partial(listed, mesh_of(style))
         message = r"constrains arrays to a mesh of devices, .*\n.*maxtext.py:\d+ .* on 8 devices"
         with pytest.raises(CutError, match=message):
-            pipeline_of(style._replace(case=style.case._replace(make=fixed)))
+            pipeline_on(lambda: mesh_of(style))
 
 
 @pytest.mark.parametrize(
