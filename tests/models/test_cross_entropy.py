@@ -92,23 +92,6 @@ def test_chunks_use_a_fraction_of_the_memory():
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_decoder_is_equal_in_chunks():
-    change: dict[str, Any] = {"tied": False, "scan": True, "num_experts": 4, "experts_per_token": 2}
-    batch: Any = {"inputs": example(2)[2] % 64, "targets": example(2)[2]}
-
-    def run(chunk):
-        graphdef, state = nnx.split(small(loss_chunk=chunk, **change))
-
-        def loss_of(state):
-            loss, *more = next_token_loss(nnx.merge(graphdef, state), batch)
-            return loss, more
-
-        return jax.jit(jax.value_and_grad(loss_of, has_aux=True))(state)
-
-    assert_close(run(5), run(0), 2e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "change"),
     [("zb-h1", {"fsdp": 2, "tp": 2}, {"tied": False}), ("1f1b", {"ep": 2}, {"num_experts": 4, "scan": True})],

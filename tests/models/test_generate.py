@@ -266,9 +266,6 @@ def test_all_mistakes_are_listed_together(plain):
     with pytest.raises(ConfigError) as error:
         generate(plain, [[], [99]], max_tokens=0, sampling=Sampling(-1.0, -1, 2.0), stop_tokens=[99])
     assert len(error.value.problems) == 7
-    with pytest.raises(ConfigError) as error:
-        generate(plain, [[], [1] * 9], cache_length=8, max_tokens=2)
-    assert len(error.value.problems) == 2
 
 
 def test_a_model_that_cannot_generate_and_one_in_the_layout_of_a_pipeline_are_refused():

@@ -14,16 +14,9 @@ from flax_mesh.sharding.rules import apply_policy
 
 P = PartitionSpec
 MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
-RULES = [
-    ("kernel", ("embed", "mlp")),
-    ("layers/.*/kernel$", ("mlp", "embed")),
-    ("kernal", ()),
-    ("odd", ("mlp", None)),
-    ("long", ("mlp", None, None)),
-    ("twice", ("mlp", "heads")),
-    ("large", ()),
-    ("elsewhere", P("nowhere")),
-]
+RULES = [("kernel", ("embed", "mlp")), ("layers/.*/kernel$", ("mlp", "embed")), ("kernal", ())]  # the last two: unused
+RULES += [("odd", ("mlp", None)), ("long", ("mlp", None, None)), ("twice", ("mlp", "heads"))]  # which do not fit
+RULES += [("large", ()), ("elsewhere", P("nowhere"))]
 
 
 def arrays(**shapes):
