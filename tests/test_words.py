@@ -69,10 +69,6 @@ WORDS = [
     # Checkpoints
     Word(r"\bset(s|ting)? ((it|them|one|those) )?aside\b", "quarantined", "damaged steps are set aside"),
     Word(r"\bcheckpointer\.fill\b|(?<!\w)\.fill\b", "restore_partial", "Checkpointer.fill"),
-    # Names of earlier versions
-    Word(r"\bprocesses\.agree\(|(?<!\w)agree\(", "assert_equal", 'agree("settings", facts)'),
-    Word(r"\bfrom_first\b", "broadcast_from_process_0", "from_first(name, decide)"),
-    Word(r"\bfind_whole\b", "find_valid", "find_whole(path)"),
     # Constructions
     Word(r"\bthe same of\b", "name the noun", "the same of its gradient"),
     Word(r"(\A|[.:;] )of what\b", "subject first", "Kept. Of what F sends, all"),
@@ -146,7 +142,7 @@ def test_every_pattern_matches_its_example(word):
 def test_standard_uses_identifiers_and_code_in_the_changelog_are_not_reported(tmp_path):
     (tmp_path / "page.md").write_text(STANDARD)
     (tmp_path / "code.py").write_text("held = whom(tells)\n")
-    (tmp_path / "changelog.md").write_text("- `from_first` -> `broadcast_from_process_0`\n")
+    (tmp_path / "changelog.md").write_text("- `mine` -> `local`\n")
     assert [found for path in tmp_path.iterdir() for found in find_words(path)] == []
 
 

@@ -179,9 +179,9 @@ def test_dims_are_recovered_by_structure_and_not_by_size():
 
 def test_replicated_arrays_as_large_as_their_parameter_are_findings():
     flat = lambda params: jax.tree.map(lambda x: jnp.zeros(x.size), params)  # noqa: E731
-    with pytest.raises(fm.ShardingError, match=r"opt_state/square/kernel: \(256,\) would be replicated") as error:
+    message = r"(?s)opt_state/out/kernel: \(512,\).*opt_state/square/kernel: \(256,\) would be replicated"
+    with pytest.raises(fm.ShardingError, match=message):
         abstract_of(flat)
-    assert "opt_state/out/kernel: (512,)" in str(error.value)
     with pytest.warns(UserWarning, match="would be replicated"):
         abstract_of(flat, on_mismatch="warn")
 

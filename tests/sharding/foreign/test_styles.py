@@ -73,11 +73,10 @@ def pipeline_of(style: Style, schedule: Schedule = ONE_LAYER_EACH) -> Pipeline:
 
 def as_list(state: TrainState, style: Style) -> dict[str, np.ndarray]:
     """Leaves by path, on the host, with one array for each layer of a stack."""
-    found = {}
-    for path, x in merged_leaves(state).items():
-        stacked = style.case.name == "maxtext_scanned" and "layers/" in path
-        found |= {path.replace("layers/", f"layers/{i}/"): row for i, row in enumerate(x)} if stacked else {path: x}
-    return found
+    leaves = merged_leaves(state)
+    for path in [path for path in leaves if style.case.name == "maxtext_scanned" and "layers/" in path]:
+        leaves |= {path.replace("layers/", f"layers/{i}/"): row for i, row in enumerate(leaves.pop(path))}
+    return leaves
 
 
 @pytest.mark.parametrize("style", BY_NAME.values(), ids=BY_NAME)
