@@ -125,6 +125,7 @@ def test_a_negative_temperature_or_nan_is_refused():
     [
         ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
         ({"vocab_size": 2**31}, "model.vocab_size must be .*got 2147483648"),
+        ({"vocab_size": 2.5}, "model.vocab_size must be .*got 2.5"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
