@@ -87,7 +87,6 @@ def test_all_mistakes_of_a_decoder_s_config_are_reported_once():
     ("text", "problem"),
     [
         ("", ""),
-        ("runs/default", ""),
         ("~/runs", ""),
         ("x" * 255, ""),
         ("x" * 256, "contains a name of 256 bytes, at most 255 are possible"),

@@ -31,15 +31,11 @@ def random_tokens(batch=8, seq=8):
     return np.random.default_rng(0).normal(size=(batch, seq, D)).astype(np.float32)
 
 
-def even_tokens():
-    """If the first dims are the logits, token t of a row is routed to the experts t and t + 1, modulo E."""
-    first = np.eye(E, D, dtype=np.float32)
-    return 0.01 * random_tokens() + 2 * first + np.roll(first, -1, axis=0)
-
-
-def one_sided_tokens():
-    """If the first dims are the logits, all tokens are routed to the experts 3 and 2."""
-    return 0.01 * random_tokens() + np.eye(D, dtype=np.float32)[3] * 2 + np.eye(D, dtype=np.float32)[2]
+FIRST = np.eye(E, D, dtype=np.float32)
+ROUTED = {  # tokens for a router whose logits are the first E hidden dims -> whether they fit the small buffers
+    "token t of a row to the experts t and t + 1": (2 * FIRST + np.roll(FIRST, -1, axis=0), True),
+    "all tokens to the experts 3 and 2": (2 * FIRST[3] + FIRST[2], False),
+}
 
 
 def plain_loop(kernels, x, k):
@@ -171,10 +167,10 @@ def test_tokens_are_split_over_the_axes_of_the_batch_or_along_the_sequence():
         assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
+@pytest.mark.parametrize(("tokens", "fits"), ROUTED.values(), ids=ROUTED)
 def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
-    layer, x = make_moe(), tokens()
-    layer.router.kernel[...] = 10 * jnp.eye(D, E)  # the logits are the first E hidden dims
+    layer, x = make_moe(), 0.01 * random_tokens() + tokens
+    layer.router.kernel[...] = 10 * jnp.eye(D, E)
     ep, per_device = 4, E // 4
     chosen = expected(layer, jnp.asarray(x), K)[1]
     sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens

@@ -11,7 +11,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh import abstract_state, create_mesh, init_state, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import map_named
@@ -215,18 +214,18 @@ def make_eleven():
 
 @pytest.fixture(scope="module")
 def abstract():
-    return abstract_state(make_eleven, create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), [(".*", ())])
+    return fm.abstract_state(make_eleven, fm.create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), [(".*", ())])
 
 
 @pytest.mark.parametrize("kind", [lambda state: state, nnx.State.to_pure_dict])
 def test_with_state_takes_the_leaves_and_keeps_the_definition(kind, abstract):
-    layout, state = abstract_train_state(make_eleven, abstract), init_state(make_eleven, abstract)
+    layout, state = abstract_train_state(make_eleven, abstract), fm.init_state(make_eleven, abstract)
     got = layout.with_state(kind(state))
     assert got.definition is layout.definition
     named = layout.with_state(map_named(lambda path, _: path, layout.to_nnx()))
     assert named.leaves[0] == "model/layers/0/bias"
     kernels = [layer.kernel[...] for layer in got.merge()[0].layers]  # more than ten layers: as text, 10 sorts before 2
-    expected = dict(named_leaves(state))
+    expected = dict(fm.named_leaves(state))
     assert len(kernels) == 11
     assert all(np.array_equal(kernel, expected[f"model/layers/{i}/kernel"]) for i, kernel in enumerate(kernels))
 
@@ -249,6 +248,6 @@ def test_with_state_refuses_leaves_with_the_same_path():
         model = nnx.Dict({"a/b": nnx.Param(jnp.zeros(2)), "a": nnx.Dict(b=nnx.Param(jnp.ones(2)))})
         return model, nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
 
-    abstract = abstract_state(make, create_mesh(), [(".*", ())])
+    abstract = fm.abstract_state(make, fm.create_mesh(), [(".*", ())])
     with pytest.raises(ValueError, match="  model/a/b: 2 leaves have this path"):
         init_train_state(make, abstract)

@@ -138,6 +138,10 @@ class Decoder(nnx.Module):
         return x
 
 
+def make(depth: int = 2, **kinds: Any) -> Decoder:
+    return Decoder(Config(num_layers=depth, **kinds), rngs=nnx.Rngs(params=0, dropout=1))
+
+
 def packed(rows: int) -> dict[str, np.ndarray]:
     """Two sequences in each row, of different lengths."""
     first = np.random.default_rng(5).integers(1, LENGTH, (rows, 1))

@@ -1,6 +1,7 @@
 """Models of other projects, with the specs that their annotations or rules must result in."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -28,18 +29,10 @@ class Style(NamedTuple):
     batch: tuple[str, ...] = ()  # mesh axes of the rows
 
 
-def scanned(depth: int = 2) -> nnx.Module:
-    return maxtext.Decoder(maxtext.Config(num_layers=depth), rngs=nnx.Rngs(params=0, dropout=1))
-
-
-def listed(depth: int = 2) -> nnx.Module:
-    return maxtext.Decoder(maxtext.Config(num_layers=depth, scan_layers=False), rngs=nnx.Rngs(params=0, dropout=1))
-
-
 MAXTEXT = {"token_embedder/embedding": P("tensor", "fsdp"), "decoder_norm/scale": P("tensor")}
 STYLES = [
     Style(
-        Case("maxtext_scanned", scanned, maxtext.loss_fn, maxtext.packed),
+        Case("maxtext_scanned", maxtext.make, maxtext.loss_fn, maxtext.packed),
         maxtext.AXES,
         MAXTEXT
         | {
@@ -52,7 +45,7 @@ STYLES = [
         batch=("data", "fsdp"),
     ),
     Style(
-        Case("maxtext_listed", listed, maxtext.loss_fn, maxtext.packed),
+        Case("maxtext_listed", functools.partial(maxtext.make, scan_layers=False), maxtext.loss_fn, maxtext.packed),
         maxtext.AXES,
         MAXTEXT | {"layers/1/out/kernel": P("tensor", None, "fsdp"), "layers/0/wo/kernel": P("tensor", "fsdp")},
         logical_rules=maxtext.LOGICAL_RULES,

@@ -167,7 +167,7 @@ def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
         ),
         (
             "maxtext_scanned",
-            lambda mesh: maxtext.Decoder(maxtext.Config(param_scan_axis=1), rngs=nnx.Rngs(0)),
+            lambda mesh: maxtext.make(param_scan_axis=1),
             "layers is one layer, since it is neither a list nor a stack, whose arrays have the layers as dim 0",
         ),
     ],
