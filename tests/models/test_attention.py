@@ -35,9 +35,6 @@ LONG = dataclasses.replace(SMALL, num_layers=1, num_heads=4, num_kv_heads=2)
 HALF = {"dtype": "bfloat16", "head_dim": 128}
 
 
-# The choice
-
-
 def mesh_of(platform: str = "", **sizes: int) -> AbstractMesh:
     device = AbstractDevice(platform, None, platform) if platform else None
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), abstract_device=device)
@@ -121,9 +118,6 @@ def test_a_trace_has_the_kernel_of_the_platform_of_its_mesh(platform, without_cu
     with around, jax.sharding.use_abstract_mesh(mesh_of(platform, fsdp=2)):
         text = str(jax.make_jaxpr(lambda tokens: model(tokens))(tokens_of(2, 128)))
     assert {name for name in ("splash_mha_fwd", "dot_product_attention_fwd") if name in text} == found
-
-
-# Errors
 
 
 def test_a_kernel_that_does_not_fit_is_an_error_with_every_reason():

@@ -24,19 +24,9 @@ def mesh_of(axis_types):
     return create_mesh((2, 2, 2), ("dp", "fsdp", "tp"), axis_types=axis_types)
 
 
-class Written(nnx.Module):
-    """Layers that compute `operation(x, kernel)`."""
-
-    def __init__(self, rngs: nnx.Rngs, operation: Callable[..., Any]):
-        self.layers = nnx.List([WrittenLayer(rngs, operation) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class WrittenLayer(nnx.Module):
+    """Computes `operation(x, kernel)`."""
+
     def __init__(self, rngs: nnx.Rngs, operation: Callable[..., Any]):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (8, 8)), out_sharding=("fsdp", "tp"))
         self.operation = operation
@@ -51,7 +41,8 @@ def sum_loss(model, x):
 
 def start(operation, mesh):
     def make():
-        model = Written(nnx.Rngs(0), operation)
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(WrittenLayer(rngs, operation), WrittenLayer(rngs, operation))
         return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
     return init_train_state(make, abstract_state(make, mesh))
