@@ -77,7 +77,8 @@ def test_bandwidths_of_the_cost_model():
     assert {kind: hardware.network_bandwidth(kind) / 1e9 for kind in dcn} == dcn
 
 
-def test_rings_of_a_torus():
+def test_links_and_rings_of_a_torus():
+    assert [NAMED[name].links for name in ("v5p", "v5e", "H100")] == [6, 4, 1]
     assert NAMED["v5p"].wraps((4, 4, 8)) == (True, True, True)
     assert NAMED["v5p"].wraps((2, 4, 4)) == (False, False, False)
     assert NAMED["v5e"].wraps((8, 16)) == (False, True)
