@@ -44,11 +44,8 @@ def test_decode_uses_the_generation_fields():
     axes = PartitionAxis(generation_batch_axis="dp", generation_head_axis=None)
     logical = ("batch", "query_sequence", "heads", "head_dim")
     assert axes.resolve(logical, mode="decode") == PartitionSpec("dp", None, None, None)
-    assert (
-        axes.resolve(logical, mode="prefill")
-        == axes.resolve(logical)
-        == PartitionSpec(("fsdp", "dp"), "sp", "tp", None)
-    )
+    for resolved in (axes.resolve(logical, mode="prefill"), axes.resolve(logical)):
+        assert resolved == PartitionSpec(("fsdp", "dp"), "sp", "tp", None)
     with pytest.raises(ValueError, match="mode must be 'train', 'prefill' or 'decode', got 'generate'"):
         axes.resolve(logical, mode="generate")  # pyright: ignore[reportArgumentType]
 
@@ -68,13 +65,10 @@ def test_extra_adds_and_overrides_logical_axes():
         axes.resolve(("patch",))
 
 
-def test_validate_lists_every_missing_axis():
+def test_missing_axes_and_fields_of_a_wrong_type_are_errors():
     PartitionAxis().validate(AbstractMesh((1,) * 5, ("dp", "fsdp", "ep", "tp", "sp")))
     with pytest.raises(ShardingError, match=r"lacks: expert_parallel_axis='ep', expert_axis='ep', extra\['x'\]='y'"):
         PartitionAxis(extra={"x": "y"}).validate(AbstractMesh((1,) * 4, ("dp", "fsdp", "tp", "sp")))
-
-
-def test_a_field_of_a_wrong_type_is_a_type_error():
     with pytest.raises(TypeError, match=r"PartitionAxis.head_axis must be a mesh axis name.*got 3"):
         PartitionAxis(head_axis=3)  # pyright: ignore[reportArgumentType]
 

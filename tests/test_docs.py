@@ -22,9 +22,9 @@ from flax import nnx
 import flax_mesh as fm
 from flax_mesh.cli import main
 from tests.run_page import main as run_page
+from tests.suite.syntax import read_imports
 
 ROOT = Path(__file__).parent.parent
-SLOW_PAGES = {"checkpoints.md", "memory.md", "pipelines.md", "plan.md", "tasks.md"}  # 10 s each
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -33,14 +33,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, id=page.name, marks=pytest.mark.slow if page.name in SLOW_PAGES else [])
-        for page in PAGES
-        if blocks(page, "python")
-    ],
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(page, tmp_path):
     """In a fresh process: a reader's machine has one device, unless the page itself asks for more."""
     command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page)]
@@ -49,13 +42,10 @@ def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(pa
 
 
 def test_a_page_that_shows_something_else_is_found(tmp_path):
-    (tmp_path / "page.md").write_text("```python\nimport jax\nprint(jax.device_count())\n```\n\n```text\n8\n```\n")
-    difference = run_page(tmp_path / "page.md")
-    assert not difference or jax.device_count() != 8
-    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\n\n```text\n2\n```\n")
-    assert "-2\n+1" in run_page(tmp_path / "page.md")
-    (tmp_path / "page.md").write_text("```python\nprint(1)\n```\nwords\n```text\n1\n```\n")
-    assert "does not follow" in run_page(tmp_path / "page.md")
+    page = tmp_path / "page.md"
+    for between, shown, found in (("\n", "1", ""), ("\n", "2", "-2\n+1"), ("words\n", "1", "does not follow")):
+        page.write_text(f"```python\nprint(1)\n```\n{between}```text\n{shown}\n```\n")
+        assert found in run_page(page) and bool(found) == bool(run_page(page))
 
 
 # Heading of docs/tasks.md -> lines of code that the task takes.
@@ -98,21 +88,13 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
     capsys.readouterr()
 
 
-PUBLIC = (  # a public name is one that the `__init__` of one of these exports
-    "flax_mesh",
-    "flax_mesh.sharding",
-    "flax_mesh.mesh",
-    "flax_mesh.train",
-    "flax_mesh.mpmd",
-    "flax_mesh.mpmd.schedules",
-    "flax_mesh.checkpoint",
-    "flax_mesh.models",
-    "flax_mesh.plan",
-    "flax_mesh.plan.compile",
-    "flax_mesh.plan.search",
-    "flax_mesh.processes",
-    "flax_mesh.cli",
-)
+# A public name is one that the `__init__` of one of these exports.
+PACKAGES = """
+    flax_mesh flax_mesh.sharding flax_mesh.mesh flax_mesh.train flax_mesh.mpmd flax_mesh.mpmd.schedules
+    flax_mesh.checkpoint flax_mesh.models flax_mesh.plan flax_mesh.plan.compile flax_mesh.plan.search
+    flax_mesh.processes flax_mesh.cli
+"""
+PUBLIC = tuple(PACKAGES.split())
 # Names that other libraries of the field already use; they do not count towards MOST_NAMES.
 CONTRACT = {
     "flax_mesh": """
@@ -199,25 +181,10 @@ def test_the_public_names_are_few():
 
 
 def foreign_names(code: str) -> list[str]:
-    """Names of flax_mesh in `code` that no public package exports: imported, or attributes of a package."""
-    tree, packages, found = ast.parse(code), {}, []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "flax_mesh":
-                    found += [] if alias.name in PUBLIC else [alias.name]
-                    packages[alias.asname or alias.name] = alias.name
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "flax_mesh":
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                found += [] if name in PUBLIC or name in NAMES else [name]
-                if name in PUBLIC:
-                    packages[alias.asname or alias.name] = name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in packages:
-            name = f"{packages[ast.unparse(node.value)]}.{node.attr}"
-            found += [] if name in PUBLIC or name in NAMES else [name]
-    return found
+    """Names of flax_mesh in `code` that no public package exports: imported, or attributes of `fm`."""
+    names = [item.name for item in read_imports(code)]
+    names += [f"flax_mesh.{name}" for name in re.findall(r"\bfm\.(\w+)", code)]
+    return [name for name in names if name.split(".")[0] == "flax_mesh" and name not in {*PUBLIC, *NAMES}]
 
 
 def test_code_that_users_read_takes_public_names_alone():
@@ -245,22 +212,17 @@ def examples() -> list[doctest.DocTest]:
     return [example for name in NAMES for example in finder.find(public(name), name) if example.examples]
 
 
-SLOW_EXAMPLES = {  # 1 to 10 s each
-    "flax_mesh.train.train",
-    "flax_mesh.mpmd.Pipeline",
-    "flax_mesh.checkpoint.Checkpointer",
-    "flax_mesh.models.generate",
-    "flax_mesh.models.load_decoder",
-    "flax_mesh.plan.plan",
-    "flax_mesh.plan.compile.compile_recipe",
-    "flax_mesh.plan.search.search_layouts",
-}
+SLOW_EXAMPLES = """
+    flax_mesh.train.train flax_mesh.mpmd.Pipeline flax_mesh.checkpoint.Checkpointer flax_mesh.models.generate
+    flax_mesh.models.load_decoder flax_mesh.plan.plan flax_mesh.plan.compile.compile_recipe
+    flax_mesh.plan.search.search_layouts
+"""  # 1 to 10 s each
 
 
 @pytest.mark.parametrize(
     "example",
     [
-        pytest.param(example, id=example.name, marks=pytest.mark.slow if example.name in SLOW_EXAMPLES else ())
+        pytest.param(example, id=example.name, marks=pytest.mark.slow if example.name in SLOW_EXAMPLES.split() else ())
         for example in examples()
     ],
 )

@@ -1,21 +1,13 @@
 """The table of chips: every figure has a source, every kind one chip; and chips from a file."""
 
 import dataclasses
+import re
 
 import pytest
 
+from flax_mesh import hardware
 from flax_mesh.errors import ConfigError
-from flax_mesh.hardware import (
-    CHIPS,
-    GIB,
-    SOURCES,
-    chip_of,
-    figures,
-    link_bandwidth,
-    load_chip,
-    network_bandwidth,
-    peak_flops,
-)
+from flax_mesh.hardware import CHIPS, SOURCES, chip_of, figures, load_chip, peak_flops
 from flax_mesh.mesh.torus.torus import wraps_around
 
 NAMED = {chip.name: chip for chip in CHIPS}
@@ -25,15 +17,10 @@ each_chip = pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 @pytest.mark.parametrize(
     ("kind", "name", "flops"),
     [
-        ("NVIDIA A100-SXM4-80GB", "A100", 312e12),
         ("NVIDIA H100 PCIe", "H100-PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", "H100", 989e12),
         ("NVIDIA H200", "H200", 989e12),
-        ("NVIDIA GH200 480GB", "GH200", 989e12),
         ("NVIDIA B200", "B200", 2250e12),
-        ("NVIDIA GB200", "GB200", 2500e12),
-        ("TPU v3", "v3", 70e12),
-        ("TPU v4", "v4", 275e12),
         ("TPU v5", "v5p", 459e12),
         ("TPU v5p", "v5p", 459e12),
         ("TPU v5 lite", "v5e", 197e12),
@@ -66,10 +53,6 @@ def test_every_figure_has_a_source(chip):
     assert set(chip.sources.values()) <= set(SOURCES)
 
 
-def test_every_source_is_used():
-    assert {source for chip in CHIPS for source in chip.sources.values()} == set(SOURCES)
-
-
 @each_chip
 def test_figures_are_plausible(chip):
     assert 0 < chip.link_fraction <= 1 and 0 < chip.matmul_fraction <= 1 and 0 <= chip.overlap_fraction <= 1
@@ -79,41 +62,37 @@ def test_figures_are_plausible(chip):
     assert hash(chip) == hash(dataclasses.replace(chip))
 
 
-def test_kinds_and_names_are_unique():
+def test_kinds_and_names_are_unique_and_all_sources_are_used():
+    assert {source for chip in CHIPS for source in chip.sources.values()} == set(SOURCES)
     kinds = [kind for chip in CHIPS for kind in chip.kinds]
     assert len(kinds) == len(set(kinds)) and len(NAMED) == len(CHIPS)
     assert all(chip_of(kind) is chip for chip in CHIPS for kind in chip.kinds)
 
 
-def test_figures_of_one_device():
-    assert NAMED["v5p"].memory == 95 * GIB and NAMED["v5e"].memory == 16e9  # GiB and GB as the vendor states them
-    assert NAMED["v7x"].devices_per_chip == 2 and NAMED["v7x"].memory == 96 * GIB  # half of a chip
-    assert NAMED["v5p"].links == 6 and NAMED["v5e"].links == 4 and NAMED["H100"].links == 1
-
-
 def test_bandwidths_of_the_cost_model():
     """The figures that docs/mesh.md lists: 90 of the vendor's 100 GB/s are reachable."""
     kinds = {"TPU v3": 100, "TPU v4": 45, "TPU v5 lite": 45, "TPU v5": 90, "TPU v6 lite": 90, "TPU7x": 90, "TPU v2": 45}
-    assert {kind: link_bandwidth(kind) / 1e9 for kind in kinds} == pytest.approx(kinds)
+    assert {kind: hardware.link_bandwidth(kind) / 1e9 for kind in kinds} == pytest.approx(kinds)
     dcn = {"TPU v4": 6.25, "TPU v5 lite": 3.125, "TPU v5p": 6.25, "TPU v6e": 12.5, "TPU7x": 12.5, "TPU v2": 6.25}
-    assert {kind: network_bandwidth(kind) / 1e9 for kind in dcn} == dcn
+    assert {kind: hardware.network_bandwidth(kind) / 1e9 for kind in dcn} == dcn
 
 
-def test_rings_of_a_torus():
+def test_links_and_rings_of_a_torus():
+    assert [NAMED[name].links for name in ("v5p", "v5e", "H100")] == [6, 4, 1]
     assert NAMED["v5p"].wraps((4, 4, 8)) == (True, True, True)
     assert NAMED["v5p"].wraps((2, 4, 4)) == (False, False, False)
     assert NAMED["v5e"].wraps((8, 16)) == (False, True)
     assert (*NAMED["v7x"].wraps((4, 4, 4)), False) == wraps_around("TPU7x", (4, 4, 4, 2))
 
 
-def write(path, text):
+def loaded(path, text):
     path.write_text(text)
-    return path
+    return load_chip(path)
 
 
 def test_a_chip_from_a_file_replaces_fields_of_its_base(tmp_path):
-    path = write(tmp_path / "chip.toml", 'base = "V5P"\nname = "mine"\nmemory = 90e9\n[peak_flops]\nfloat8 = 600e12\n')
-    chip, base = load_chip(path), NAMED["v5p"]
+    path, base = tmp_path / "chip.toml", NAMED["v5p"]
+    chip = loaded(path, 'base = "V5P"\nname = "mine"\nmemory = 90e9\n[peak_flops]\nfloat8 = 600e12\n')
     assert (chip.name, chip.memory, chip.pod) == ("mine", 90e9, base.pod)
     assert chip.peak_flops == {**base.peak_flops, "float8": 600e12}
     assert chip.sources["memory"] == chip.sources["float8"] == str(path) and chip.sources["pod"] == base.sources["pod"]
@@ -131,12 +110,11 @@ peak_flops = {bfloat16 = 1e14}
 
 
 def test_a_chip_from_a_file_without_a_base(tmp_path):
-    chip = load_chip(write(tmp_path / "chip.toml", FULL))
+    chip = loaded(tmp_path / "chip.toml", FULL)
     assert (chip.name, chip.domain, chip.peak("float32"), chip.link_fraction) == ("npu-1", 16, 1e14, 1.0)
-    assert set(chip.sources) == {*figures(chip), "name", "platform", "peak_flops"} - {
-        "link_fraction", "matmul_fraction", "overlap_fraction", "hop_latency", "network_latency", "devices_per_chip",
-        "host_bandwidth",
-    }  # fmt: skip
+    defaults = {"link_fraction", "matmul_fraction", "overlap_fraction", "hop_latency", "network_latency"}
+    defaults |= {"devices_per_chip", "host_bandwidth"}
+    assert set(chip.sources) == {*figures(chip), "name", "platform", "peak_flops"} - defaults
 
 
 @pytest.mark.parametrize(
@@ -158,24 +136,17 @@ def test_a_chip_from_a_file_without_a_base(tmp_path):
                 r"pod must be a list of 2 or 3 integers from 1 to 65536, got '\[0, 1\]'",
             ],
         ),
-        (
-            'base = "v5e"\nname = "a:b"\npeak_flops = {}\nwrap = ["pod"]\nmemory = true',
-            ["name", "peak", "memory", "wrap"],
-        ),
+        ('base="v5e"\nname="a:b"\npeak_flops={}\nwrap=["pod"]\nmemory=true', ["name", "peak", "memory", "wrap"]),
         ('base = "h100"\npod = [4, 4]', [r"pod, .* must be set for tpu only; platform is gpu"]),
         ('base = "v5e"\npod = [65536, 65536]', [r"pod must have at most 1,048,576 chips"]),
         (FULL.replace("bfloat16", "int8"), ["peak_flops must contain bfloat16"]),
     ],
 )
 def test_all_mistakes_of_a_file_are_reported(tmp_path, text, lines):
-    path = write(tmp_path / "chip.toml", text)
     with pytest.raises(ConfigError) as caught:
-        load_chip(path)
-    assert len(caught.value.problems) == len(lines)
+        loaded(tmp_path / "chip.toml", text)
     for problem, line in zip(caught.value.problems, lines, strict=True):
-        assert problem.startswith(str(path))
-        with pytest.raises(ValueError, match=line):
-            raise ValueError(problem)
+        assert problem.startswith(str(tmp_path)) and re.search(line, problem)
 
 
 def test_files_that_cannot_be_read_are_reported(tmp_path):

@@ -4,7 +4,6 @@ import ast
 import gc
 import importlib
 import re
-import threading
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,24 +24,44 @@ from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.step import parameter_flow
 from tests.suite.syntax import PACKAGE, read_imports
 
-PRIVATE = ("jax._src", "jaxlib", "jax.interpreters", "orbax.checkpoint._src")
-DOTTED = tuple(f"{prefix}." for prefix in PRIVATE)
+PRIVATE = ("jax._src.", "jaxlib.", "jax.interpreters.", "orbax.checkpoint._src.")
 
 
-def test_jax_src_distributed_global_state_has_client_coordinator_address_num_processes():
-    state = jax_compat.distributed_state()
-    assert (state.client, state.coordinator_address, state.num_processes) == (None, None, 1)
+def scan_sizes() -> tuple[int, int]:
+    """The constants and carries of a scan with one of each."""
+    jaxpr = jax.make_jaxpr(lambda w, c, x: jax.lax.scan(lambda c, x: (c * w + x, c), c, x))(1.0, 1.0, jnp.ones(3))
+    (eqn,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
+    return jax_compat.scan_sizes(eqn)
 
 
-@pytest.mark.parametrize("method", ["key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete"])
-def test_the_client_of_jax_distributed_has(method):
-    """The methods that `processes/store.py` calls."""
-    assert callable(getattr(importlib.import_module("jaxlib._jax").DistributedRuntimeClient, method))
+CLIENT = importlib.import_module("jaxlib._jax").DistributedRuntimeClient
+STATE = ("client", "coordinator_address", "num_processes")
+VALUES = {  # names -> what a use of them returns, and the expected value
+    "jax._src.distributed.global_state": (
+        lambda: [getattr(jax_compat.distributed_state(), name) for name in STATE],
+        [None, None, 1],
+    ),
+    "the methods of the client that processes/store.py calls": (
+        lambda: [callable(getattr(CLIENT, method)) for method in jax_compat.STORE_METHODS],
+        [True] * 4,
+    ),
+    "jax._src.xla_bridge.backends_are_initialized": (
+        lambda: bool(jax.devices()) and jax_compat.backends_are_initialized(),
+        True,
+    ),
+    "jax_force_dcn_cross_host_transfers": (jax_compat.transfers_over_dcn_are_forced, False),
+    "num_consts and num_carry or ft_in of a scan": (scan_sizes, (1, 1)),
+    "jaxlib.xla_client.ArrayImpl": (
+        lambda: [isinstance(x, xla_client.ArrayImpl) for x in (jnp.ones(2), jax.random.key(0))],
+        [True, False],
+    ),
+}
 
 
-def test_jax_src_xla_bridge_has_backends_are_initialized():
-    jax.devices()
-    assert jax_compat.backends_are_initialized() is True
+@pytest.mark.parametrize("names", VALUES)
+def test_private_names_have_the_values_that_are_read(names):
+    call, value = VALUES[names]
+    assert call() == value
 
 
 def test_jax_src_mesh_has_thread_resources():
@@ -65,18 +84,6 @@ def test_jax_src_source_info_util_has_user_frames_and_user_context():
     assert isinstance(jax_compat.source_line(other), str)
 
 
-def test_ambiguous_shardings_raise_the_error_that_is_caught():
-    mesh = jax.make_mesh((2,), ("dp",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:2])
-    rows = jax.ShapeDtypeStruct((2, 2), "float32", sharding=NamedSharding(mesh, P("dp")))
-    with pytest.raises(jax_compat.sharding_type_errors(), match="ambiguous"):
-        jax.eval_shape(lambda x: x.T @ x, rows)
-
-
-def test_the_flag_jax_force_dcn_cross_host_transfers_can_be_read():
-    assert jax.config.read("jax_force_dcn_cross_host_transfers") is False
-    assert not jax_compat.transfers_over_dcn_are_forced()
-
-
 def test_clients_have_supports_cross_host_transfers():
     """Clients of GPU and TPU have it, that of CPU does not; JAX reads the same attribute."""
     source = Path(jax.__file__).parent / "_src" / "dispatch.py"
@@ -97,18 +104,6 @@ def test_jaxlib_xla_client_has_batched_copy_array_to_devices_with_sharding():
     copy, x = jax_compat.device_copy(there), jax.device_put(np.arange(8.0), here)
     assert copy is not None
     assert copy(x).sharding == there and np.array_equal(copy(x), x)
-
-
-def test_jaxlib_xla_client_has_array_impl_and_array_copy_semantics():
-    assert isinstance(jnp.ones(2), xla_client.ArrayImpl)
-    assert not isinstance(jax.random.key(0), xla_client.ArrayImpl)
-    assert xla_client.ArrayCopySemantics.REUSE_INPUT is not None
-
-
-def test_shardings_have_internal_device_list():
-    here, _ = two_layouts()
-    devices = here._internal_device_list  # pyright: ignore[reportAttributeAccessIssue]
-    assert list(devices.addressable_device_list) == jax.devices()[:4]
 
 
 # Tables of names of primitives. A name that JAX does not have has no effect, so nothing else would report it.
@@ -159,20 +154,9 @@ def test_debug_info_has_with_unknown_names():
     assert core.Jaxpr((), (), (), (), debug_info=info).debug_info == info == info.with_unknown_names()
 
 
-def test_scans_have_num_consts_and_num_carry_or_ft_in():
-    jaxpr = jax.make_jaxpr(lambda w, c, x: jax.lax.scan(lambda c, x: (c * w + x, c), c, x))(1.0, 1.0, jnp.ones(3))
-    (eqn,) = (eqn for eqn in jaxpr.jaxpr.eqns if eqn.primitive.name == "scan")
-    assert jax_compat.scan_sizes(eqn) == (1, 1)
-
-
-def test_jax_interpreters_partial_eval_dynamic_jaxpr_tracer_has_origin_msg():
-    """Without it the time of tracing grows quadratically with the number of layers."""
-    assert "_origin_msg" in vars(partial_eval.DynamicJaxprTracer)
-
-
 def test_tracer_errors_are_short_in_the_context_and_restored_afterwards():
     tracer = partial_eval.DynamicJaxprTracer
-    before, seen, inside = tracer._origin_msg, [], threading.Event()
+    before, seen = tracer._origin_msg, []
 
     def message(x):
         with pytest.raises(jax.errors.TracerBoolConversionError) as error:
@@ -180,20 +164,12 @@ def test_tracer_errors_are_short_in_the_context_and_restored_afterwards():
         seen.append(str(error.value))
         return x
 
-    def other_thread():
-        with jax_compat.short_tracer_errors():
-            inside.set()
-            done.wait(10)
-
-    done = threading.Event()
-    thread = threading.Thread(target=other_thread)
-    with jax_compat.short_tracer_errors():
-        thread.start()
-        assert inside.wait(10)
+    first, second = jax_compat.short_tracer_errors(), jax_compat.short_tracer_errors()
+    first.__enter__()
+    with second:  # as in another thread, which leaves the context first
         jax.eval_shape(lambda x: message(x), jnp.float32(1))
-    assert tracer._origin_msg is not before  # the other thread is still in the context
-    done.set()
-    thread.join()
+    assert tracer._origin_msg is not before
+    first.__exit__(None, None, None)
     assert tracer._origin_msg is before
     jax.eval_shape(lambda x: message(x), jnp.float32(2))
     assert len(seen[0]) < len(seen[1]) and "while tracing" not in seen[0] and "while tracing" in seen[1]
@@ -332,8 +308,18 @@ def test_a_name_that_is_missing_or_has_changed_is_reported_with_the_tested_versi
     check_problem(function)
 
 
-def test_changed_parameters_of_a_scan_are_reported_with_the_tested_versions():
-    check_problem("scan_sizes")
+CHANGES: dict[str, tuple[Any, str, Any]] = {  # function -> an object, its attribute and what replaces it
+    "_runtime_copy": (xla_client, "batched_copy_array_to_devices_with_sharding", lambda arrays: arrays),
+    "reproducible_cpu_options": (jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""}),
+    "distributed_state": (jax_compat.distributed_state(), "client", object()),  # without the methods of a store
+}
+
+
+@pytest.mark.parametrize("function", [*CHANGES, "scan_sizes"])  # CALLS passes an equation that is no scan
+def test_changed_arguments_options_methods_and_parameters_are_reported(function, monkeypatch):
+    if function in CHANGES:
+        monkeypatch.setattr(*CHANGES[function])
+    check_problem(function)
 
 
 def test_the_fallbacks_work(monkeypatch):
@@ -349,11 +335,6 @@ def test_the_fallbacks_work(monkeypatch):
             assert np.array_equal(jax.jit(lambda x: x + 1)(1), 2)
         x = jax.device_put(np.arange(8.0), here)
         assert local_copy.mover.__wrapped__(here, there)(x).sharding == there
-
-
-def test_a_copy_with_other_arguments_is_not_used(monkeypatch):
-    monkeypatch.setattr(xla_client, "batched_copy_array_to_devices_with_sharding", lambda arrays: arrays)
-    check_problem("_runtime_copy")
 
 
 def test_the_options_of_xla_are_tried_also_in_the_context_of_a_mesh():
@@ -372,16 +353,6 @@ def test_half_precision_is_stored_in_float32_on_cpus_if_the_table_says_so(dtype,
     assert stored == ({"f32"} if name in jax_compat.float32_on_cpu() else {name})
 
 
-def test_an_option_that_xla_does_not_have_is_reported_with_the_tested_versions(monkeypatch):
-    monkeypatch.setattr(jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""})
-    check_problem("reproducible_cpu_options")
-
-
-def test_a_key_value_store_without_a_method_is_reported_with_the_tested_versions(monkeypatch):
-    monkeypatch.setattr(jax_compat.distributed_state(), "client", object())
-    check_problem("distributed_state")
-
-
 @pytest.mark.parametrize("name", ["jax._src.distributed.nothing", "jax._src.nothing.nothing", "nothing.nothing"])
 def test_a_missing_name_is_not_found(name):
     with pytest.raises((AttributeError, ImportError), match="nothing"):
@@ -392,65 +363,32 @@ def test_every_private_name_is_in_the_table_of_uses_and_every_use_is_tried_here(
     assert set(CALLS) == set(jax_compat.USES)
     tree = ast.parse((PACKAGE / "jax_compat.py").read_text())
     used = {name.partition(" ")[0].rpartition(".")[2] for use in jax_compat.USES.values() for name in use.names}
-    own = own_names([PACKAGE / "jax_compat.py"]) | {"_fields"}
-    private = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} - own
-    assert {name for name in private if re.match("_[a-z]", name)} <= used
+    assert underscore_attributes(tree) - {"_fields"} <= used
     texts = [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    dotted = {text for text in texts if re.fullmatch(r"[\w.]+", text) and f"{text}.".startswith(DOTTED)}
+    dotted = {text for text in texts if re.fullmatch(r"[\w.]+", text) and f"{text}.".startswith(PRIVATE)}
     names = {name for use in jax_compat.USES.values() for name in use.names}
     assert dotted and dotted - {jax_compat.CUDNN} <= names  # its functions are in the table
 
 
-def private_uses(path: Path, own: set[str]) -> list[str]:
-    """Private names of JAX that the file uses: imports, and underscore attributes that are not defined in `own`."""
-    tree = ast.parse(path.read_text())
-    names = [item.name for item in read_imports(path.read_text())]
-    found = [name for name in names if f"{name}.".startswith(DOTTED)]
-    for node in ast.walk(tree):
-        name = None
-        if isinstance(node, ast.Attribute):
-            name = node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else None
-        elif isinstance(node, ast.Constant) and str(node.value).startswith(DOTTED):
-            found.append(str(node.value))
-        if isinstance(name, str) and re.match("_[a-z]", name) and name not in own:
-            found.append(name)
-    return found
-
-
-def own_names(paths: list[Path]) -> set[str]:
-    """Names that the files define (functions, fields, attributes of `self`), and underscore methods of namedtuples."""
-    found = {"_replace", "_asdict", "_exit"}
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found |= {node.attr} if isinstance(node.value, ast.Name) and node.value.id == "self" else set()
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found.add(node.target.id)
-    return found
+def underscore_attributes(tree: ast.Module) -> set[str]:
+    """Names with one underscore in front, of attributes and getattr, that the file neither defines nor assigns."""
+    nodes = list(ast.walk(tree))
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr")]
+    read |= {str(node.args[1].value) for node in calls if isinstance(node.args[1], ast.Constant)}
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    own |= {ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)}
+    return {name for name in read - own - {"_replace", "_asdict", "_exit"} if re.match("_[a-z]", name)}
 
 
 @pytest.mark.slow
 def test_private_names_are_used_only_in_one_file():
-    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "jax_compat.py"]
-    assert len(paths) > 50
-    own = own_names(paths)
-    found = [f"{path.relative_to(PACKAGE)}: {name}" for path in paths for name in private_uses(path, own)]
+    found = set()
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "jax_compat.py"}:
+        tree = ast.parse(path.read_text())
+        names = [f"{item.name}." for item in read_imports(path.read_text())]
+        names += [str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found |= {(path.name, name) for name in names if name.startswith(PRIVATE)}
+        found |= {(path.name, name) for name in underscore_attributes(tree)}
     assert not found
-
-
-def test_private_uses_are_detected(tmp_path):
-    file = tmp_path / "bad.py"
-    file.write_text(
-        "import jax\nfrom jaxlib import xla_client\nfrom jax._src import core\nfrom jax.interpreters import pxla\n"
-        "class A:\n    def f(self, x):\n        self._own = x._shards\n        return getattr(x, '_npy'), self._own\n"
-        "name = 'jax._src.mesh'\n"
-    )
-    found = private_uses(file, own_names([file]))
-    assert sorted(found) == sorted(
-        ["jaxlib.xla_client", "jax._src.core", "jax.interpreters.pxla", "_shards", "_npy", "jax._src.mesh"]
-    )
-    assert private_uses(PACKAGE / "jax_compat.py", set())

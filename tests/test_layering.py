@@ -1,6 +1,5 @@
 """Rules for the imports of every file: the floors of docs/design.md, and the names that are private to each."""
 
-import ast
 import sys
 from functools import cache
 from pathlib import Path
@@ -41,74 +40,22 @@ RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
 PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
-WHERE_USED = {
-    "orbax",
-    "tensorstore",
-    "rich",
-    "xxhash",
-    "tensorboardX",
-    "tokenizers",
-}  # heavy or optional: imported inside functions
-ORBAX = (
-    f"{NAME}.checkpoint.orbax"  # subclasses Orbax classes: imports Orbax at its head, and is imported inside functions
-)
-
+# Heavy or optional: imported inside functions.
+WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers"}
+ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it imports at its head
 
 # Modules that other folders import although no name of them is public.
-SHARED = {
-    "checkpoint.checksums",  # damage of a step, for `flax-mesh checkpoint verify`
-    "checkpoint.diff",
-    "checkpoint.find",  # the folders of steps
-    "checkpoint.hf.kept",  # the tokenizer and other files of an imported model
-    "checkpoint.hf.safetensors",
-    "checkpoint.read",
-    "inference.evaluate",  # for `flax-mesh evaluate`
-    "inference.memory",  # for `flax-mesh generate`
-    "inference.open",  # trained decoders, for both commands
-    "inference.prompts",
-    "inference.source",
-    "inference.tokenizer",
-    "mesh.shape",  # axis sizes from and to text
-    "mesh.torus.assign",  # axes over a torus, for plans without devices
-    "mesh.torus.torus",
-    "models.cache",  # the dims of the cache, for the check of its size
-    "models.kernels",  # the lengths that splash attention divides, for evaluation
-    "mpmd.schedules.file",  # schedules as text files, for recipes and `flax-mesh schedule`
-    "mpmd.runtime.placement",  # bytes of every group, for `explain` of a recipe
-    "mpmd.runtime.search",  # pipeline.schedule=search
-    "mpmd.runtime.compile",  # the programs of stages, for plans
-    "mpmd.split.jaxpr",  # traces and their FLOPs, for plans
-    "mpmd.split.remat",  # the values of `pipeline.remat`
-    "mpmd.transport.ordered",  # the values of `pipeline.transport`
-    "plan.calibrate",  # measured figures, for `flax-mesh plan --calibrate`
-    "plan.topology",  # hardware from text and from devices, for the commands
-    "plan.compile.target",  # what must be installed to compile, likewise
-    "plan.search.chips",
-    "plan.search.confirm",
-    "plan.search.report",  # the text of a search, for the command
-    "plan.search.space",  # the settings that are searched, likewise
-    "plan.report",  # lines of a plan, for `train` and `plan`
-    "processes.launch",
-    "processes.output",  # standard output that never ends a process
-    "processes.store",  # the key-value store of jax.distributed
-    "sharding.annotations",
-    "sharding.memory",  # which arrays are in the memory of the host
-    "sharding.report.hlo",  # the parser of compiled programs, for plans
-    "sharding.report.html",  # tables of an HTML page, for plans
-    "sharding.explicit",  # Explicit axes of models, steps and pipelines
-    "step.batch",  # microbatches of a batch, likewise
-    "step.loss",  # one loss and one update for the plain step and the pipeline
-    "step.parameter_flow",  # which parameters a call changes, likewise
-    "train.checks",
-    "train.explain",
-    "train.data.own",  # the shapes of a batch, for plans
-    "train.export",
-    "train.metadata",
-    "train.metrics",
-    "train.optimizers.groups",  # the filter of what is trained, for plans
-    "train.warm_start",  # which folders are those of Hugging Face
-    "train.run_folder",  # the names of the files in it
-}
+SHARED = """
+    checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
+    inference.evaluate inference.memory inference.open inference.prompts inference.source inference.tokenizer
+    mesh.shape mesh.torus.assign mesh.torus.torus models.cache models.kernels mpmd.schedules.file
+    mpmd.runtime.placement mpmd.runtime.search mpmd.runtime.compile mpmd.split.jaxpr mpmd.split.remat
+    mpmd.transport.ordered plan.calibrate plan.topology plan.compile.target plan.search.chips plan.search.confirm
+    plan.search.report plan.search.space plan.report processes.launch processes.output processes.store
+    sharding.annotations sharding.memory sharding.report.hlo sharding.report.html sharding.explicit
+    step.batch step.loss step.parameter_flow train.checks train.explain train.data.own train.export train.metadata
+    train.metrics train.optimizers.groups train.warm_start train.run_folder
+"""
 
 
 @cache
@@ -179,7 +126,7 @@ def test_only_public_and_shared_modules_are_imported_from_another_folder():
         for here, there in own_imports()
         if not here.endswith(".__init__") and top(there) not in ("", top(here)) and not there.endswith(".__init__")
     }
-    shared = {f"{NAME}.{module}" for module in SHARED}
+    shared = {f"{NAME}.{module}" for module in SHARED.split()}
     wrong = {f"{here} imports from {there}" for here, there in across if there not in public | shared}
     assert not wrong, "\n".join(sorted(wrong))
     assert shared == {there for _, there in across} - public, "SHARED lists a module that need not be in it"
@@ -223,29 +170,3 @@ def test_no_folder_has_too_many_files(root, most):
     folders = {path.parent for path in root.rglob("*.py")}
     sizes = {folder: sum(path.name != "__init__.py" for path in folder.glob("*.py")) for folder in folders}
     assert not {str(folder): size for folder, size in sizes.items() if size > most}
-
-
-def test_calls_of_nnx_on_modules_name_graph_mode():
-    """Otherwise the structure of a state depends on `nnx.set_graph_mode` at the time of the call."""
-    named = {"split", "state", "iter_graph", "iter_modules", "clone", "unpack"}
-    wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}: nnx.{node.func.attr} without graph=True"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and ast.unparse(node.func.value) == "nnx"
-        and node.func.attr in named
-        and not any(keyword.arg == "graph" for keyword in node.keywords)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_forbidden_imports_are_detected():
-    code = "import jax\nif TYPE_CHECKING:\n    import a\ndef f():\n    from flax_mesh.cli import main\n"
-    assert read_imports(code) == [
-        Import("jax", "jax", True),
-        Import("a", "a", True),
-        Import("flax_mesh.cli.main", "flax_mesh.cli", False),
-    ]
-    assert floor_of("flax_mesh.cli.main") > floor_of("flax_mesh.mpmd.__init__") == floor_of("flax_mesh.mpmd.runtime.x")

@@ -9,60 +9,27 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
-from flax_mesh.settings import MAX_FLOAT32, MAX_NAME_BYTES, field_types, path_problem, type_problems, value_problems
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    PipelineConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flax_mesh.settings import MAX_FLOAT32, MAX_NAME_BYTES, path_problem, type_problems, value_problems
+from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
 from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import flat_fields, read_overrides, value_to_text
-
-CONFIGS = (DecoderConfig, CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, RunConfig)
-NUMBERS = [
-    (config, item.name)
-    for config in CONFIGS
-    for item in dataclasses.fields(config)
-    if field_types(config())[item.name] in (int, float, int | None, float | None)
-]
-
-
-def test_the_numbers_of_all_configs_are_found():
-    assert len(NUMBERS) > 40
-
-
-@pytest.mark.parametrize(("config", "name"), NUMBERS, ids=lambda value: getattr(value, "__name__", value))
-def test_every_number_has_limits_and_is_finite(config, name):
-    default, (item,) = config(), [item for item in dataclasses.fields(config) if item.name == name]
-    assert value_problems(default) == type_problems(default) == []
-    assert {"at_least", "above"} & item.metadata.keys()
-    is_float = field_types(default)[name] is float
-    for wrong in (-1, -math.inf, math.nan, *[math.inf] * ("also" not in item.metadata), *[1e39] * is_float):
-        changed = dataclasses.replace(default, **{name: wrong})
-        (problem,) = [*type_problems(changed, "x."), *value_problems(changed, "x.")]
-        assert problem.startswith(f"x.{name} must be ") and problem.endswith(f"got {wrong}"), problem
-    for wrong in (True, "1", [1]):
-        (problem,) = type_problems(dataclasses.replace(default, **{name: wrong}), "x.")
-        assert problem.startswith(f"x.{name} must be a") and problem.endswith(f"got {wrong!r}"), problem
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "problem"),
     [
         (OptimizerConfig, {"b1": 2.0}, "b1 must be below 1, got 2.0"),
-        (OptimizerConfig, {"b2": 1.0}, "b2 must be below 1, got 1.0"),
-        (OptimizerConfig, {"epsilon": 0.0}, "epsilon must be above 0, got 0.0"),
+        (OptimizerConfig, {"b1": True}, "b1 must be a number, got True"),
         (OptimizerConfig, {"learning_rate": math.inf}, "learning_rate must be finite, got inf"),
+        (OptimizerConfig, {"learning_rate": 1e39}, "learning_rate must be finite, got 1e+39"),
         (
             OptimizerConfig,
             {"clip_norm": math.nan},
             "clip_norm must be above 0 and finite, or inf for no clipping, got nan",
         ),
         (OptimizerConfig, {"clip_norm": math.inf}, None),
+        (RunConfig, {"steps": True}, "steps must be an integer, got True"),
+        (RunConfig, {"seed": -math.inf}, "seed must be an integer, got -inf"),
         (RunConfig, {"spike_factor": 0.5}, "spike_factor must be above 1, or 0 for no limit, got 0.5"),
         (RunConfig, {"spike_factor": 0}, None),
         (RunConfig, {"steps": 2**31}, "steps must be at most 2147483647, got 2147483648"),
@@ -120,7 +87,6 @@ def test_all_mistakes_of_a_decoder_s_config_are_reported_once():
     ("text", "problem"),
     [
         ("", ""),
-        ("runs/default", ""),
         ("~/runs", ""),
         ("x" * 255, ""),
         ("x" * 256, "contains a name of 256 bytes, at most 255 are possible"),
@@ -133,13 +99,9 @@ def test_all_mistakes_of_a_decoder_s_config_are_reported_once():
 )
 def test_texts_that_cannot_be_paths(text, problem):
     assert path_problem(text) == problem
-    assert check_config(config_of(run=RunConfig(folder=text or "x"))) == (
-        [f"run.folder {problem}: {text!r}; use another path"]
-        if problem and len(text) < 80
-        else [f"run.folder {problem}: {text!r:.80}...; use another path"]
-        if problem
-        else []
-    )
+    found = check_config(config_of(run=RunConfig(folder=text or "x")))
+    shown = f"{text!r}" if len(text) < 80 else f"{text!r:.80}..."
+    assert found == ([f"run.folder {problem}: {shown}; use another path"] if problem else [])
 
 
 def test_annotations_that_cannot_be_evaluated_are_one_line():
@@ -217,29 +179,18 @@ INVALID_OF_TYPE = {
 }
 INVALID_NAMES, INVALID_AXES = ["", "nope", "0"], ["nope", "dp,nope"]
 INVALID_PATHS = ["~nobody-of-this-name/x", "x" * 300, "y/" * 2500]
-ABOVE_0 = """
-run.steps checkpoint.every checkpoint.keep data.sequence_length data.batch_size data.held_out data.eval_batches
-optimizer.decay_steps optimizer.clip_norm optimizer.epsilon pipeline.num_microbatches pipeline.memory_limit
-pipeline.num_virtual_stages model.vocab_size model.hidden_size model.num_layers model.num_heads model.num_kv_heads
-model.head_dim model.mlp_size model.rope_theta model.rope_factor
-"""
 INVALID = {  # further values of single settings
     "run.seed": ["4294967296", "9" * 30],
-    "run.spike_factor": ["0.5", "1"],
     "run.hardware": [*INVALID_PATHS, "/no/such/file", __file__],
     "run.platform": ["", "npu", "cpu:0", "cpu:-1", "cpu:x", "CPU"],
     "run.folder": [*INVALID_PATHS, ""],
     "run.compiler_options": ["x", "=1", "--xla=1", "a=1,a=2"],
-    "optimizer.b1": ["1", "2"],
-    "optimizer.b2": ["1", "2"],
     "optimizer.warmup_steps": ["1000000"],
     "optimizer.decay_start": ["10"],
     "optimizer.momentum": ["1", "0.9"],
-    "optimizer.moment_dtype": ["float16"],
     "optimizer.no_decay": ["(", "["],
     "optimizer.groups": ["embed", "( frozen", "embed learning_rate*-1", "embed x"],
     "optimizer.matrices": ["kernel", "("],
-    "optimizer.ema": ["1"],
     "optimizer.shard_over": [*INVALID_AXES, "pp"],
     "checkpoint.start_from": [*INVALID_PATHS, "/no/such/folder", __file__],
     "data.source": [*INVALID_PATHS, ""],
@@ -249,11 +200,6 @@ INVALID = {  # further values of single settings
     "pipeline.num_microbatches": ["3"],
     "pipeline.schedule": ["", "nope"],
     "pipeline.cut": ["", "nope", "1.5"],
-    "model.num_heads": ["3"],
-    "model.num_kv_heads": ["3"],
-    "model.head_dim": ["3"],
-    "model.dtype": ["int32", "float99"],
-    "model.param_dtype": ["int32"],
     "model.remat": [*INVALID_NAMES, "full:77", "full:0,none", "full:x", "attention+nope", "full,none", "q+q"],
 }  # fmt: skip
 OTHERS = {"pipeline.schedule": ["mesh.shape=pp:2", "pipeline.num_microbatches=4"]}  # without which it has no effect
@@ -263,13 +209,12 @@ def invalid_texts(key: str) -> list[str]:
     texts = [text for kind in SETTINGS[key] for text in INVALID_OF_TYPE.get(kind, [])]
     texts += INVALID_NAMES if "one_of" in LIMITS.get(key, {}) else []
     texts += INVALID_AXES if key.startswith("model.axes.") else []
-    texts += ["0"] if key in ABOVE_0.split() else []
     return texts + INVALID.get(key, [])
 
 
 def test_all_settings_but_those_checked_later_have_invalid_texts():
     assert {key for key in SETTINGS if not invalid_texts(key)} == {"checkpoint.best_metric", "run.hooks"}
-    assert {*ABOVE_0.split(), *INVALID, *OTHERS} <= SETTINGS.keys()
+    assert {*INVALID, *OTHERS} <= SETTINGS.keys()
 
 
 @pytest.mark.parametrize("key", [key for key in SETTINGS if invalid_texts(key)])

@@ -79,11 +79,7 @@ def test_rules_do_not_count_a_layer_dim_in_a_single_layer():
 
     state = abstract_state(make, mesh, rules)
     specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state) if "kernel" in path}
-    want = {
-        "layers/kernel": P(None, "fsdp", "tp"),
-        "square/kernel": P("fsdp", "tp"),
-        "wide/kernel": P("fsdp", "tp"),
-    }
+    want = {"layers/kernel": P(None, "fsdp", "tp"), "square/kernel": P("fsdp", "tp"), "wide/kernel": P("fsdp", "tp")}
     assert specs == want
     explained = explain_sharding(make, mesh, rules)
     assert not explained.findings

@@ -89,10 +89,7 @@ def test_a_table_that_fits_has_one_line_per_row():
 
 def test_a_table_that_is_too_wide_continues_paths_after_a_slash():
     text = table_text(HEADS, ROWS, 50, right={"bytes"}, wrap={"path"})
-    assert text.splitlines()[1:3] == [
-        "layers/{0..125}/        f32[128,4,32]  1,234,567 B",
-        "attention/q/kernel",
-    ]
+    assert text.splitlines()[1:3] == ["layers/{0..125}/        f32[128,4,32]  1,234,567 B", "attention/q/kernel"]
 
 
 @pytest.mark.parametrize("width", range(1, 70))

@@ -25,16 +25,9 @@ class Net(nnx.Module):
         self.drop = nnx.Dropout(0.1, rngs=rngs)
 
 
-MODEL_PATHS = {
-    "layers/0/kernel",
-    "layers/0/bias",
-    "layers/1/scale",
-    "layers/1/bias",
-    "layers/1/mean",
-    "layers/1/var",
-    "drop/rngs/key",
-    "drop/rngs/count",
-}
+PATHS = """
+    layers/0/kernel layers/0/bias layers/1/scale layers/1/bias layers/1/mean layers/1/var drop/rngs/key drop/rngs/count
+"""
 
 
 def test_all_formats_of_one_model_give_the_same_paths():
@@ -43,13 +36,7 @@ def test_all_formats_of_one_model_give_the_same_paths():
     by_nnx = {path_of(p) for p, _ in nnx.to_flat_state(state)}
     pure = {path for path, _ in named_leaves(nnx.to_pure_dict(state))}
     module = {path for path, _ in named_leaves(Net(nnx.Rngs(0)))}
-    assert MODEL_PATHS == by_jax == by_nnx == pure == module == {path for path, _ in named_leaves(state)}
-
-
-def test_named_leaves_are_in_the_order_of_jax():
-    for tree in (nnx.state(Net(nnx.Rngs(0))), {"b": 1, "a": [2, {"value": 3}]}):
-        leaves = [leaf for _, leaf in named_leaves(tree)]
-        assert all(a is b for a, b in zip(leaves, jax.tree.leaves(tree), strict=True))
+    assert set(PATHS.split()) == by_jax == by_nnx == pure == module == {path for path, _ in named_leaves(state)}
 
 
 def test_every_kind_of_node_has_the_paths_of_jax():
@@ -89,14 +76,8 @@ def test_a_single_leaf_or_variable_has_the_empty_path():
     assert named_leaves(nnx.Variable({"a": [1, 2]})) == [("a/0", 1), ("a/1", 2)]
 
 
-def test_optax_states_are_traversed_and_a_field_named_value_is_kept():
+def test_a_field_named_value_is_kept():
     params = {"layers": [{"kernel": jnp.ones(3)}]}
-    state = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)).init(params)
-    assert {p for p, _ in named_leaves(state)} == {
-        "1/0/count",
-        "1/0/mu/layers/0/kernel",
-        "1/0/nu/layers/0/kernel",
-    }
     assert [p for p, _ in named_leaves({"value": 1.0})] == ["value"]
     linesearch = optax.scale_by_backtracking_linesearch(max_backtracking_steps=3, store_grad=True).init(params)
     assert "value" in {p for p, _ in named_leaves(linesearch)}

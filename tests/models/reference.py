@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +15,8 @@ from flax_mesh.tree import named_leaves
 SMALL = DecoderConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=48)
 NATURAL = PartitionAxis(batch_axis=("fsdp", "dp", "ep"), hidden_state_axis=None)
 REPLICATED = PartitionAxis(hidden_state_axis=None)  # the batch is replicated over the devices that share the experts
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "mlp_size": 32,
-}
-EXPERTS = DecoderConfig(**SIZES, num_experts=8, scan=True, axes=NATURAL)
+EXPERTS = DecoderConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16, mlp_size=32)
+EXPERTS = dataclasses.replace(EXPERTS, num_experts=8, scan=True, axes=NATURAL)
 
 
 def with_random_parameters(make):

@@ -23,6 +23,7 @@ OPTIONS = {"qkv_bias": True, "qk_norm": True, "sliding_window": 5, **SCALED}
 
 logits_of = jax.jit(lambda model, tokens: model(tokens))
 loss_of = jax.jit(next_token_loss)
+draw = jax.jit(sample, static_argnums=2)
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False, "num_kv_heads": 1, **OPTIONS}], ids=["plain", "all options"])
@@ -65,10 +66,9 @@ def test_scanned_layers_have_the_initial_values_and_the_logits_of_the_list():
             other = listed[path]
         assert (leaf == other).all(), path
     models = [small(config) for config in configs]
-    for model, state in zip(models, made, strict=True):
-        nnx.update(model, state)
-    a, b = (logits_of(model, tokens_of()) for model in models)
-    np.testing.assert_allclose(a, b, atol=1e-5)
+    nnx.update(models[0], made[0])
+    nnx.update(models[1], made[1])
+    np.testing.assert_allclose(*(logits_of(model, tokens_of()) for model in models), atol=1e-5)
 
 
 def test_loss_is_the_cross_entropy_of_the_targets_that_are_not_negative():
@@ -86,7 +86,6 @@ def test_loss_is_the_cross_entropy_of_the_targets_that_are_not_negative():
 
 def test_samples_depend_on_the_key_and_start_with_the_prompt():
     model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
-    draw = jax.jit(sample, static_argnums=2)
     a, again, other = (draw(model, prompt, 20, jax.random.key(seed)) for seed in (0, 0, 1))
     assert a.shape == (25,) and (a == again).all() and not (a == other).all()
     for drawn in (a, other):
@@ -96,7 +95,6 @@ def test_samples_depend_on_the_key_and_start_with_the_prompt():
 @pytest.mark.slow
 def test_a_sample_divides_the_logits_by_the_temperature_and_is_greedy_at_0_or_almost_0():
     model, prompt = small(), jnp.asarray(tokens_of(1, 5)[0])
-    draw = jax.jit(sample, static_argnums=2)
     drawn = np.asarray(draw(model, prompt, 4, jax.random.key(0), 1e-6))
     for i in range(5, 9):
         assert drawn[i] == np.argmax(numpy_decoder(model, drawn[None, :i])[0, -1])
@@ -116,7 +114,6 @@ def test_a_sample_divides_the_logits_by_the_temperature_and_is_greedy_at_0_or_al
 
 def test_a_negative_temperature_or_nan_is_refused():
     model, prompt, key = small(), jnp.asarray(tokens_of(1, 5)[0]), jax.random.key(0)
-    draw = jax.jit(sample, static_argnums=2)
     for temperature in (-1.0, -0.001, float("nan"), np.float32("nan"), float("-inf")):
         with pytest.raises(ConfigError, match=f"temperature must be at least 0 .0: greedy., got {temperature}"):
             sample(model, prompt, 2, key, temperature)
@@ -126,34 +123,19 @@ def test_a_negative_temperature_or_nan_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(
-            ({name: 0}, f"model.{name} must be at least 1, got 0")
-            for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
-        ),
+        ({"vocab_size": 0}, "model.vocab_size must be at least 1, got 0"),
+        ({"vocab_size": 2**31}, "model.vocab_size must be .*got 2147483648"),
+        ({"vocab_size": 2.5}, "model.vocab_size must be .*got 2.5"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 must be a multiple of model.num_kv_heads=4"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"rope_factor": 0.5}, "rope_factor must be at least 1, got 0.5"),
         ({"rope_low_frequency_factor": 4.0}, "low_frequency_factor=4.0 must be below model.rope_high_frequency_fac"),
         ({"rope_original_length": 0}, "rope_original_length must be at least 1, got 0"),
-        ({"num_experts": -1}, "num_experts must be at least 0, got -1"),
         ({"num_experts": 4, "experts_per_token": 5}, "experts_per_token=5 must be at most model.num_experts=4"),
         ({"num_experts": 4, "experts_per_token": 0}, "experts_per_token must be at least 1, got 0"),
-        ({"load_balance_loss": -0.1}, "load_balance_loss must be at least 0, got -0.1"),
         ({"router_z_loss": float("nan")}, "router_z_loss must be at least 0 and finite, got nan"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, float16, got 'float64'"),
-        ({"param_dtype": "int8"}, "param_dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        ({"attention": "flash"}, "attention must be one of auto, xla, cudnn, splash, got 'flash'"),
-        ({"loss_chunk": -1}, "loss_chunk must be at least 0, got -1"),
-        *(
-            ({name: value}, f"model.{name} must be .*got {value}")
-            for name, values in {
-                "rope_theta": (float("nan"), 0.0, -1.0, float("inf")),
-                "norm_epsilon": (float("nan"), -1.0, float("inf")),
-                "vocab_size": (2**31, 2.5, True),
-                "rope_factor": (float("inf"), float("nan")),
-            }.items()
-            for value in values
-        ),
+        ({"num_layers": 0, "head_dim": 3, "dtype": "?"}, r"(?s)num_layers must.*model.dtype must.*head_dim must"),
         ({"remat": "save_only_these_names"}, "remat must be none, full or a policy"),
         ({"remat": "__class__"}, "remat must be none, full or a policy"),
         ({"remat": "some"}, r"remat must be none, full or a policy of JAX \(.*dots_saveable.*\), got 'some'"),
@@ -165,11 +147,6 @@ def test_invalid_configs_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         Decoder(config, rngs=nnx.Rngs(0))
     assert not SMALL.problems()
-
-
-def test_one_error_lists_all_problems():
-    with pytest.raises(ConfigError, match=r"(?s)num_layers must.*model.dtype must.*head_dim must"):
-        Decoder(dataclasses.replace(SMALL, num_layers=0, head_dim=3, dtype="?"), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False}, {"num_experts": 4, "experts_per_token": 1}], ids=str)

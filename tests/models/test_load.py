@@ -20,30 +20,17 @@ CONFIG = DecoderConfig(
     **{"vocab_size": 32, "hidden_size": 16, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
     **{"mlp_size": 24, "qk_norm": True, "tied": False},
 )
-TOKENS = np.random.default_rng(0).integers(0, 32, (8, 8)).astype(np.int32)
 MESHES = {
-    "one device": ((1, 1, 1, 1, 1), None),
-    "dp8": ((8, 1, 1, 1, 1), None),
-    "fsdp8": ((1, 8, 1, 1, 1), None),
-    "dp2 fsdp2 tp2": ((2, 2, 1, 2, 1), None),
-    "fsdp4 tp2 without other axes": ((4, 2), ("fsdp", "tp")),
+    "one device": lambda: create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]),
+    "dp8": lambda: create_mesh((8, 1, 1, 1, 1)),
+    "fsdp8": create_mesh,
+    "dp2 fsdp2 tp2": lambda: create_mesh((2, 2, 1, 2, 1)),
+    "fsdp4 tp2 without other axes": lambda: create_mesh((4, 2), ("fsdp", "tp")),
 }
-logits_of = jax.jit(lambda model, tokens: model(tokens))
-
-
-def mesh_of(name):
-    dims, axes = MESHES[name]
-    devices = jax.devices()[: np.prod(dims)]
-    return create_mesh(dims, devices=devices) if axes is None else create_mesh(dims, axes, devices=devices)
 
 
 def load_on_one(folder, **options):
-    return load_decoder(folder, mesh_of("one device"), **options)
-
-
-def logits_on(mesh, model, tokens=TOKENS):
-    with jax.set_mesh(mesh):
-        return np.asarray(logits_of(model, tokens))
+    return load_decoder(folder, MESHES["one device"](), **options)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +55,7 @@ def copy(folder, tmp_path):
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", MESHES)
 def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, folder):
-    mesh = mesh_of(name)
+    mesh = MESHES[name]()
     model, config = load_decoder(folder, mesh)
     assert isinstance(model, Decoder) and config == model.config == CONFIG
     abstract = abstract_state(lambda: make_decoder(CONFIG, nnx.Rngs(0)), mesh)
@@ -77,46 +64,10 @@ def test_the_loaded_decoder_equals_the_saved_one_on_every_mesh(name, source, fol
     ):
         assert got.sharding == layout.sharding and got.dtype == want.dtype, path
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), path
-    # The same program on the same values: the loaded arrays, and the saved ones placed by device_put.
-    graphdef, state = nnx.split(source)
-    leaves, treedef = jax.tree.flatten(state)
-    leaves = jax.device_put(leaves, [leaf.sharding for leaf in jax.tree.leaves(abstract)])
-    placed = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-    logits = logits_on(mesh, model)
-    np.testing.assert_array_equal(logits, logits_on(mesh, placed))
-    on_one = np.asarray(logits_of(source, TOKENS))
-    assert on_one.std() > 0.1
-    np.testing.assert_allclose(logits, on_one, atol=1e-5 * np.abs(on_one).max())
-
-
-def test_a_changed_value_in_the_folder_changes_the_logits(source, copy):
-    def change(arrays):
-        arrays["model.layers.1.mlp.down_proj.weight"][0, 0] += 1.0
-        return arrays
-
-    change_arrays(copy, change)
-    model, _ = load_on_one(copy)
-    want = np.asarray(logits_of(source, TOKENS))
-    assert np.abs(logits_on(mesh_of("one device"), model) - want).max() > 1e-3 * np.abs(want).max()
-
-
-def test_no_device_holds_more_than_its_shards(folder):
-    mesh = mesh_of("dp2 fsdp2 tp2")
-    model, _ = load_decoder(folder, mesh)
-    kernel = model.layers[0].mlp.up.kernel[...]
-    assert {shard.data.shape for shard in kernel.addressable_shards} == {(8, 12)} and kernel.shape == (16, 24)
-    size = dict.fromkeys(mesh.devices.flat, 0)
-    for path, array in named_leaves(nnx.state(model)):
-        assert len(array.addressable_shards) == 8, path
-        for shard in array.addressable_shards:
-            assert shard.data.shape == array.sharding.shard_shape(array.shape), path
-            size[shard.device] += shard.data.nbytes
-    total = sum(array.nbytes for _, array in named_leaves(nnx.state(model)))
-    assert len(set(size.values())) == 1 and max(size.values()) < 0.4 * total  # kernels in four, norms in full
 
 
 def test_dtype_is_that_of_parameters_and_computation(source, folder):
-    mesh = mesh_of("fsdp8")
+    mesh = MESHES["fsdp8"]()
     model, config = load_decoder(folder, mesh, dtype=jnp.bfloat16)
     assert (config.dtype, config.param_dtype) == ("bfloat16", "bfloat16")
     for (path, got), (_, want) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(source)), strict=True):
@@ -126,7 +77,7 @@ def test_dtype_is_that_of_parameters_and_computation(source, folder):
 
 
 def test_overrides_replace_fields_of_the_config(source, folder):
-    mesh = mesh_of("dp2 fsdp2 tp2")
+    mesh = MESHES["dp2 fsdp2 tp2"]()
     model, config = load_decoder(folder, mesh, scan=True, remat="full", loss_chunk=8)
     assert (config.scan, config.remat, config.loss_chunk) == (True, "full", 8)
     stack = model.layers.attention.q.kernel[...]
@@ -204,7 +155,7 @@ def test_missing_and_extra_arrays_are_refused_together(copy):
 
     change_arrays(copy, change)
     with pytest.raises(ConfigError) as error:
-        load_decoder(copy, mesh_of("fsdp8"))
+        load_decoder(copy, MESHES["fsdp8"]())
     text = str(error.value)
     assert "(3 differences)" in text and "model.norm.weight: only in the model, f32[16]" in text
     assert "model.layers.0.mlp.up_proj.weight: folder f32[23,16], model f32[24,16]" in text
@@ -220,7 +171,7 @@ def test_ignore_takes_keys_and_arrays_without_effect(copy):
 
 
 def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, copy, tmp_path):
-    mesh = mesh_of("one device")
+    mesh = MESHES["one device"]()
     path = sorted(copy.glob("*.safetensors"))[0]
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointCorruptedError, match=path.name):
@@ -236,7 +187,7 @@ def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, cop
 
 
 def test_options_that_the_model_or_the_mesh_does_not_allow_are_refused(folder):
-    mesh = mesh_of("one device")
+    mesh = MESHES["one device"]()
     with pytest.raises(TypeError, match="no_such_field"):
         load_decoder(folder, mesh, no_such_field=1)
     with pytest.raises(ConfigError, match=r"model.dtype must be one of float32, bfloat16, float16, got 'int8'"):

@@ -1,4 +1,4 @@
-"""The mixture of experts against a plain loop over all experts, on one device and with sharded experts."""
+"""The mixture of experts against a plain loop, on one device and with sharded experts; losses of a decoder with it."""
 
 import dataclasses
 import math
@@ -13,10 +13,10 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import PartitionRules, ShardingError, abstract_state
-from flax_mesh.models import make_decoder, moe
+from flax_mesh.models import make_decoder, moe, next_token_loss
 from flax_mesh.models.moe import MoE, router_losses
 from flax_mesh.tree import named_leaves
-from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, with_random_parameters
+from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, small, with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -31,21 +31,11 @@ def random_tokens(batch=8, seq=8):
     return np.random.default_rng(0).normal(size=(batch, seq, D)).astype(np.float32)
 
 
-def even_tokens():
-    """With the router of `steer`: token t of a row is routed to the experts t and t + 1, modulo E."""
-    first = np.eye(E, D, dtype=np.float32)
-    return 0.01 * random_tokens() + 2 * first + np.roll(first, -1, axis=0)
-
-
-def one_sided_tokens():
-    """With the router of `steer`: all tokens are routed to the experts 3 and 2."""
-    return 0.01 * random_tokens() + np.eye(D, dtype=np.float32)[3] * 2 + np.eye(D, dtype=np.float32)[2]
-
-
-def steer(layer):
-    """Set the router so that its logits are the first E hidden dims."""
-    layer.router.kernel[...] = jnp.asarray(10 * np.eye(D, E, dtype=np.float32))
-    return layer
+FIRST = np.eye(E, D, dtype=np.float32)
+ROUTED = {  # tokens for a router whose logits are the first E hidden dims -> whether they fit the small buffers
+    "token t of a row to the experts t and t + 1": (2 * FIRST + np.roll(FIRST, -1, axis=0), True),
+    "all tokens to the experts 3 and 2": (2 * FIRST[3] + FIRST[2], False),
+}
 
 
 def plain_loop(kernels, x, k):
@@ -138,14 +128,12 @@ def test_the_layer_equals_the_plain_loop_over_experts(experts, k):
 
 
 def test_the_router_of_bfloat16_experts_is_float32():
-    layer, x = make_moe(), random_tokens()
-    low = with_random_parameters(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    x, low = random_tokens(), with_random_parameters(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     y, aux = jax.jit(lambda layer, x: layer(x))(low, x)
-    exact, chosen, _ = expected(layer, x, K)
+    exact, chosen, _ = expected(make_moe(), x, K)
     assert y.dtype == jnp.bfloat16
     assert (np.asarray(aux["expert_tokens"]) == chosen.sum(0)).all()
-    difference = np.std(y.astype(jnp.float32) - exact) / np.std(exact)
-    assert 1e-4 < difference < 0.02
+    assert 1e-4 < np.std(y.astype(jnp.float32) - exact) / np.std(exact) < 0.02
 
 
 OVER_TP = dataclasses.replace(NATURAL, expert_axis=("ep", "tp"), mlp_intermediate_axis=None)
@@ -179,9 +167,10 @@ def test_tokens_are_split_over_the_axes_of_the_batch_or_along_the_sequence():
         assert moe.find_layout(NATURAL, (1, 8, D), E, "decode").tokens == ("ep",)
 
 
-@pytest.mark.parametrize(("tokens", "fits"), [(even_tokens, True), (one_sided_tokens, False)])
+@pytest.mark.parametrize(("tokens", "fits"), ROUTED.values(), ids=ROUTED)
 def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
-    layer, x = steer(make_moe()), tokens()
+    layer, x = make_moe(), 0.01 * random_tokens() + tokens
+    layer.router.kernel[...] = 10 * jnp.eye(D, E)
     ep, per_device = 4, E // 4
     chosen = expected(layer, jnp.asarray(x), K)[1]
     sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
@@ -204,26 +193,20 @@ def test_decoding_works_with_one_sequence_on_a_mesh():
     np.testing.assert_allclose(y, expected(layer, jnp.asarray(x), K)[0], atol=1e-5)
 
 
-def test_tokens_that_do_not_divide_are_refused():
+def test_sizes_that_do_not_divide_and_an_outer_shard_map_over_the_experts_are_refused():
+    layer = make_moe()
+    for k in (0, 9):
+        with pytest.raises(ValueError, match=f"experts_per_token={k} must be between 1 and num_experts=8"):
+            make_moe(k=k)
     with jax.set_mesh(make_mesh(dp=2, ep=4)):
         message = r"all devices of dp=2, ep=4, but neither batch 2 nor sequence 7 .*multiple of 8, with Partition"
         with pytest.raises(ShardingError, match=message):
             make_moe(REPLICATED)(np.zeros((2, 7, D)))
         with pytest.raises(ShardingError, match="num_experts=6 is not divisible over ep=4"):
             make_moe(experts=6)(np.zeros((8, 8, D)))
-
-
-def test_an_outer_shard_map_over_the_axis_of_the_experts_is_refused():
-    layer = make_moe()
     inside = jax.shard_map(lambda x: layer(x)[0], in_specs=PartitionSpec("ep"), out_specs=PartitionSpec("ep"))
     with jax.set_mesh(make_mesh(ep=2)), pytest.raises(ShardingError, match=r"inside a shard_map over ep.*outer axis_n"):
         jax.eval_shape(inside, jax.ShapeDtypeStruct((8, 8, D), jnp.float32))
-
-
-@pytest.mark.parametrize("k", [0, 9])
-def test_an_invalid_number_of_experts_per_token_is_refused(k):
-    with pytest.raises(ValueError, match=f"experts_per_token={k} must be between 1 and num_experts=8"):
-        make_moe(k=k)
 
 
 def test_parameters_are_sharded_by_expert():
@@ -245,10 +228,8 @@ def test_each_expert_is_initialized_like_a_single_layer():
 
 def test_router_losses_have_their_analytic_values():
     layer = make_moe()
-    # All experts are equally probable, so the first K get every token.
-    layer.router.kernel[...] = jnp.asarray(np.zeros((D, E), np.float32))
-    graphdef, state = nnx.split(layer)
-    _, aux, _ = run(graphdef, state, random_tokens(), probe_of(random_tokens()))
+    layer.router.kernel[...] = jnp.zeros((D, E))  # all experts are equally probable, so the first K get every token
+    _, aux, _ = run(*nnx.split(layer), random_tokens(), probe_of(random_tokens()))
     found = router_losses(jax.tree.map(lambda leaf: leaf[None], aux))
     np.testing.assert_allclose(found["load_balance_loss"], [1.0], rtol=1e-6)
     np.testing.assert_allclose(found["router_z_loss"], [math.log(E) ** 2], rtol=1e-6)
@@ -256,9 +237,47 @@ def test_router_losses_have_their_analytic_values():
 
     experts = jnp.zeros((2, 5, 20, 1), jnp.int32)  # layers, 100 tokens, one expert each
     tokens = jnp.array([[100, 0, 0, 0], [40, 30, 20, 10]])
-    found = router_losses(
-        {"experts": experts, "expert_tokens": tokens, "router_probability": 1.0 * tokens, "router_z": jnp.array([9, 4])}
-    )
+    sums = {"router_probability": 1.0 * tokens, "router_z": jnp.array([9, 4])}
+    found = router_losses({"experts": experts, "expert_tokens": tokens, **sums})
     np.testing.assert_allclose(found["load_balance_loss"], [4.0, 4 * (0.16 + 0.09 + 0.04 + 0.01)], rtol=1e-6)
     np.testing.assert_allclose(found["router_z_loss"], [0.09, 0.04], rtol=1e-6)
     np.testing.assert_allclose(found["expert_load_max"], [4.0, 1.6], rtol=1e-6)
+
+
+def batch_of(rows=4, seq=8, seed=0) -> Any:
+    ids = np.random.default_rng(seed).integers(0, 256, (rows, seq + 1)).astype(np.int32)
+    return {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+
+
+def test_the_loss_is_the_sum_in_its_docstring():
+    model, batch = small(EXPERTS, load_balance_loss=0.5, router_z_loss=0.25), batch_of()
+    batch["targets"][0, :5] = -1
+    loss, weight, metrics = jax.jit(next_token_loss)(model, batch)
+    logits, aux = jax.jit(lambda model, tokens: model.forward(tokens))(model, batch["inputs"])
+    p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
+    entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
+    found = router_losses(aux)
+    assert weight == 27 and found["load_balance_loss"].shape == (2,)
+    np.testing.assert_allclose(metrics["cross_entropy"], entropy, rtol=1e-5)
+    added = 27 * (0.5 * sum(found["load_balance_loss"]) + 0.25 * sum(found["router_z_loss"]))
+    np.testing.assert_allclose(loss, entropy + added, rtol=1e-5)
+    for name in ("load_balance_loss", "router_z_loss"):
+        np.testing.assert_allclose(metrics[name], 27 * np.mean(found[name]), rtol=1e-6)
+    np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_list_of_layers_has_the_loss_metrics_and_gradients_of_a_stack_with_remat():
+    listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")
+    nnx.update(stacked.layers, jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, listed.layers)))
+    found = []
+    for model in (listed, stacked):
+        graphdef, state = nnx.split(model)
+        loss = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), batch_of())[::2]  # noqa: E731
+        results, grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
+        found.append((results, dict(named_leaves(grads))))
+    (one, grads), (other, scanned) = found
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5), one, other)
+    for name in ("router", "gate", "down"):
+        layers = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
+        np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], layers, atol=1e-5, err_msg=name)

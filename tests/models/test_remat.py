@@ -12,11 +12,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
 from flax_mesh.models.remat import RematRun, names_of, parse_remat, split_stack
 from flax_mesh.plan import plan
-from flax_mesh.train.build import build_program
-from flax_mesh.train.checks import check_config
 from flax_mesh.tree import named_leaves
 from tests.models.reference import SMALL, tokens_of
-from tests.train.support.decoder import batch_of, config_of
+from tests.train.support.decoder import config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = dataclasses.replace(SMALL, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, mlp_size=40, scan=True)
@@ -30,40 +28,36 @@ def loss_and_state(config: DecoderConfig) -> tuple[Any, Any]:
     return lambda state: next_token_loss(nnx.merge(graphdef, state), batch)[0], state
 
 
-def residuals_of(config: DecoderConfig) -> list[Any]:
-    """What the forward pass passes to the backward pass."""
+def num_saved(config: DecoderConfig) -> int:
+    """Bytes that the forward pass passes to the backward pass."""
     loss, state = loss_and_state(config)
-    return jax.tree.leaves(jax.eval_shape(lambda state: jax.vjp(loss, state)[1], state))
-
-
-def assert_equal_gradients(config: DecoderConfig, other: DecoderConfig) -> None:
-    found = []
-    for each in (config, other):
-        loss, state = loss_and_state(each)
-        found.append(named_leaves(jax.jit(jax.grad(loss))(state)))
-    for (path, a), (_, b) in zip(*found, strict=True):
-        # jax 0.12 rounds recomputed values otherwise: the largest difference is 1.7e-6 of the largest gradient.
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6 * np.abs(b).max(), err_msg=path)
-
-
-def num_bytes(residuals: list[Any]) -> int:
+    residuals = jax.tree.leaves(jax.eval_shape(lambda state: jax.vjp(loss, state)[1], state))
     return sum(x.size * x.dtype.itemsize for x in residuals)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
-@pytest.mark.parametrize("remat", ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES])
+@pytest.mark.parametrize(
+    "remat",
+    ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES, "full:2,attention_out"],
+)
 def test_gradients_do_not_change(remat, scan):
-    config = dataclasses.replace(CONFIG, scan=scan)
+    config = dataclasses.replace(EXPERTS if remat.endswith("attention_out") else CONFIG, scan=scan)
     changed = dataclasses.replace(config, remat=remat)
-    assert_equal_gradients(changed, config)
-    assert num_bytes(residuals_of(changed)) < num_bytes(residuals_of(config))
+    found = []
+    for each in (config, changed):
+        loss, state = loss_and_state(each)
+        found.append(named_leaves(jax.jit(jax.grad(loss))(state)))
+    for (path, a), (_, b) in zip(*found, strict=True):
+        # jax 0.12 rounds recomputed values otherwise: the largest difference is 1.7e-6 of the largest gradient.
+        np.testing.assert_allclose(b, a, rtol=1e-5, atol=5e-6 * np.abs(a).max(), err_msg=path)
+    assert num_saved(changed) < num_saved(config)
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
 def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
     def saved(remat: str, config: DecoderConfig = CONFIG) -> int:
-        return num_bytes(residuals_of(dataclasses.replace(config, remat=remat, scan=scan)))
+        return num_saved(dataclasses.replace(config, remat=remat, scan=scan))
 
     least, rows = saved("full"), 4 * 2 * 12  # layers, batch, sequence
     sizes = dict.fromkeys(("q", "attention", "attention_out"), 16) | {"k": 8, "v": 8}
@@ -87,12 +81,6 @@ def test_names_on_the_host_are_saved_there():
     on_host = [x.shape for x in residuals if x.memory_space == jax.memory.Space.Host]
     assert on_host == [(4, 2, 12, 40)]  # of the stack
     assert (4, 2, 12, 2, 8) in [x.shape for x in residuals]
-
-
-@pytest.mark.slow
-def test_gradients_of_experts_do_not_change():
-    full, by_name = (dataclasses.replace(EXPERTS, remat=remat) for remat in ("full", "full:2,attention_out"))
-    assert_equal_gradients(by_name, full)
 
 
 def test_runs_are_parsed():
@@ -133,28 +121,6 @@ def test_wrong_texts_are_one_line(remat, problem):
     assert len(error.value.problems) == 1
     (line,) = dataclasses.replace(EXPERTS, remat="mlp_up").problems()  # which experts do not have
     assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
-@pytest.mark.parametrize("scan", ["false", "true"])
-def test_training_on_meshes_and_in_pipelines_does_not_change(shape, scan, tmp_path):
-    def losses(remat: str) -> tuple[list[Any], dict[str, tuple[int, ...]]]:
-        settings = f"mesh.shape={shape}", f"model.scan={scan}", f"model.remat={remat}", "model.num_layers=4"
-        config = config_of(tmp_path, tmp_path, *settings, "run.platform=auto", "run.eval_every=0")
-        assert check_config(config) == []
-        program = build_program(config)
-        state, found = program.init(), []
-        shapes = {path: x.shape for path, x in named_leaves(state.to_nnx())}
-        for index in range(2):
-            state, metrics = program.step(state, batch_of(program, index))
-            found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-        return found, shapes
-
-    (expected, shapes), *others = map(losses, ("none", "full:1,none:2,full", "attention+mlp_up:3,none"))
-    for found, found_shapes in others:
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
-        assert found_shapes == shapes  # a stack stays one, as far as the stages allow
 
 
 @pytest.mark.parametrize("scan", [pytest.param("false", marks=pytest.mark.slow), "true"])

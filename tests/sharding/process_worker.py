@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
@@ -21,7 +22,12 @@ def placement() -> None:
     tree = {"split": other, "copies": values, "both": values.astype(np.int32), "bf16": values.astype("bfloat16")}
     specs = {"split": P("dp", "tp"), "copies": P("tp"), "both": P(("dp", "tp")), "bf16": P(None, "dp")}
     placed = fm.shard(tree, specs, mesh)
-    check_errors(placed, rank)
+    with pytest.raises(fm.ShardingError) as error:  # one half of the arrays is on the other process
+        fm.gather(placed)
+    text = str(error.value)
+    assert f"gather requires all elements on devices of process {rank}" in text, text
+    assert f"split: 64 of 128 elements (8, 16) are only on process {1 - rank}\n" in text, text
+    assert "both: 64 of 128 elements (8, 16)" in text and "copies" not in text, text
     left = fm.gather(placed, remote="leave")
     assert isinstance(left["split"], jax.Array) and isinstance(left["copies"], np.ndarray)
     for found in (fm.gather(placed, remote="collect"), fm.gather(placed, remote="collect", bytes_in_flight=64)):
@@ -35,26 +41,13 @@ def placement() -> None:
     np.testing.assert_array_equal(fm.gather(placed["copies"]), values)  # every element is local too
 
 
-def check_errors(placed: dict[str, jax.Array], rank: int) -> None:
-    try:
-        fm.gather(placed)
-    except fm.ShardingError as error:
-        text = str(error)
-        assert f"gather requires all elements on devices of process {rank}" in text, text
-        assert f"split: 64 of 128 elements (8, 16) are only on process {1 - rank}\n" in text, text
-        assert "both: 64 of 128 elements (8, 16)" in text and "copies" not in text, text
-    else:
-        raise AssertionError("gather returned arrays of which one half is on the other process")
-
-
 def fingerprint() -> None:
     """Process 1 passes a different text than all other processes."""
     rank = jax.process_index()
     check_same_on_all_processes("the same")
-    try:
+    with pytest.raises(fm.ShardingError) as error:
         check_same_on_all_processes("another" if rank == 1 else "one", what="rules")
-    except fm.ShardingError as error:
-        print(f"process {rank}: {error}")
+    print(f"process {rank}: {error.value}")
 
 
 if __name__ == "__main__":

@@ -18,17 +18,12 @@ def mesh(request):
 @pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P("b"), P(("a", "b")), P()], ids=str)
 def test_the_result_has_the_spec_and_equal_values_inside_and_outside_of_jit(mesh, spec):
     if spec == P(("a", "b")) and len(set(mesh.axis_types)) == 2:
-        with (
-            jax.set_mesh(mesh),
-            pytest.raises(ShardingError, match="splits dim 0 over Explicit and Auto axes together"),
-        ):
+        error = pytest.raises(ShardingError, match="splits dim 0 over Explicit and Auto axes together")
+        with jax.set_mesh(mesh), error:
             with_sharding_constraint(X, spec)
         return
     with jax.set_mesh(mesh):
-        for y in (
-            with_sharding_constraint(X, spec),
-            jax.jit(lambda x: with_sharding_constraint(x, spec))(X),
-        ):
+        for y in (with_sharding_constraint(X, spec), jax.jit(lambda x: with_sharding_constraint(x, spec))(X)):
             assert (y == X).all()
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
 
@@ -36,13 +31,10 @@ def test_the_result_has_the_spec_and_equal_values_inside_and_outside_of_jit(mesh
 def test_manual_axes_are_ignored():
     mesh = create_mesh((2, 4), ("a", "b"))
     with jax.set_mesh(mesh):
-        both = jax.shard_map(lambda x: with_sharding_constraint(x, P("a", "b")) * 2, in_specs=P("a"), out_specs=P("a"))
+        inside = lambda x: with_sharding_constraint(x, P("a", "b")) * 2  # noqa: E731
+        both = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"))
         assert (jax.jit(both)(X) == X * 2).all()
-
-        def inside(x):  # b is still Auto here
-            return with_sharding_constraint(x, P("a", "b")) * 2
-
-        some = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})
+        some = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})  # b is still Auto here
         assert (jax.jit(some)(X) == X * 2).all()
 
 

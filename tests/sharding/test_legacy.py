@@ -1,5 +1,3 @@
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,9 +60,8 @@ def test_specs_of_arrays_numbers_and_numpy_and_an_error_for_other_leaves(tree):
 def test_names_are_unique_and_in_order_of_first_use():
     names = fm.get_names_from_partition_spec
     assert names(P(("dp", "fsdp"), None, "tp")) == ["dp", "fsdp", "tp"]
-    assert names({"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}) == [
-        "tp", "dp", "sp"
-    ]  # fmt: skip
+    tree = {"a": P("tp"), "b": {"c": P(("dp", "tp")), "d": P()}, "e": P(P.UNCONSTRAINED, "sp")}
+    assert names(tree) == ["tp", "dp", "sp"]
     assert names([P("b"), P("a"), None]) == ["b", "a"]
     state = nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
     specs = fm.match_partition_rules([("kernel", P("x", "y")), ("bias", P("y"))], state)
@@ -111,24 +108,6 @@ def test_all_invalid_entries_are_listed_in_one_error(mesh):
     assert "'w->nowhere': dim 0 names mesh axis 'nowhere', which the mesh" in text
     assert "'v->data.data': dim 1 uses mesh axis 'data'" in text
     assert "'|k->model': an empty pattern would match every path" in text
-
-
-def test_specs_use_the_mesh_of_the_legacy_context(mesh):
-    specs, tree = {"a": P("data"), "b": P(None, "model")}, {"a": np.ones(8), "b": np.ones((2, 8))}
-    expected = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of `with mesh:`, which this test is about
-        with mesh:
-            assert fm.extract_shardings(specs) == expected
-            assert {k: x.sharding for k, x in fm.shard(tree, specs).items()} == expected
-            shard_fns, gather_fns = fm.make_shard_and_gather_fns(specs)
-            report = fm.analyze_sharding_strategy(tree, specs)
-            with pytest.raises(fm.ShardingError, match="'w->nowhere'"):
-                fm.create_pattern_based_partition_spec("w->nowhere")
-    assert set(report.memory_per_device) == set(jax.devices())
-    # On the mesh that was in context when the functions were created.
-    placed = {name: shard_fns[name](x) for name, x in tree.items()}
-    assert {k: x.sharding for k, x in placed.items()} == expected and gather_fns["b"](placed["b"]).sum() == 16
 
 
 def test_shardings_are_read_inside_shard_map_and_jit(mesh):

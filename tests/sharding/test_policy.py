@@ -14,24 +14,13 @@ import flax_mesh as fm
 
 P = PartitionSpec
 SHAPES = {"odd": (8, 6), "unknown": (8, 8), "twice": (8, 8), "long": (8, 8), "fits": (8, 8)}
-SPECS = {
-    "odd": P("a", "b"),
-    "unknown": P("a", "c"),
-    "twice": P("b", "b"),
-    "long": P("a", "b", None),
-    "fits": P("b", "a"),
-}
-LEFT = {"odd": P("a"), "unknown": P("a"), "twice": P("b"), "long": P("a", "b"), "fits": P("b", "a")}
+SPECS = {"odd": P("a", "b"), "unknown": P("a", "c"), "twice": P("b", "b"), "long": P("a", "b", None)}
+SPECS |= {"fits": P("b", "a")}
+LEFT = {"odd": ("a",), "unknown": ("a",), "twice": ("b",), "long": ("a", "b"), "fits": ("b", "a")}
 MESH = fm.create_mesh((2, 4), ("a", "b"))
 TREE = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 PLACED = jax.device_put(TREE, jax.sharding.NamedSharding(MESH, P()))
 RULES = list(SPECS.items())
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        for name, shape in SHAPES.items():
-            setattr(self, name, nnx.Param(jnp.ones(shape)))
 
 
 def specs_of(arrays):
@@ -45,7 +34,10 @@ def constraints(on_mismatch, dropped):
 
 
 def optimizer(**policy):
-    make = lambda: (model := Net(), nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param))  # noqa: E731
+    def make():
+        model = nnx.Dict({name: nnx.Param(jnp.ones(shape)) for name, shape in SHAPES.items()})
+        return model, nnx.Optimizer(model, optax.sgd(1e-3, momentum=0.9), wrt=nnx.Param)
+
     state = fm.abstract_state(make, MESH, RULES, **policy)
     model, momenta = specs_of(nnx.to_pure_dict(state["model"])), specs_of(nnx.to_pure_dict(state["optimizer"]))
     assert momenta["opt_state"][0]["trace"] == model
@@ -66,20 +58,14 @@ PLACES = {
 }
 
 
-def short(spec):
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return tuple(entries)
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("policy", ["warn", "drop"])
 def test_all_functions_leave_out_and_report_the_same_axes(place, policy):
     dropped = []
     with warnings.catch_warnings(record=True, action="always") as caught:
         specs = PLACES[place](on_mismatch=policy, dropped=dropped)
-    assert {name: short(spec) for name, spec in specs.items()} == {name: tuple(spec) for name, spec in LEFT.items()}
+    for name, spec in specs.items():  # the spec may end with None
+        assert tuple(spec)[: len(LEFT[name])] == LEFT[name] and not any(spec[len(LEFT[name]) :])
     problems = sorted(finding.problem.replace(f" of rule {finding.path!r}", "") for finding in dropped)
     assert problems == [
         "dim 1 has size 6, not divisible by 4 (axes ('b',) of b=4)",

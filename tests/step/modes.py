@@ -65,16 +65,6 @@ class Annotated(Listed):
         self.first = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(3), kernel_init=init)
 
 
-class Transformed(Listed):
-    """Every layer is called in nnx.jit and nnx.remat."""
-
-    def __call__(self, x):
-        x = nnx.jit(lambda layer, x: layer(x))(self.first, x)
-        for layer in self.layers:
-            x = nnx.remat(lambda layer, x: layer(x))(layer, x)
-        return x
-
-
 class Scanned(nnx.Module):
     """A stack from nnx.vmap, called by nnx.scan."""
 
@@ -88,15 +78,6 @@ class Scanned(nnx.Module):
         return run(self.first(x), self.layers)[0]
 
 
-class NestedGradient(Listed):
-    """The loss contains a gradient that NNX computes."""
-
-    def __call__(self, x):
-        slope = nnx.grad(lambda first, x: jnp.sum(jnp.sin(first(x))))(self.first, x)
-        of_bias = next(leaf for leaf in jax.tree.leaves(slope) if leaf.shape == (WIDTH,))
-        return super().__call__(x) * (1 + of_bias)
-
-
 class TiedVariable(Listed):
     def __init__(self):
         super().__init__()
@@ -107,13 +88,10 @@ class TiedVariable(Listed):
         return self.last(super().__call__(x))
 
 
-class TiedModule(Listed):
+class TiedModule(TiedVariable):
     def __init__(self):
         super().__init__()
         self.last = self.first
-
-    def __call__(self, x):
-        return self.last(super().__call__(x))
 
 
 class PytreeLayer(nnx.Pytree):
@@ -184,9 +162,7 @@ class Bridged(nnx.Module):
 STYLES: dict[str, type] = {
     "listed": Listed,
     "annotated": Annotated,
-    "transformed": Transformed,
     "scanned": Scanned,
-    "nested_gradient": NestedGradient,
     "tied_variable": TiedVariable,
     "tied_module": TiedModule,
     "pytree": PytreeModel,

@@ -22,33 +22,6 @@ def weighted_loss(model, batch):
     return jnp.sum(error * batch["w"]), jnp.sum(batch["w"]), {"errors": jnp.sum(error > 0.5, where=batch["w"] > 0)}
 
 
-def assert_same_leaves(a, b, **tolerance):
-    for (path, x), (_, y) in zip(named_leaves(a.to_nnx()), named_leaves(b.to_nnx()), strict=True):
-        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            np.testing.assert_allclose(x, y, err_msg=path, **tolerance)
-
-
-@pytest.mark.slow
-def test_a_step_equals_the_plain_flax_and_optax_step():
-    state = start(make())
-    model, optimizer = state.merge()
-    plain_model, plain_optimizer = nnx.clone(model), nnx.clone(optimizer)
-    for i in range(3):
-        b = batch(seed=i)
-        mean = lambda m, b=b: weighted_loss(m, b)[0] / jnp.sum(b["w"])  # noqa: E731
-        loss, grads = nnx.value_and_grad(mean)(plain_model)
-        norm = optax.tree.norm(grads)
-        plain_optimizer.update(plain_model, grads)
-        state, metrics = make_train_step(weighted_loss, state)(state, b)
-        np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-        np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
-        assert metrics["weight"] == b["w"].sum()
-    model, _ = state.merge()
-    for (path, x), (_, y) in zip(named_leaves(nnx.state(model)), named_leaves(nnx.state(plain_model)), strict=True):
-        if path.startswith("layers"):
-            np.testing.assert_allclose(x, y, atol=1e-6, err_msg=path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 4])
 def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
@@ -72,7 +45,7 @@ def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
 def test_a_batch_of_weight_zero_has_a_zero_gradient():
     state, rows = run(weighted_loss, start(make()), [batch(live=np.zeros(16, np.float32))])
     assert rows[0]["loss"] == rows[0]["grad_norm"] == 0
-    assert all(np.isfinite(x).all() for p, x in named_leaves(state.to_nnx()) if "rngs" not in p)
+    assert all(np.isfinite(x).all() for x in as_numbers(state))
 
 
 @pytest.mark.slow
@@ -85,7 +58,9 @@ def test_batch_statistics_are_the_same_on_a_mesh_as_on_one_device():
     one, _ = run(weighted_loss, start(maker), batches)
     sharded = [jax.device_put(b, place) for b in batches]
     eight, _ = run(weighted_loss, start(maker, mesh), sharded)
-    assert_same_leaves(one, eight, atol=2e-6)
+    for (path, x), (_, y) in zip(named_leaves(one.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
+        if "rngs" not in path:
+            np.testing.assert_allclose(x, y, err_msg=path, atol=2e-6)
     first = start(maker, mesh)
     assert not np.allclose(first.merge()[0].norm.mean[...], eight.merge()[0].norm.mean[...])
     for (path, a), (_, b) in zip(named_leaves(first.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
@@ -98,37 +73,28 @@ def test_dropout_masks_depend_on_seed_step_and_microbatch_but_not_on_the_mesh():
         kept = model.drop(jnp.ones_like(b["x"])) > 0
         return jnp.sum((model(b["x"]) - 1.0) ** 2), 1.0, {"mask": jnp.sum(kept * 2.0 ** jnp.arange(8))}
 
-    def seen(mesh=None, steps=2, seed=0, parts=1):
-        place = (lambda b: jax.device_put(b, NamedSharding(mesh, PartitionSpec("fsdp")))) if mesh else (lambda b: b)
-        kinds = {"seed": seed, "num_microbatches": parts}
-        return [float(r["mask"]) for r in run(masks, start(make(rate=0.5), mesh), [place(batch())] * steps, **kinds)[1]]
+    def seen(mesh=None, **kinds):
+        b = jax.device_put(batch(), NamedSharding(mesh, PartitionSpec("fsdp"))) if mesh else batch()
+        return [float(row["mask"]) for row in run(masks, start(make(rate=0.5), mesh), [b] * 2, **kinds)[1]]
 
     one = seen()
     assert one == seen(create_mesh((2, 2, 1, 2, 1)))
     assert one[0] != one[1]  # different steps have different masks
-    assert one != seen(seed=1)
-    assert one != seen(parts=2)
-
-    def first_mask(model, b):  # of each microbatch separately
-        return masks(model, b)[0], 1.0, {"product": jnp.prod(masks(model, b)[2]["mask"])}
-
-    _, rows = run(first_mask, start(make(rate=0.5)), [batch()], num_microbatches=2)
-    assert np.isfinite(rows[0]["product"])
+    assert one != seen(seed=1) and one != seen(num_microbatches=2)
 
 
 def test_a_scanned_stack_has_the_same_streams_as_the_list_of_its_layers():
-    keys = nnx.Rngs(0)
-    listed = nnx.state(nnx.Dict(layers=nnx.List([nnx.Dropout(0.5, rngs=keys) for _ in range(3)])))
-    stacked = nnx.state(
-        nnx.Dict(layers=nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(0), 3)))
-    )
-    a = dict(named_leaves(reseed(listed, (1, 2, 3), ["layers"])))
-    b = dict(named_leaves(reseed(stacked, (1, 2, 3), ["layers"])))
-    for i in range(3):
-        assert (jax.random.key_data(a[f"layers/{i}/rngs/key"]) == jax.random.key_data(b["layers/rngs/key"][i])).all()
-        assert (
-            jax.random.key_data(a[f"layers/{i}/rngs/key"]) != jax.random.key_data(a[f"layers/{(i + 1) % 3}/rngs/key"])
-        ).any()
+    rngs, keys = nnx.Rngs(0), jax.random.split(jax.random.key(0), 3)
+    listed = nnx.List([nnx.Dropout(0.5, rngs=rngs) for _ in range(3)])
+    stacked = nnx.vmap(lambda key: nnx.Dropout(0.5, rngs=nnx.Rngs(key)))(keys)
+
+    def streams(layers):
+        found = dict(named_leaves(reseed(nnx.state(nnx.Dict(layers=layers)), (1, 2, 3), ["layers"])))
+        return {path: jax.random.key_data(x).tolist() for path, x in found.items() if path.endswith("key")}
+
+    of_list = [streams(listed)[f"layers/{i}/rngs/key"] for i in range(3)]
+    assert of_list == streams(stacked)["layers/rngs/key"]
+    assert len(set(map(tuple, of_list))) == 3
 
 
 def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
@@ -142,10 +108,7 @@ def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
         def __call__(self, x):
             return nnx.vmap(lambda drop: drop(x))(self.layers) * self.scale
 
-    def create():
-        model = Drops()
-        return model, nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param)
-
+    create = lambda: (model := Drops(), nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param))  # noqa: E731
     mask = lambda model, b: (0.0, 1.0, {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])})  # noqa: E731
     seen = lambda **kinds: float(run(mask, start(create), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
     assert seen() == seen(layers="layers") == seen(layers=["layers"])
@@ -162,57 +125,15 @@ def test_a_scalar_loss_has_weight_one_per_microbatch():
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 
-def test_tied_weights_remain_one_parameter():
-    class Tied(nnx.Module):
-        def __init__(self):
-            self.a = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(0))
-            self.b = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
-            self.b.kernel = self.a.kernel
-
-        def __call__(self, x):
-            return self.b(self.a(x))
-
-    def create():
-        model = Tied()
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    state = start(create)
-    assert sum("kernel" in p for p, _ in named_leaves(state.to_nnx()["model"])) == 1
-    loss = lambda model, b: jnp.mean((model(b["x"]) - 1.0) ** 2)  # noqa: E731
-    kernel = np.asarray(state.merge()[0].a.kernel[...])
-    x = jnp.asarray(batch()["x"])
-    plain = jax.grad(lambda w: jnp.mean((x @ w @ w - 1.0) ** 2))(kernel)
-    state, _ = run(loss, state, [batch()])
-    model, _ = state.merge()
-    assert model.a.kernel is model.b.kernel
-    np.testing.assert_allclose(model.a.kernel[...], kernel - 0.1 * plain, atol=1e-6)
-
-
 def test_frozen_parameters_do_not_change():
     def create():
         model = Net(nnx.Rngs(0))
         only_first = nnx.All(nnx.Param, nnx.PathContains(0))
         return model, nnx.Optimizer(model, optax.adamw(1e-2, weight_decay=0.1), wrt=only_first)
 
-    before = {p: np.asarray(x) for p, x in named_leaves(start(create).to_nnx()["model"]) if "layers" in p}
     state, _ = run(weighted_loss, start(create), [batch()] * 2)
-    after = dict(named_leaves(state.to_nnx()["model"]))
-    assert not np.array_equal(before["layers/0/kernel"], after["layers/0/kernel"])
-    assert np.array_equal(before["layers/1/kernel"], after["layers/1/kernel"])
-
-
-def test_a_call_that_adds_a_variable_is_an_error_that_names_it():
-    class Growing(Net):
-        def __call__(self, x):
-            self.more = nnx.BatchStat(jnp.zeros(3))
-            return super().__call__(x)
-
-    def create():
-        model = Growing(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-    with pytest.raises(ValueError, match=r"the step changed:\nmore: the call added this variable"):
-        run(weighted_loss, start(create), [batch()])
+    before, after = ([layer.kernel[...] for layer in s.merge()[0].layers] for s in (start(create), state))
+    assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True]
 
 
 @pytest.mark.slow
@@ -252,31 +173,29 @@ def loss_with_a_pole(model, batch):
 
 
 BAD_STEPS = {
-    "a NaN loss": (scaled_loss, {"live": np.full(16, np.nan, np.float32)}, ()),
-    "an infinite loss": (scaled_loss, {"live": np.full(16, np.inf, np.float32)}, ()),
-    "a gradient that is not finite": (loss_with_a_pole, {"live": np.full(16, 2, np.float32)}, ()),
-    "a loss above its limit": (scaled_loss, {"live": np.full(16, 9, np.float32)}, (5.0, 1e9)),
-    "a gradient norm above its limit": (scaled_loss, {"live": np.full(16, 9, np.float32)}, (1e9, 5.0)),
+    "a NaN loss": (scaled_loss, np.nan, ()),
+    "an infinite loss": (scaled_loss, np.inf, ()),
+    "a gradient that is not finite": (loss_with_a_pole, 2, ()),
+    "a loss above its limit": (scaled_loss, 9, (5.0, 1e9)),
+    "a gradient norm above its limit": (scaled_loss, 9, (1e9, 5.0)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", BAD_STEPS)
-def test_a_skipped_step_changes_no_leaf_and_the_next_equals_the_first(case):
+@pytest.mark.parametrize(("loss_fn", "weight", "limits"), BAD_STEPS.values(), ids=BAD_STEPS)
+def test_a_skipped_step_changes_no_leaf_and_the_next_equals_the_first(loss_fn, weight, limits):
     """Statistics of the forward pass and all counts are compared too; dropout masks depend on the count."""
-    loss_fn, bad, limits = BAD_STEPS[case]
-    good = batch(live=np.ones(16, np.float32))
+    good, bad = (batch(live=np.full(16, live, np.float32)) for live in (1, weight))
     make_noisy = make(norm=True, rate=0.3)
     step = make_train_step(loss_fn, start(make_noisy), num_microbatches=2, skip_nonfinite=True)
     state = start(make_noisy)
-    before = [np.asarray(x) for x in jax.tree.leaves(as_numbers(state))]
-    state, metrics = step(state, batch(**bad), *[limits] * bool(limits))
+    before = [np.asarray(x) for x in as_numbers(state)]
+    state, metrics = step(state, bad, *[limits] * bool(limits))
     assert float(metrics["skipped"]) == 1
     if not limits:
         assert np.isfinite(metrics["loss"]) == (loss_fn is loss_with_a_pole)
         assert not (np.isfinite(metrics["loss"]) and np.isfinite(metrics["grad_norm"]))
-    for old, new in zip(before, jax.tree.leaves(as_numbers(state)), strict=True):
-        assert old.tobytes() == np.asarray(new).tobytes()
+    assert [x.tobytes() for x in before] == [np.asarray(x).tobytes() for x in as_numbers(state)]
     state, metrics = step(state, good, *[limits] * bool(limits))
     want, wanted = make_train_step(loss_fn, state, num_microbatches=2)(start(make_noisy), good)
     assert float(metrics.pop("skipped")) == 0
@@ -296,11 +215,9 @@ def test_by_default_a_step_that_is_not_finite_is_applied():
     state = start(make())
     state, metrics = make_train_step(scaled_loss, state)(state, batch(live=np.full(16, np.nan, np.float32)))
     assert "skipped" not in metrics and any(np.isnan(x).any() for x in as_numbers(state))
-    state, _ = make_train_step(scaled_loss, start(make()))(start(make()), batch())
+    named = lambda model, b: (*scaled_loss(model, b), {"skipped": 1.0})  # noqa: E731
     with pytest.raises(ValueError, match=r"metrics of loss_fn must not be named skipped"):
-        make_train_step(lambda model, b: (*scaled_loss(model, b), {"skipped": 1.0}), state, skip_nonfinite=True)(
-            state, batch()
-        )
+        run(named, start(make()), [batch()], skip_nonfinite=True)
 
 
 def test_limits_that_change_compile_nothing(compilations):

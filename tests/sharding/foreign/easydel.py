@@ -1,8 +1,7 @@
 """A decoder with the habits of EasyDeL: a config object that knows the rule table, and names of Hugging Face.
 
-The config is a mutable object that every module keeps, with its partition rules of mesh axes, dtypes and the remat
-policy. Outputs are a dataclass. The layers are two levels deep, have a mixture of experts in a dict, and sow the load
-of its router, which the loss pops.
+The config is a mutable object that every module keeps, with its partition rules of mesh axes. Outputs are a dataclass.
+The layers are two levels deep, have experts in a dict, and sow the load of their router, which the loss pops.
 """
 
 import dataclasses
@@ -15,9 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy
-from tests.sharding.foreign.initializers import hashed_uniform
-
-EPSILON = 1e-2  # With Flax's 1e-6, gradients of different meshes differ by 1e-5 in float32, and by 1e-14 in float64.
+from tests.sharding.foreign.layers import attend, hashed_uniform, rms_norm
 
 
 class BaseConfig:
@@ -25,7 +22,6 @@ class BaseConfig:
 
     def __init__(self, **kinds: Any):
         self.hidden_size, self.num_attention_heads, self.num_hidden_layers, self.num_experts = 16, 4, 2, 2
-        self.attribute_map: dict[str, Any] = {"gradient_checkpointing": "nothing_saveable"}
         vars(self).update(kinds)
 
     def get_partition_rules(self):
@@ -48,28 +44,26 @@ class CausalLMOutput:
     kind: str = "causal"
 
 
+linear = partial(nnx.Linear, use_bias=False, kernel_init=hashed_uniform)
+
+
 class Attention(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        self.config, self.rngs = config, rngs
-        linear = partial(
-            nnx.Linear, config.hidden_size, config.hidden_size, use_bias=False, kernel_init=hashed_uniform, rngs=rngs
-        )
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = linear(), linear(), linear(), linear()
+        self.config, self.rngs, width = config, rngs, config.hidden_size
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear(width, width, rngs=rngs) for _ in range(4))
         self.resid_dropout = nnx.Dropout(0.1, rngs=rngs)
 
-    def __call__(self, hidden_states, attention_mask, causal_mask):
-        heads = (*hidden_states.shape[:2], self.config.num_attention_heads, -1)
-        q, k, v = (f(hidden_states).reshape(heads) for f in (self.q_proj, self.k_proj, self.v_proj))
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
-        weights = jax.nn.softmax(jnp.where(attention_mask[:, None, None] & causal_mask, scores, -1e9))
-        return self.resid_dropout(self.o_proj(jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(hidden_states.shape)))
+    def __call__(self, x, attention_mask, causal_mask):
+        heads = (*x.shape[:2], self.config.num_attention_heads, -1)
+        q, k, v = (project(x).reshape(heads) for project in (self.q_proj, self.k_proj, self.v_proj))
+        y = attend(q, k, v, attention_mask[:, None] & causal_mask)
+        return self.resid_dropout(self.o_proj(y.reshape(x.shape)))
 
 
 class Expert(nnx.Module):
-    def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        up, linear = 2 * config.hidden_size, partial(nnx.Linear, use_bias=False, kernel_init=hashed_uniform, rngs=rngs)
-        self.gate_proj, self.up_proj = linear(config.hidden_size, up), linear(config.hidden_size, up)
-        self.down_proj = linear(up, config.hidden_size)
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.gate_proj, self.up_proj = linear(width, 2 * width, rngs=rngs), linear(width, 2 * width, rngs=rngs)
+        self.down_proj = linear(2 * width, width, rngs=rngs)
 
     def __call__(self, x):
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -77,28 +71,26 @@ class Expert(nnx.Module):
 
 class SparseMoe(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        self.gate = nnx.Linear(
-            config.hidden_size, config.num_experts, use_bias=False, kernel_init=hashed_uniform, rngs=rngs
-        )
-        self.experts = nnx.Dict({f"expert_{i}": Expert(config, rngs=rngs) for i in range(config.num_experts)})
+        self.gate = linear(config.hidden_size, config.num_experts, rngs=rngs)
+        experts = [Expert(config.hidden_size, rngs=rngs) for _ in range(config.num_experts)]
+        self.experts = nnx.Dict({f"expert_{i}": expert for i, expert in enumerate(experts)})
 
     def __call__(self, x):
         probabilities = jax.nn.softmax(self.gate(x))
         self.sow(nnx.Intermediate, "router_load", jnp.sum(probabilities.mean((0, 1)) ** 2))
-        parts = [probabilities[..., i, None] * self.experts[name](x) for i, name in enumerate(self.experts)]
-        return sum(parts)
+        return sum(probabilities[..., i, None] * self.experts[name](x) for i, name in enumerate(self.experts))
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
-        self.config, norm = config, partial(nnx.RMSNorm, config.hidden_size, epsilon=EPSILON, rngs=rngs)
-        self.self_attn, self.block_sparse_moe = Attention(config, rngs=rngs), SparseMoe(config, rngs=rngs)
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.config, self.self_attn = config, Attention(config, rngs=rngs)
+        self.block_sparse_moe = SparseMoe(config, rngs=rngs)
+        self.input_layernorm = nnx.Param(jnp.ones(config.hidden_size))
 
     def __call__(self, hidden_states, attention_mask, causal_mask):
         x = hidden_states
-        x = x + self.self_attn(self.input_layernorm(x), attention_mask, causal_mask)
-        return x + self.block_sparse_moe(self.post_attention_layernorm(x))
+        x = x + self.self_attn(rms_norm(x, self.input_layernorm[...]), attention_mask, causal_mask)
+        return x + self.block_sparse_moe(rms_norm(x, self.input_layernorm[...]))
 
 
 class Model(nnx.Module):
@@ -106,7 +98,6 @@ class Model(nnx.Module):
         self.config = config
         self.embed_tokens = nnx.Embed(VOCAB, config.hidden_size, embedding_init=hashed_uniform, rngs=rngs)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_hidden_layers)])
-        self.norm = nnx.RMSNorm(config.hidden_size, epsilon=EPSILON, rngs=rngs)
         self.causal_mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))  # an array that is an attribute
 
     def __call__(self, input_ids, attention_mask):
@@ -114,13 +105,13 @@ class Model(nnx.Module):
         for layer in self.layers:
             states.append(x)
             x = layer(hidden_states=x, attention_mask=attention_mask, causal_mask=self.causal_mask)
-        return self.norm(x), tuple(states)
+        return x, tuple(states)
 
 
 class ForCausalLM(nnx.Module):
     def __init__(self, config: BaseConfig, *, rngs: nnx.Rngs):
         self.config, self.model = config, Model(config, rngs=rngs)
-        self.lm_head = nnx.Linear(config.hidden_size, VOCAB, use_bias=False, kernel_init=hashed_uniform, rngs=rngs)
+        self.lm_head = linear(config.hidden_size, VOCAB, rngs=rngs)
 
     def __call__(self, input_ids, attention_mask) -> CausalLMOutput:
         hidden, states = self.model(input_ids, attention_mask)

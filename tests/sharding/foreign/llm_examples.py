@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from tests.mpmd.zoo.base import VOCAB, cross_entropy
-from tests.sharding.foreign.initializers import hashed_uniform
+from tests.sharding.foreign.layers import attend, hashed_uniform, rms_norm
 
 struct = jax.tree_util.register_dataclass
 
@@ -110,8 +110,7 @@ class Weights:
 
 def quantized(shape: tuple[int, int], axes: tuple[str, str]) -> QuantArray:
     integers = lambda key, shape, dtype: jax.random.randint(key, shape, -127, 128, dtype)  # noqa: E731
-    scales = lambda key, shape, dtype: jnp.full(shape, 0.25 / 73, dtype)  # noqa: E731
-    scale = ArrayInfo(shape[1:], axes[1:], scales, trained=False)
+    scale = ArrayInfo(shape[1:], axes[1:], jax.nn.initializers.constant(0.25 / 73), trained=False)
     return QuantArray(ArrayInfo(shape, axes, integers, jnp.int8, trained=False), scale)
 
 
@@ -121,22 +120,17 @@ def einsum(formula: str, x, kernel, out_sharding: PartitionSpec | None = None):
     return jnp.einsum(formula, x, kernel, out_sharding=out_sharding)
 
 
-def rms_norm(x, gamma):
-    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2) * gamma
-
-
 def attention(q, k, v, segments):
-    at = jnp.arange(q.shape[2])
-    mask = (segments[:, :, None] == segments[:, None]) & (at[:, None] >= at)
-    weights = jax.nn.softmax(jnp.where(mask[:, None], jnp.einsum("bhtk,bhsk->bhts", q, k), -1e9))
-    return jnp.einsum("bhts,bhsk->bhtk", weights, v)
+    at = jnp.arange(q.shape[1])
+    return attend(q, k, v, (segments[:, :, None] == segments[:, None]) & (at[:, None] >= at))
 
 
 def forward_layer(x, segments, layer: Layer, cfg: Config):
-    x = jax.lax.with_sharding_constraint(x, spec_of(("batch", None, None), cfg.rules)) if _has_mesh() else x
+    if not jax.sharding.get_abstract_mesh().empty:
+        x = jax.lax.with_sharding_constraint(x, spec_of(("batch", None, None), cfg.rules))
     h = rms_norm(x, layer.norm)
-    q, k, v = (einsum("btd,dhk->bhtk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
-    x = x + einsum("bhtk,hkd->btd", attention(q, k, v, segments), layer.o)
+    q, k, v = (einsum("btd,dhk->bthk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
+    x = x + einsum("bthk,hkd->btd", attention(q, k, v, segments), layer.o)
     return x + einsum("btf,fd->btd", jax.nn.silu(einsum("btd,df->btf", rms_norm(x, layer.norm), layer.up)), layer.down)
 
 
@@ -145,10 +139,6 @@ def forward(tokens, segments, weights: Weights, cfg: Config):
     for layer in weights.layers:
         x = jax.checkpoint(forward_layer, static_argnums=3)(x, segments, layer, cfg)
     return rms_norm(x, weights.norm) @ weights.embedding.T
-
-
-def _has_mesh() -> bool:
-    return not jax.sharding.get_abstract_mesh().empty
 
 
 class Frozen(nnx.Variable):

@@ -14,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec, auto_axes, reshard
 import flax_mesh as fm
 from tests.mpmd.zoo.base import cross_entropy
 from tests.sharding.foreign import llm_examples
-from tests.sharding.foreign.llm_examples import Config, Holder, Layer, Weights, einsum, rms_norm, spec_of
+from tests.sharding.foreign.layers import rms_norm, rotate
+from tests.sharding.foreign.llm_examples import Config, Holder, Layer, Weights, einsum, spec_of
 
 TENSOR = ("y", "z")
 
@@ -25,22 +26,16 @@ class ShardingRules(llm_examples.ShardingRules):
     q_heads: Any = TENSOR
 
 
-attention: Any = auto_axes(llm_examples.attention, out_sharding=PartitionSpec("x", TENSOR, None, None))
-
-
-def rotate(x, positions):
-    frequency = 100 ** -(jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
-    angles = jnp.einsum("bt,k->btk", positions, frequency, out_sharding=PartitionSpec(None, None, None))[:, None]
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
+attention: Any = auto_axes(llm_examples.attention, out_sharding=PartitionSpec("x", None, TENSOR, None))
 
 
 def forward_layer(x, segments, positions, layer: Layer, cfg: Config):
     out = spec_of(("batch", None, "embed"), cfg.rules)
     h = rms_norm(x, layer.norm)
-    q, k, v = (einsum("btd,dhk->bhtk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
+    q, k, v = (einsum("btd,dhk->bthk", h, kernel) for kernel in (layer.q, layer.k, layer.v))
+    positions = reshard(positions, PartitionSpec(None, None))
     heads = attention(rotate(q, positions), rotate(k, positions), v, segments)
-    x = x + einsum("bhtk,hkd->btd", heads, layer.o, out_sharding=out)
+    x = x + einsum("bthk,hkd->btd", heads, layer.o, out_sharding=out)
     hidden = jax.nn.silu(einsum("btd,df->btf", rms_norm(x, layer.norm), layer.up))
     return x + einsum("btf,fd->btd", hidden, layer.down, out_sharding=out)
 

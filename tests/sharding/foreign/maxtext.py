@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy, text
-from tests.sharding.foreign.initializers import hashed_uniform
+from tests.sharding.foreign.layers import attend, hashed_uniform, rms_norm, rotate
 
 AXES = ("data", "fsdp", "tensor")  # of the mesh
 LOGICAL_RULES = [
@@ -60,18 +60,18 @@ class Dense(nnx.Module):
 
 
 class Norm(nnx.Module):
-    def __init__(self, width: int, *, rngs: nnx.Rngs):
+    def __init__(self, width: int):
         self.scale = nnx.Param(jnp.ones((width,)), out_sharding=("norm",))
 
     def __call__(self, x):
-        return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2) * self.scale[...]
+        return rms_norm(x, self.scale[...])
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None, *, rngs: nnx.Rngs):
         self.config, self.mesh = config, mesh
         width, heads = config.emb_dim, (config.num_heads, config.head_dim)
-        self.pre_norm, self.post_norm = Norm(width, rngs=rngs), Norm(width, rngs=rngs)
+        self.pre_norm, self.post_norm = Norm(width), Norm(width)
         for name in ("query", "key", "value"):
             setattr(self, name, Dense((width,), heads, ("embed", "heads", "kv"), rngs=rngs))
         self.out = Dense(heads, (width,), ("heads", "kv", "embed"), rngs=rngs)
@@ -85,9 +85,7 @@ class DecoderLayer(nnx.Module):
         q, k, v = (checkpoint_name(getattr(self, name)(h), f"{name}_proj") for name in ("query", "key", "value"))
         q, k = rotate(q, positions), rotate(k, positions)
         mask = (segments[:, :, None] == segments[:, None]) & (positions[:, :, None] >= positions[:, None])
-        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / self.config.head_dim**0.5
-        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e9))
-        x = x + self.dropout(self.out(jnp.einsum("bhqk,bkhd->bqhd", weights, v)), deterministic=deterministic)
+        x = x + self.dropout(self.out(attend(q, k, v, mask)), deterministic=deterministic)
         gate, up = jnp.moveaxis(checkpoint_name(self.wi(self.post_norm(x)), "mlpwi"), -2, 0)
         return x + self.dropout(self.wo(jax.nn.silu(gate) * up), deterministic=deterministic), None
 
@@ -98,18 +96,12 @@ class DecoderLayer(nnx.Module):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
-def rotate(x, positions):
-    angles = positions[..., None, None] / 100 ** (jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
-    a, b = jnp.split(x, 2, -1)
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), b * jnp.cos(angles) + a * jnp.sin(angles)], -1)
-
-
 class Decoder(nnx.Module):
     def __init__(self, config: Config, mesh: Mesh | AbstractMesh | None = None, *, rngs: nnx.Rngs):
         self.config, self.mesh = config, mesh
         table = hashed_uniform(rngs.params(), (VOCAB, config.emb_dim))
         self.token_embedder = nnx.Dict(embedding=nnx.Param(table, out_sharding=("vocab", "embed")))
-        self.decoder_norm = Norm(config.emb_dim, rngs=rngs)
+        self.decoder_norm = Norm(config.emb_dim)
         make = lambda rngs: DecoderLayer(config, mesh, rngs=rngs)  # noqa: E731
         if config.scan_layers:
             keys = rngs.fork()
@@ -144,6 +136,10 @@ class Decoder(nnx.Module):
         x, rest = jax.lax.scan(jax.checkpoint(body, policy=names, prevent_cse=False), x, (params, rest))
         nnx.update(self.layers, rest)  # the counters of dropout
         return x
+
+
+def make(depth: int = 2, **kinds: Any) -> Decoder:
+    return Decoder(Config(num_layers=depth, **kinds), rngs=nnx.Rngs(params=0, dropout=1))
 
 
 def packed(rows: int) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
-"""Models of other projects, and of the zoo, with the specs that their annotations or rules must result in."""
+"""Models of other projects, with the specs that their annotations or rules must result in."""
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
-from tests.mpmd.zoo import models
 from tests.mpmd.zoo.base import Case, text
 from tests.sharding.foreign import easydel, llm_examples, llm_explicit, maxtext, tunix
 
@@ -29,18 +29,10 @@ class Style(NamedTuple):
     batch: tuple[str, ...] = ()  # mesh axes of the rows
 
 
-def scanned(depth: int = 2) -> nnx.Module:
-    return maxtext.Decoder(maxtext.Config(num_layers=depth), rngs=nnx.Rngs(params=0, dropout=1))
-
-
-def listed(depth: int = 2) -> nnx.Module:
-    return maxtext.Decoder(maxtext.Config(num_layers=depth, scan_layers=False), rngs=nnx.Rngs(params=0, dropout=1))
-
-
 MAXTEXT = {"token_embedder/embedding": P("tensor", "fsdp"), "decoder_norm/scale": P("tensor")}
 STYLES = [
     Style(
-        Case("maxtext_scanned", scanned, maxtext.loss_fn, maxtext.packed),
+        Case("maxtext_scanned", maxtext.make, maxtext.loss_fn, maxtext.packed),
         maxtext.AXES,
         MAXTEXT
         | {
@@ -53,7 +45,7 @@ STYLES = [
         batch=("data", "fsdp"),
     ),
     Style(
-        Case("maxtext_listed", listed, maxtext.loss_fn, maxtext.packed),
+        Case("maxtext_listed", functools.partial(maxtext.make, scan_layers=False), maxtext.loss_fn, maxtext.packed),
         maxtext.AXES,
         MAXTEXT | {"layers/1/out/kernel": P("tensor", None, "fsdp"), "layers/0/wo/kernel": P("tensor", "fsdp")},
         logical_rules=maxtext.LOGICAL_RULES,
@@ -111,47 +103,7 @@ STYLES = [
         batch=("x",),
     ),
 ]
-# Models of Flax's own layers and of Linen, with a table each: "embed" maps to fsdp; "mlp", "heads" and "vocab" to tp.
-ZOO: dict[str, tuple[Any, dict[str, P]]] = {
-    "conv_batch_norm": (
-        [
-            ("stem/kernel$", (None, None, None, "mlp")),
-            ("conv\\d/kernel$", (None, None, "embed", "mlp")),
-            ("(bn\\d|stem_norm)/", ("mlp",)),
-            ("classifier/kernel$", ("embed", None)),
-            ("bias$", ()),
-        ],
-        {
-            "stem/kernel": P(None, None, None, "tp"),
-            "blocks/1/conv2/kernel": P(None, None, "fsdp", "tp"),
-            "blocks/1/bn2/var": P("tp"),
-        },
-    ),
-    "lora": (
-        [("lora_a$", ("embed", None)), ("lora_b$", (None, "mlp")), ("kernel$", ("embed", "mlp")), ("", ())],
-        {"layers/0/linear/lora_a": P("fsdp", None), "layers/1/linear/base_module/kernel": P("fsdp", "tp")},
-    ),
-    "linen_layers": (
-        [("Dense_0/kernel$", ("embed", "mlp")), ("Dense_1/kernel$", ("mlp", "embed")), ("", ())],
-        {"layers/0/Dense_0/kernel": P("fsdp", "tp"), "layers/1/Dense_1/kernel": P("tp", "fsdp")},
-    ),
-    "vision_transformer": (
-        [
-            ("patches/kernel$", (None, None, None, "mlp")),
-            ("(query|key|value)/kernel$", ("embed", "heads", None)),
-            ("out/kernel$", ("heads", None, "embed")),
-            ("mlp/layers/\\d/kernel$", ("embed", "mlp")),
-            ("", ()),
-        ],
-        {"encoder/0/attention/out/kernel": P("tp", None, "fsdp"), "encoder/3/mlp/layers/0/kernel": P("fsdp", "tp")},
-    ),
-    "residual": ("fsdp", {"embed/embedding": P("fsdp", None)}),
-}
-OF_ZOO = [
-    Style(models.BY_NAME[name], ("dp", "fsdp", "tp"), specs, rules=rules, batch=("fsdp", "dp"))
-    for name, (rules, specs) in ZOO.items()
-]
-BY_NAME = {style.case.name: style for style in [*STYLES, *OF_ZOO]}
+BY_NAME = {style.case.name: style for style in STYLES}
 
 
 def mesh_of(style: Style, shape: tuple[int, ...] = (2, 2, 2)) -> Mesh:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.mpmd.zoo.base import LENGTH, VOCAB, cross_entropy, text
-from tests.sharding.foreign.initializers import hashed_uniform
+from tests.sharding.foreign.layers import attend, hashed_uniform, rms_norm
 
 Names = tuple[str | None, ...]
 
@@ -68,14 +68,6 @@ class Einsum(nnx.Module):
         return y + jnp.tensordot(jax.lax.dot_general(x, a, (dims, ((), ()))), b, 1)
 
 
-class RMSNorm(nnx.Module):
-    def __init__(self, width: int, *, rngs: nnx.Rngs, sharding: Names):
-        self.w = nnx.Param(jnp.ones(width), out_sharding=sharding)
-
-    def __call__(self, x):
-        return self.w[...] * x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-2)
-
-
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         shape, names = (config.embed_dim, config.num_heads, config.head_dim), config.shd_config
@@ -89,17 +81,14 @@ class Attention(nnx.Module):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if cache is not None:
             k, v = cache["k"][...] + k, cache["v"][...] + v
-        scores = jnp.einsum("BTNH,BSNH->BNTS", q, k) * q.shape[-1] ** -0.5
-        weights = jax.nn.softmax(jnp.where(mask[:, None], scores, -1e9))
-        return cache, self.o_proj(jnp.einsum("BNTS,BSNH->BTNH", weights, v))
+        return cache, self.o_proj(attend(q, k, v, mask))
 
 
 class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         names, width = config.shd_config, config.embed_dim
-        self.input_layernorm = RMSNorm(width, rngs=rngs, sharding=names.rms_norm)
+        self.layernorm = nnx.Param(jnp.ones(width), out_sharding=names.rms_norm)
         self.attn = Attention(config, rngs=rngs)
-        self.post_attention_layernorm = RMSNorm(width, rngs=rngs, sharding=names.rms_norm)
         up, down = (width, config.hidden_dim), (config.hidden_dim, width)
         self.gate_proj = Einsum("BTD,DF->BTF", up, rngs=rngs, sharding=names.ffw_df)
         self.up_proj = Einsum("BTD,DF->BTF", up, rngs=rngs, sharding=names.ffw_df)
@@ -107,9 +96,9 @@ class DecoderLayer(nnx.Module):
         self.names = names
 
     def __call__(self, x, cache, mask):
-        cache, y = self.attn(self.input_layernorm(x), cache, mask)
+        cache, y = self.attn(rms_norm(x, self.layernorm[...]), cache, mask)
         x = shard(x + y, self.names.act_btd)
-        h = self.post_attention_layernorm(x)
+        h = rms_norm(x, self.layernorm[...])
         return cache, x + self.down_proj(jax.nn.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
@@ -119,14 +108,13 @@ class Transformer(nnx.Module):
         table = hashed_uniform(rngs.params(), (VOCAB, config.embed_dim))
         self.embedder = nnx.Param(table, out_sharding=config.shd_config.emb_vd)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = RMSNorm(config.embed_dim, rngs=rngs, sharding=config.shd_config.rms_norm)
 
     def __call__(self, tokens, cache: dict[str, Any] | None, mask):
         x, caches = self.embedder[tokens] * self.config.embed_dim**0.5, {}
         for i, layer in enumerate(self.layers):
             run = nnx.remat(type(layer).__call__)
             caches[f"layer_{i}"], x = run(layer, x, cache and cache[f"layer_{i}"], mask)
-        return self.final_norm(x) @ self.embedder[...].T, caches
+        return x @ self.embedder[...].T, caches
 
 
 def quantize_and_adapt(model: nnx.Module, rank: int, rngs: nnx.Rngs) -> None:

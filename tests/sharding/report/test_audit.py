@@ -14,16 +14,9 @@ from flax_mesh.sharding.rules import apply_policy
 
 P = PartitionSpec
 MESH = AbstractMesh((2, 2, 2), ("dp", "fsdp", "tp"))
-RULES = [
-    ("kernel", ("embed", "mlp")),
-    ("layers/.*/kernel$", ("mlp", "embed")),
-    ("kernal", ()),
-    ("odd", ("mlp", None)),
-    ("long", ("mlp", None, None)),
-    ("twice", ("mlp", "heads")),
-    ("large", ()),
-    ("elsewhere", P("nowhere")),
-]
+RULES = [("kernel", ("embed", "mlp")), ("layers/.*/kernel$", ("mlp", "embed")), ("kernal", ())]  # the last two: unused
+RULES += [("odd", ("mlp", None)), ("long", ("mlp", None, None)), ("twice", ("mlp", "heads"))]  # which do not fit
+RULES += [("large", ()), ("elsewhere", P("nowhere"))]
 
 
 def arrays(**shapes):
@@ -67,12 +60,8 @@ def test_unused_rules_and_large_layers_are_findings():
     rules = [("kernel", ("embed", "mlp")), ("nothing", ()), (".*", ())]
     assert [f.path for f in audit_rules(rules, TREE, MESH).findings] == ["rule 2, 'nothing'"]
     assert not audit_rules(rules, TREE, MESH, unused=False).findings
-    (layer,) = audit_rules(
-        fm.PartitionRules([("q", ("embed", None)), (".*", ())], layers="layers"),
-        {"layers": arrays(o=(4, 8, 8), q=(4, 8, 8))},
-        MESH,
-        large=8 * 8 * 4,  # bytes of one layer of the stack
-    ).findings
+    rules, stack = fm.PartitionRules([("q", ("embed", None)), (".*", ())], layers="layers"), (4, 8, 8)
+    (layer,) = audit_rules(rules, {"layers": arrays(o=stack, q=stack)}, MESH, large=8 * 8 * 4).findings
     assert layer.path == "layers/o" and layer.problem == "256 B are replicated on all 8 devices"
 
 

@@ -39,16 +39,9 @@ def test_an_abstract_state_and_its_arrays_have_the_same_fingerprint():
 
 
 def test_the_fingerprint_depends_on_paths_shapes_dtypes_specs_and_mesh_sizes_alone():
-    changes = [
-        of(P("tp")),
-        of(P(None, "fsdp")),
-        of(P(("fsdp", "tp"))),
-        of(path="v"),
-        of(shape=(8, 16)),
-        of(dtype=jnp.bfloat16),
-        of(mesh=AbstractMesh((4, 2), ("fsdp", "tp"))),
-        of(mesh=AbstractMesh((4, 2), ("tp", "fsdp"))),
-    ]
+    changes = [of(spec) for spec in (P("tp"), P(None, "fsdp"), P(("fsdp", "tp")))]
+    changes += [of(path="v"), of(shape=(8, 16)), of(dtype=jnp.bfloat16)]
+    changes += [of(mesh=AbstractMesh((4, 2), names)) for names in (("fsdp", "tp"), ("tp", "fsdp"))]
     assert len({of(), *changes}) == 9
     assert of() == of(P("fsdp", None)) == of(P(("fsdp",)))
     assert of() == of(P("fsdp", "sp"), mesh=AbstractMesh((2, 4, 1), ("fsdp", "tp", "sp")))
@@ -56,17 +49,14 @@ def test_the_fingerprint_depends_on_paths_shapes_dtypes_specs_and_mesh_sizes_alo
 
 @pytest.mark.slow
 def test_the_fingerprint_does_not_depend_on_the_hash_seed():
-    code = (
-        "from tests.sharding.report.test_fingerprint import *;"
-        "print(sharding_fingerprint(fm.abstract_state(make, MESH, RULES)))"
-    )
+    call = "sharding_fingerprint(fm.abstract_state(make, MESH, RULES))"
+    code = f"from tests.sharding.report.test_fingerprint import *; print({call})"
     assert printed_with_another_hash_seed(code) == sharding_fingerprint(fm.abstract_state(make, MESH, RULES))
 
 
 def test_arrays_without_a_sharding_are_listed_in_one_error():
-    with pytest.raises(
-        fm.ShardingError, match=r"a: ndarray \(2,\) has no sharding\nb: ndarray .*\nTake the fingerprint"
-    ):
+    message = r"a: ndarray \(2,\) has no sharding\nb: ndarray .*\nTake the fingerprint"
+    with pytest.raises(fm.ShardingError, match=message):
         sharding_fingerprint({"a": np.ones(2), "b": np.ones(2), "text": "no array"})
 
 

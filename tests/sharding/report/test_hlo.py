@@ -32,35 +32,24 @@ def compiled(mesh, fn, *shapes, specs):
     return jax.jit(mapped).lower(*arrays).compile()
 
 
-# The local shard is f32[4, 4] = 64 bytes. name -> (operation, kind, payload, bytes that one device sends)
+# The local shard is f32[4, 4] = 64 bytes. (operation, kind, payload and bytes that one device of n sends)
 LOCAL = 64
-CASES = {
-    "psum": (lambda x, axes: jax.lax.psum(x, axes), "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
-    "gather": (
-        lambda x, axes: jax.lax.all_gather(x, axes, tiled=True),
-        "all-gather",
-        lambda n: LOCAL * n,
-        lambda n: LOCAL * (n - 1),
-    ),
-    "scatter": (
-        lambda x, axes: jax.lax.psum_scatter(x, axes, tiled=True),
-        "reduce-scatter",
-        lambda n: LOCAL,
-        lambda n: LOCAL * (n - 1) // n,
-    ),
-    "to_all": (
-        lambda x, axes: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+CASES = [
+    (jax.lax.psum, "all-reduce", lambda n: LOCAL, lambda n: 2 * LOCAL * (n - 1) // n),
+    (partial(jax.lax.all_gather, tiled=True), "all-gather", lambda n: LOCAL * n, lambda n: LOCAL * (n - 1)),
+    (partial(jax.lax.psum_scatter, tiled=True), "reduce-scatter", lambda n: LOCAL, lambda n: LOCAL * (n - 1) // n),
+    (
+        partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
         "all-to-all",
         lambda n: LOCAL,
         lambda n: LOCAL * (n - 1) // n,
     ),
-}
+]
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "c"), ("b", "c")], ids="+".join)
-@pytest.mark.parametrize("name", CASES)
-def test_kind_axes_and_bytes_of_a_collective(mesh, name, axes):
-    operation, kind, payload, sent = CASES[name]
+@pytest.mark.parametrize(("operation", "kind", "payload", "sent"), CASES, ids=[case[1] for case in CASES])
+def test_kind_axes_and_bytes_of_a_collective(mesh, operation, kind, payload, sent, axes):
     program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))
     (one,) = read_collectives(program, mesh)
     n = 2 ** len(axes)
@@ -104,30 +93,16 @@ def test_both_branches_of_a_conditional_are_counted(mesh):
         add = lambda axis: partial(jax.lax.psum, axis_name=axis)  # noqa: E731
         return jax.lax.cond(jnp.sum(x) > 0, add("a"), add("b"), x)
 
-    assert {one.axes for one in read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)} == {
-        ("a",),
-        ("b",),
-    }
+    found = read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)
+    assert {one.axes for one in found} == {("a",), ("b",)}
 
 
-def test_a_training_step_reports_its_traffic_by_axis(mesh):
-    """Data parallel over a, tensor parallel over c: gradients are reduced over a only, activations over c only."""
-    w = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P(None, "c")))
-    v = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=NamedSharding(mesh, P("c", None)))
-    x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("a")))
-
-    def step(params, x):
-        loss = lambda p: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)  # noqa: E731
-        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
-
-    params = {"w": w, "v": v}
-    out = jax.tree.map(lambda p: p.sharding, params)
-    program = jax.jit(step, out_shardings=out).lower(params, x).compile()
-    report = fm.analyze_sharding_strategy(params, compiled=program)
-    assert {one.axes for one in report.traffic} == {("a",), ("c",)}
-    over_a = [one for one in report.partition_stats["a"].traffic if one.kind == "all-reduce"]
-    assert sum(one.payload_bytes for one in over_a) == 2 * 8 * 16 * 4 // 2  # both gradients, of which a device has half
-    assert report.partition_stats["b"].traffic == ()
+def test_a_report_has_the_traffic_of_a_program_by_axis(mesh):
+    x = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    both = lambda x: jax.lax.psum(jax.lax.psum(x, "c") + 1, "a")  # noqa: E731
+    report = fm.analyze_sharding_strategy({"x": x}, compiled=compiled(mesh, both, (4, 4), specs=(P(),)))
+    assert [(one.axes, one.payload_bytes) for one in report.traffic] == [(("a",), LOCAL), (("c",), LOCAL)]
+    assert report.partition_stats["a"].traffic == report.traffic[:1] and report.partition_stats["b"].traffic == ()
     assert "all-reduce" in str(report)
 
 
@@ -161,29 +136,23 @@ def test_every_notation_of_device_groups(groups, axes):
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "payload"),
+    ("shape", "operation", "payload"),
     [
-        ("%s = (f32[4]{0}, f32[8]{0}) all-gather-start(%p), replica_groups=[4,2]<=[8]", "all-gather", 32),
-        (
-            "%s = ((f32[4], bf16[2]), (f32[8], bf16[4])) all-gather-start(%p, %q), replica_groups=[4,2]<=[8]",
-            "all-gather",
-            40,
-        ),
-        ("%s = f32[4]{0} all-reduce-start(%p), replica_groups=[4,2]<=[8]", "all-reduce", 16),
-        ("%s = (f32[4]{0}, f32[6]{0}) all-reduce-start(%p, %q), replica_groups=[4,2]<=[8]", "all-reduce", 40),
-        (
-            "%s = (f32[4]{0}, f32[4]{0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}",
-            "collective-permute",
-            16,
-        ),
-        ("ROOT %s = (f32[4]{0}, /*index=1*/s4[8]{0:E(4)}) all-reduce(%p), replica_groups=[4,2]<=[8]", "all-reduce", 20),
-        ("%s = bf16[8,128]{1,0:T(8,128)(2,1)} reduce-scatter(%p), replica_groups=[4,2]<=[8]", "reduce-scatter", 4096),
-        ("%s = f8e4m3fn[16]{0} all-gather(%p), replica_groups=[4,2]<=[8]", "all-gather", 16),
+        ("(f32[4]{0}, f32[8]{0})", "all-gather-start", 32),
+        ("((f32[4], bf16[2]), (f32[8], bf16[4]))", "all-gather-start", 40),
+        ("f32[4]{0}", "all-reduce-start", 16),
+        ("(f32[4]{0}, f32[6]{0})", "all-reduce-start", 40),
+        ("(f32[4]{0}, f32[4]{0}, u32[], u32[])", "collective-permute-start", 16),
+        ("(f32[4]{0}, /*index=1*/s4[8]{0:E(4)})", "all-reduce", 20),
+        ("bf16[8,128]{1,0:T(8,128)(2,1)}", "reduce-scatter", 4096),
+        ("f8e4m3fn[16]{0}", "all-gather", 16),
     ],
 )
-def test_payloads_of_asynchronous_and_combined_collectives(line, kind, payload):
-    (one,) = read_line(line)
-    assert (one.kind, one.payload_bytes) == (kind, payload)
+@pytest.mark.parametrize("start", ["", "ROOT "])
+def test_payloads_of_asynchronous_and_combined_collectives(start, shape, operation, payload):
+    groups = "source_target_pairs={{0,1},{1,0}}" if "permute" in operation else "replica_groups=[4,2]<=[8]"
+    (one,) = read_line(f"{start}%s = {shape} {operation}(%p, %q), {groups}")
+    assert (one.kind, one.payload_bytes) == (operation.removesuffix("-start"), payload)
 
 
 def test_done_operations_and_groups_of_one_device_are_not_counted():

@@ -30,12 +30,8 @@ def mesh_of(name):
     return fm.create_mesh(dims, ("a", "b", "c"), devices=jax.devices()[: int(np.prod(dims))])
 
 
-def abstract_tree():
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in SHAPES.items()}
-
-
-def specs():
-    return {name: spec for name, (_, _, spec) in SHAPES.items()}
+TREE = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in SHAPES.items()}
+SPECS = {name: spec for name, (_, _, spec) in SHAPES.items()}
 
 
 def bytes_of_shards(tree) -> dict:
@@ -50,7 +46,7 @@ def bytes_of_shards(tree) -> dict:
 @pytest.mark.parametrize("name", MESHES)
 def test_bytes_equal_those_of_the_real_shards_and_of_the_abstract_tree(name):
     mesh = mesh_of(name)
-    real = fm.shard({k: np.zeros(shape, dtype) for k, (shape, dtype, _) in SHAPES.items()}, specs(), mesh)
+    real = fm.shard({k: np.zeros(shape, dtype) for k, (shape, dtype, _) in SHAPES.items()}, SPECS, mesh)
     real["key"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a")))
     report = fm.analyze_sharding_strategy(real)
     assert report.memory_per_device == bytes_of_shards(real)
@@ -58,10 +54,10 @@ def test_bytes_equal_those_of_the_real_shards_and_of_the_abstract_tree(name):
     assert report.padded_bytes == 0 and report.balance_score == 1.0
     del real["key"]
     report = fm.analyze_sharding_strategy(real)
-    assert fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh) == report
+    assert fm.analyze_sharding_strategy(TREE, SPECS, mesh) == report
     with jax.set_mesh(mesh):
-        assert fm.analyze_sharding_strategy(abstract_tree(), specs()) == report
-    abstract = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh.abstract_mesh)
+        assert fm.analyze_sharding_strategy(TREE, SPECS) == report
+    abstract = fm.analyze_sharding_strategy(TREE, SPECS, mesh.abstract_mesh)
     assert list(abstract.memory_per_device) == list(range(mesh.size))
     assert list(abstract.memory_per_device.values()) == list(report.memory_per_device.values())
 
@@ -80,7 +76,7 @@ def test_devices_with_more_bytes_lower_the_balance_score():
 
 
 def test_the_report_is_a_mapping_with_the_documented_keys():
-    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
+    report = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("2x2x2"))
     known = dict(report)
     assert known["total_parameters"] == 16 * 32 + 16 * 8 * 3 + 8 + 35 + 1
     assert known["sharded_parameters"] == 16 * 32 + 16 * 8 * 3 + 8
@@ -89,11 +85,8 @@ def test_the_report_is_a_mapping_with_the_documented_keys():
     assert report["balance_score"] == 1.0 and "padded_bytes" in report and "nothing" not in report
     with pytest.raises(KeyError, match="'nothing' is none of total_parameters, sharded_parameters"):
         report["nothing"]
-
-
-def test_axes_of_size_one_shard_nothing():
-    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("1x1x1"))
-    assert report.sharded_parameters == 0 and report.replicated_bytes == 0
+    alone = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("1x1x1"))  # axes of size 1 split nothing
+    assert alone.sharded_parameters == 0 and alone.replicated_bytes == 0
 
 
 def test_dims_that_are_not_divisible_are_counted_with_padding():
@@ -153,13 +146,9 @@ def test_all_mistakes_are_listed_in_one_error():
     assert "b: 3 is neither a PartitionSpec nor a Sharding" in str(error.value)
     with pytest.raises(AssertionError, match="No mesh is in context"):
         fm.analyze_sharding_strategy({"a": np.zeros(4)}, {"a": P("a")})
-
-
-def test_mixing_abstract_meshes_and_devices_is_an_error():
-    mesh = mesh_of("2x2x2")
-    leaf = lambda m: jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(m, P("a")))  # noqa: E731
+    leaves = [jax.ShapeDtypeStruct((8,), "f4", sharding=NamedSharding(m, P("a"))) for m in (mesh, mesh.abstract_mesh)]
     with pytest.raises(fm.ShardingError, match="it is unknown which arrays share a device"):
-        fm.analyze_sharding_strategy({"x": leaf(mesh), "y": leaf(mesh.abstract_mesh)})
+        fm.analyze_sharding_strategy(leaves)
 
 
 # --- text, JSON and HTML ---
@@ -168,12 +157,8 @@ def test_mixing_abstract_meshes_and_devices_is_an_error():
 def test_only_equal_layers_share_a_line():
     paths = [f"layers/{i}/q" for i in range(12)] + ["layers/3/k", "layers/7/k", "head"]
     groups = group_paths(paths, ["same"] * len(paths))
-    assert groups == [
-        ("layers/{0..11}/q", list(range(12))),
-        ("layers/3/k", [12]),  # 3 and 7 are not a range
-        ("layers/7/k", [13]),
-        ("head", [14]),
-    ]
+    rest = [("layers/3/k", [12]), ("layers/7/k", [13]), ("head", [14])]  # 3 and 7 are not a range
+    assert groups == [("layers/{0..11}/q", list(range(12))), *rest]
     assert group_paths(["a/0", "a/1"], ["x", "y"]) == [("a/0", [0]), ("a/1", [1])]
     grid = [f"e/{i}/d/{j}" for i in range(2) for j in range(3)]
     assert group_paths(grid, [0] * 6) == [("e/{0..1}/d/{0..2}", list(range(6)))]
@@ -188,17 +173,22 @@ def test_bytes_have_three_digits(count, text):
 
 
 def test_the_text_fits_its_width():
-    tree = {"layers": [{"attention": abstract_tree()} for _ in range(3)]}
-    report = fm.analyze_sharding_strategy(tree, {"layers": [{"attention": specs()}] * 3}, mesh_of("2x2x2"))
+    tree = {"layers": [{"attention": TREE} for _ in range(3)]}
+    report = fm.analyze_sharding_strategy(tree, {"layers": [{"attention": SPECS}] * 3}, mesh_of("2x2x2"))
     for width in (70, 100, 200):
         text = report.to_text(width=width)
         assert max(map(len, text.split("\n\n")[1].splitlines())) <= width
     assert "mesh a:2,b:2,c:2, 8 devices" in text and "3 x these:" in text and "a+b, -" in text
     assert str(report).startswith("mesh a:2,b:2,c:2, 8 devices\n")
+    # Totals are continued below their text.
+    lines = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("2x2x2")).to_text(width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    first = next(i for i, line in enumerate(lines) if line.startswith("per device   "))
+    assert lines[first + 1].startswith(" " * 13) and "MiB" not in lines[first][-2:]
 
 
 def test_json_contains_every_array():
-    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), AbstractMesh((4, 2, 2), ("a", "b", "c")))
+    report = fm.analyze_sharding_strategy(TREE, SPECS, AbstractMesh((4, 2, 2), ("a", "b", "c")))
     data = json.loads(json.dumps(report.to_dict()))
     leaves = {leaf["path"]: leaf for leaf in data["leaves"]}
     assert leaves["joint"]["spec"] == [["a", "b"], None] and leaves["joint"]["pieces"] == [8, 1, 1]
@@ -220,17 +210,7 @@ def test_the_page_contains_its_data_and_no_external_resources():
     assert data["arrays"][0]["axes"] == [["a"], []] and data["arrays"][0]["copies"] == "4"
 
 
-def test_totals_are_continued_below_their_text_in_a_narrow_terminal():
-    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
-    lines = report.to_text(width=60).splitlines()
-    assert max(map(len, lines)) <= 60
-    first = next(i for i, line in enumerate(lines) if line.startswith("per device   "))
-    assert lines[first + 1].startswith(" " * 13) and "MiB" not in lines[first][-2:]
-
-
 def test_the_page_keeps_the_lines_of_a_note():
-    report = fm.analyze_sharding_strategy(abstract_tree(), specs(), mesh_of("2x2x2"))
+    report = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("2x2x2"))
     page = report_page(report, "title", note="pipeline: <2> groups\n  receives")
-    assert (
-        'style="white-space: pre-wrap">mesh a:2,b:2,c:2, 8 devices\npipeline: &lt;2&gt; groups\n  receives</p>' in page
-    )
+    assert 'pre-wrap">mesh a:2,b:2,c:2, 8 devices\npipeline: &lt;2&gt; groups\n  receives</p>' in page
