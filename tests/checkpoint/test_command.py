@@ -18,7 +18,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS
 from flax_mesh.errors import CheckpointCorruptedError
-from tests.checkpoint.small_decoder import CHANGED, DELTA, QWEN, RECIPE, changed, program_of
+from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, changed, program_of
 from tests.train.bigram import snapshot, write_text
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -120,12 +120,9 @@ def test_inspect_reports_every_array_and_subtotals(command, saved, state):
         one = arrays[path]
         assert (tuple(one["shape"]), one["dtype"], one["bytes"]) == (x.shape, str(x.dtype), x.nbytes)
     assert arrays[CHANGED]["split"] == "fsdp, tp"
-    sums = data["subtotals"]
-    assert sums["model"] == {
-        "arrays": len([path for path in arrays if path.startswith("model/")]),
-        "values": sum(x.size for path, x in named_leaves(state) if path.startswith("model/")),
-        "bytes": sum(x.nbytes for path, x in named_leaves(state) if path.startswith("model/")),
-    }
+    sums, model = data["subtotals"], jax.tree.leaves(state["model"])
+    sizes = {"values": sum(x.size for x in model), "bytes": sum(x.nbytes for x in model)}
+    assert sums["model"] == {"arrays": len(model), **sizes}
     assert sums["model"]["bytes"] + sums["optimizer"]["bytes"] == sums[""]["bytes"]
     assert data["config"]["model.num_layers"] == "3" and data["versions"]["jax"] == jax.__version__
 
@@ -187,10 +184,8 @@ def test_diff_with_another_recipe_reports_settings_mesh_tree_and_layout(command,
     assert by_section["tree"]["model/layers/2/mlp/up/kernel"] == ("f32[16,32]", None)
     assert "model/layers/1/mlp/up/kernel" not in by_section["tree"]
     out = command("diff", *argv)[1]
-    assert (
-        "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out
-        and "arrays with the same differences as their parameters" in out
-    )
+    assert "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out
+    assert "arrays with the same differences as their parameters" in out
 
 
 def test_diff_reports_another_sharding_of_an_array(command, saved):
@@ -228,25 +223,6 @@ def test_export_to_safetensors_and_import_are_bitwise(command, saved, state, tmp
     np.testing.assert_array_equal(dict(named_leaves(restored))[CHANGED], dict(named_leaves(state))[CHANGED])
 
 
-def test_export_casts(command, saved, tmp_path):
-    for to in ("safetensors", "orbax"):
-        assert command("export", saved, tmp_path / to, "--to", to, "--dtype", "bfloat16")[0] == DONE
-    assert {x.dtype for x in open_safetensors(tmp_path / "safetensors").values()} == {jnp.dtype("bfloat16")}
-    assert json.loads((tmp_path / "safetensors" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    tree = ocp.StandardCheckpointer().restore(tmp_path / "orbax")
-    assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype("bfloat16")}
-
-
-def test_a_folder_of_transformers_is_imported_and_exported_bitwise(command, tmp_path):
-    assert command("import", QWEN, tmp_path / "checkpoint")[0] == DONE
-    assert command("verify", tmp_path / "checkpoint")[0] == DONE
-    assert command("export", tmp_path / "checkpoint", tmp_path / "back", "--to", "safetensors")[0] == DONE
-    there, back = open_safetensors(QWEN), open_safetensors(tmp_path / "back")
-    assert there.keys() == back.keys() and len(there) > 20
-    for name in there:
-        assert there[name].dtype == back[name].dtype and np.array_equal(there[name], back[name]), name
-
-
 def test_plain_orbax_reads_the_exported_tree(command, saved, state, tmp_path):
     assert command("export", saved, tmp_path / "tree", "--to", "orbax", "--step", 5)[0] == DONE
     tree = dict(named_leaves(ocp.StandardCheckpointer().restore(tmp_path / "tree")))
@@ -254,6 +230,9 @@ def test_plain_orbax_reads_the_exported_tree(command, saved, state, tmp_path):
     assert tree.keys() == model.keys()
     for path, x in model.items():
         assert isinstance(tree[path], np.ndarray) and np.array_equal(tree[path], x), path
+    assert command("export", saved, tmp_path / "cast", "--to", "orbax", "--dtype", "bfloat16")[0] == DONE
+    cast = ocp.StandardCheckpointer().restore(tmp_path / "cast")
+    assert {x.dtype for x in jax.tree.leaves(cast)} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.slow
@@ -263,10 +242,8 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
     code, text, _ = command("reshard", saved, out, RECIPE, *argv)
     assert code == DONE and "mesh dp:2,fsdp:2,tp:2 -> fsdp:4,tp:2" in text
     found = as_json(command, "diff", saved, out, "--values", code=FINDINGS)
-    assert found["values"]["differing"] == {} and {one["section"] for one in found["differences"]} == {
-        "settings",
-        "mesh",
-    }
+    assert found["values"]["differing"] == {}
+    assert {one["section"] for one in found["differences"]} == {"settings", "mesh"}
     program = program_of(*argv)
     with Checkpointer(out) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
@@ -315,8 +292,6 @@ def test_a_full_disk_is_one_line_of_error_and_leaves_no_files(command, saved, tm
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == FAILED
-    assert (
-        err == f"flax-mesh: {tmp_path / 'out' / 'hf'} could not be written: File too large; "
-        "the partial output was removed\n"
-    )
+    problem = "could not be written: File too large; the partial output was removed"
+    assert err == f"flax-mesh: {tmp_path / 'out' / 'hf'} {problem}\n"
     assert list((tmp_path / "out").iterdir()) == []
