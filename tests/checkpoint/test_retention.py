@@ -43,9 +43,9 @@ def test_exactly_the_promised_checkpoints_are_retained(keep, steps, metrics):
 
 
 def test_invalid_policies_are_refused():
-    with pytest.raises(ValueError, match="^newest must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^newest must be at least 1, got 0$"):
         RetentionPolicy(0)
-    with pytest.raises(ValueError, match="^best must be at least 0, got -1; every must be at least 1, got 0$"):
+    with pytest.raises(ValueError, match=r"^best must be at least 0, got -1; every must be at least 1, got 0$"):
         RetentionPolicy(best=-1, every=0)
 
 

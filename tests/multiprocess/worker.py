@@ -37,14 +37,10 @@ from tests.train.support.llama import LLAMA, config_of
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
     """Writes the metrics of every step, the sums of an evaluation, and every shard of the state in this process."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
-    state, rows = cases.train(pipeline, model, int(steps))
-    compiled = compiled_stages(pipeline)
-    batch = cases.batches(model, 1)[0]
-    sums = {name: float(np.asarray(value)) for name, value in pipeline.evaluate(state, batch).items()}
-    shards = cases.named_shards(pipeline, state)
+    rows, sums, shards = cases.results(pipeline, model, int(steps))
     here = jax.process_index()
-    np.savez(Path(folder) / f"shards{here}.npz", **shards)  # pyright: ignore[reportArgumentType]
-    report = {"rows": rows, "sums": sums, "transfers": pipeline.num_transfers, "compiled": compiled}
+    np.savez(Path(folder) / f"shards{here}.npz", **shards)
+    report = {"rows": rows, "sums": sums, "compiled": compiled_stages(pipeline)}
     (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
 
 
@@ -52,9 +48,8 @@ def agreement() -> None:
     """The collective operations have the same results and raise the same errors in all processes."""
     here = jax.process_index()
     assert_equal("same", {"seed": "0", "mesh": "pp:2"})
-    differing = error_of(
-        lambda: assert_equal("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
-    )
+    own = {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})}
+    differing = error_of(lambda: assert_equal("other", own))
     assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
     assert "odd: (missing) on process 0; x on processes 1, 2" in differing, differing
     assert "mesh" not in differing
@@ -68,9 +63,8 @@ def agreement() -> None:
 
     sender = "process 0: " if here else ""
     assert sender + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
-    assert sender + "a file is missing" == error_of(
-        lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError
-    )
+    missing = error_of(lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError)
+    assert missing == sender + "a file is missing"
 
     for failing in (2, 0, None):  # None: no process fails
         phases = Phases("task", ("one", "two", "three"))
@@ -87,9 +81,7 @@ def agreement() -> None:
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
-        put_and_get_all(
-            f"step {step}", "ended"
-        )  # like metrics, which are available when all processes have dispatched the step
+        put_and_get_all(f"step {step}", "ended")  # as metrics, which exist once all processes dispatched the step
         if stop():
             break
     assert 3 <= step <= 7, step
@@ -133,13 +125,9 @@ def mismatch() -> None:
     batch = cases.batches("net", 1)[0]
     batch = jax.tree.map(lambda x: np.concatenate([x] * (1 + jax.process_index())), batch)
     state = pipeline.init_state()
-    try:
-        pipeline.step(state, batch)
-    except ShardingError as error:
-        assert "All processes must run the same code" in str(error)
-        print("refused:", error, flush=True)
-    else:
-        raise AssertionError("no error")
+    refused = error_of(lambda: pipeline.step(state, batch), ShardingError)
+    assert "All processes must run the same code" in refused
+    print("refused:", refused, flush=True)
     end_at_once("mismatch is done")
 
 
@@ -177,17 +165,15 @@ def saves(folder: str, what: str, who: str) -> None:
         checkpointer.save(3, state, {})
         checkpointer.wait()
         restored = checkpointer.restore(state, 3)
-    assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
+    pairs = zip(state["a"].addressable_shards, restored["a"].addressable_shards, strict=True)
+    assert all(np.array_equal(saved.data, found.data) for saved, found in pairs)
 
 
 def checksums(folder: str) -> None:
     """Saves 8 MiB per process, and prints how many bytes this process has read meanwhile."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-    size = 2**21 * jax.device_count()
-    numbers = jax.jit(
-        lambda: jax.random.uniform(jax.random.key(0), (size,)), out_shardings=NamedSharding(mesh, P("fsdp"))
-    )
-    state = nnx.State({"a": numbers()})
+    numbers = np.random.default_rng(0).random(2**21 * jax.device_count(), np.float32)
+    state = nnx.State({"a": jax.device_put(numbers, NamedSharding(mesh, P("fsdp")))})
     with Checkpointer(folder, compress=False) as checkpointer:
         checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports the modules for saving
         checkpointer.wait()
@@ -212,9 +198,8 @@ def starts(checkpoint: str) -> None:
         state, text = start_from(find_start(str(folder)), fresh, rules.layers)
         before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
         model = state.to_nnx()["model"]
-        on_one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(alone, P())), model
-        )
+        whole = NamedSharding(alone, P())
+        on_one = jax.tree.map(lambda x, whole=whole: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), model)
         expected = dict(named_leaves({"model": load_safetensors(LLAMA, on_one, DECODER_NAMES["llama"])}))
         shards = 0
         for path, leaf in after.items():
@@ -240,10 +225,6 @@ def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
             places = [f"{start}:{stop}" for start, stop, _ in map(slice.indices, shard.index, leaf.shape)]
             shards[f"{path}@{','.join(places)}"] = np.asarray(shard.data)
     np.savez(Path(folder) / f"restored{jax.process_index()}.npz", **shards)  # pyright: ignore[reportArgumentType]
-
-
-def shards_of(state: Any) -> list[Any]:
-    return state["a"].addressable_shards
 
 
 def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
