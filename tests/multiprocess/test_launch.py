@@ -70,18 +70,6 @@ def assert_same_state(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> Non
 
 
 @pytest.mark.slow
-def test_a_single_process_resumes_the_run_of_a_launch(tmp_path):
-    folder = tmp_path / "run"
-    output = run(2, 1, folder, "mesh.shape=pp:2", "model.num_layers=2", "run.steps=4", "checkpoint.every=2")
-    assert "[0] finished at step 4" in output and "[1] step" not in output
-    assert f"[0] train on: flax-mesh launch -n 2 --devices-per-process=1 -- train {SETTINGS[0]}" in output
-    output = run(1, 1, folder, "mesh.shape=dp:1", "model.num_layers=2", "run.steps=6")
-    assert "at step 4; resuming, 2 steps to go" in output
-    found = losses(folder)
-    assert sorted(found) == [1, 2, 3, 4, 5, 6] and found[6] < found[1]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "same", "shape", "own"),  # own: settings of the run in two processes
     [
@@ -158,7 +146,11 @@ def test_checkpoints_are_restored_with_other_numbers_of_processes(tmp_path):
     layouts = [(4, 1, "pp:4"), (1, 1, "dp:1"), (2, 2, "pp:2,fsdp:2"), (2, 2, "fsdp:4")]
     for step, (processes, devices, shape) in enumerate(layouts, start=1):
         output = run(processes, devices, folder, f"mesh.shape={shape}", f"run.steps={step}")
-        assert step == 1 or f"at step {step - 1}; resuming, 1 steps to go" in output
+        if step == 1:
+            assert "[0] finished at step 1" in output and "[1] step" not in output
+            assert f"[0] train on: flax-mesh launch -n 4 --devices-per-process=1 -- train {SETTINGS[0]}" in output
+        else:
+            assert f"at step {step - 1}; resuming, 1 steps to go" in output
         if step < len(layouts):
             assert_restored(folder, step, *layouts[step], tmp_path / f"restored{step}")
     run(1, 1, reference, "mesh.shape=dp:1", f"run.steps={len(layouts)}")
@@ -176,21 +168,6 @@ def test_corruption_that_process_0_finds_ends_all_processes_with_its_exit_code(t
     assert re.search(r"^\[0\] flax-mesh: .* none is valid", ended.output, re.M), ended.output
     assert re.search(r"^\[1\] flax-mesh: process 0: .* none is valid", ended.output, re.M), ended.output
     assert set(re.findall(r"exit code (\d)", ended.output)) == {"3"}, ended.output
-
-
-@pytest.mark.slow
-def test_a_signal_saves_and_stops_all_processes_at_the_same_step(tmp_path):
-    folder = tmp_path / "run"
-    with start(2, 1, folder, "mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=100000") as running:
-        running.wait_for("step     10 ", LIMIT_S)
-        os.kill(running.process.pid, signal.SIGTERM)
-        ended = running.ended(60)
-    assert ended.code == 4, ended.output
-    step = max(losses(folder))
-    assert f"stopped at step {step}" in ended.output
-    assert [int(path.name) for path in (folder / "checkpoints").iterdir()] == [step]
-    output = run(2, 1, folder, "mesh.shape=pp:2", f"run.steps={step + 2}")
-    assert f"at step {step}; resuming, 2 steps to go" in output
 
 
 @pytest.mark.slow
@@ -218,7 +195,7 @@ def limit_files(running: Running, process: int, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_training_continues_in_all_processes_if_one_cannot_save(who, tmp_path):
+def test_training_continues_in_all_processes_if_one_cannot_save_until_a_signal_stops_all_at_one_step(who, tmp_path):
     more = ("mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10", "checkpoint.on_failure=continue")
     with start(2, 1, tmp_path / "run", *more) as running:
         running.wait_for("step     20 ", LIMIT_S)
@@ -232,8 +209,12 @@ def test_training_continues_in_all_processes_if_one_cannot_save(who, tmp_path):
     assert ended.code == 4, ended.output
     warnings = re.findall(r"^\[0\] warning: the checkpoint of step \d+ could not be saved in .*", ended.output, re.M)
     assert warnings and all(re.search(f"process {who}: .*File too large; ", line) for line in warnings), ended.output
+    stopped = max(losses(tmp_path / "run"))
+    assert f"stopped at step {stopped}" in ended.output
     with Checkpointer(tmp_path / "run" / "checkpoints") as checkpointer:
-        assert max(checkpointer.steps()) > step and not any(map(checkpointer.verify, checkpointer.steps()))
+        assert max(checkpointer.steps()) == stopped and not any(map(checkpointer.verify, checkpointer.steps()))
+    output = run(2, 1, tmp_path / "run", "mesh.shape=pp:2", f"run.steps={stopped + 2}")
+    assert f"at step {stopped}; resuming, 2 steps to go" in output
 
 
 @pytest.mark.slow
@@ -252,31 +233,24 @@ def test_a_stopped_process_is_detected_within_15_seconds(tmp_path):
 
 @pytest.mark.slow
 def test_killed_runs_resume_bit_for_bit(tmp_path):
-    """Ten kill -9, each of a random process at a random time."""
-    steps, kills = 60, 10
+    """Six kill -9, each of a random process at a random time."""
+    steps, kills = 40, 6
     common = ("mesh.shape=pp:2", f"run.steps={steps}", "checkpoint.every=2")
     reference, folder = tmp_path / "reference", tmp_path / "run"
     run(2, 1, reference, *common)
-    numbers = random.Random(0)
-    resumed, before, outputs = 0, [], []
+    expected, numbers, outputs = losses(reference), random.Random(0), []
     for kill in range(kills):
         with start(2, 1, folder, *common) as running:
-            target = 5 * (kill + 1) + numbers.randrange(3)
-            running.wait_for(f"step {target:>6} ", LIMIT_S)
+            running.wait_for(f"step {5 * (kill + 1) + numbers.randrange(3):>6} ", LIMIT_S)
             victim = numbers.randrange(2)
             os.kill(children(running.process.pid)[victim], signal.SIGKILL)
             ended = running.ended(60)
         assert ended.code == 5 and f"process {victim} was terminated by SIGKILL" in ended.output, ended.output
-        assert kill == 0 or "; resuming," in ended.output, ended.output
-        resumed += "; resuming," in ended.output
-        before.append(losses(folder))
+        assert losses(folder).items() <= expected.items()
         outputs.append(ended.output)
     outputs.append(run(2, 1, folder, *common))
-    assert "; resuming," in outputs[-1] and resumed == kills - 1
-    expected, found = losses(reference), losses(folder)
-    assert sorted(found) == sorted(expected) == list(range(1, steps + 1))
-    assert found == expected
-    assert all(one.items() <= expected.items() for one in before)
+    assert all("; resuming," in output for output in outputs[1:])
+    assert losses(folder) == expected and sorted(expected) == list(range(1, steps + 1))
     assert any("is cut back to the checkpoint" in text for text in outputs)  # some steps were computed more than once
     assert_same_state(stored(folder, steps), stored(reference, steps))
 
