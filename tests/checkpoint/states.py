@@ -16,6 +16,8 @@ from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import TrainState
 from flax_mesh.tree import in_stack, layer_path, path_and_start
 
+SMALL = DecoderConfig(vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32)
+
 
 def random_values(abstract: Any, dtype: Any = None) -> Any:
     """Random arrays in the layout of `abstract`, made without compiling a program; a layer has the same values in every

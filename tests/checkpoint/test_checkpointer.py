@@ -15,16 +15,13 @@ from flax import nnx
 
 from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state
 from flax_mesh.checkpoint import Checkpointer, orbax
-from flax_mesh.models import Decoder, DecoderConfig
+from flax_mesh.models import Decoder
 from flax_mesh.train import abstract_train_state
-from tests.checkpoint.states import by_layer, check_leaves, check_same, random_values
+from tests.checkpoint.states import SMALL, by_layer, check_leaves, check_same, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-LISTED = DecoderConfig(
-    vocab_size=32, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32
-)
-SCANNED = dataclasses.replace(LISTED, scan=True)
+SCANNED = dataclasses.replace(SMALL, scan=True)
 
 
 def maker(config):
@@ -78,17 +75,17 @@ def test_plain_orbax_reads_a_checkpoint(scanned, tmp_path):
 
 
 def test_another_model_is_refused_with_the_paths_and_both_shapes(tmp_path):
-    save(tmp_path, random_values(abstract_of(LISTED, 1, 1, 1, 1, 1)))
-    other = dataclasses.replace(LISTED, num_layers=2, num_kv_heads=4, tied=False)
+    save(tmp_path, random_values(abstract_of(SMALL, 1, 1, 1, 1, 1)))
+    other = dataclasses.replace(SMALL, num_layers=2, num_kv_heads=4, tied=False)
     abstract = abstract_state(maker(other), create_mesh())
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.restore(abstract)
     text = str(error.value)
     assert re.match(r"checkpoint \S*/1 does not match the model \(42 of \d+ leaves differ\):\n", text), text
     assert "--restart" in text
-    assert "model/layers/{0..1}/attention/k/kernel: checkpoint f32[32,2,8], model f32[32,4,8]" in text
-    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[32,32]" in text
-    assert "model/head/kernel: only in the model, f32[32,32]" in text
+    assert "model/layers/{0..1}/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
+    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
+    assert "model/head/kernel: only in the model, f32[16,32]" in text
     assert "optimizer/opt_state/0/mu/head/kernel: only in the model" in text and "\nand 12 more\n" in text
     assert "layers/0/mlp/up" not in text
 
@@ -134,7 +131,7 @@ def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
 @pytest.mark.slow
 def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
     """Three lines move a state to another layout: no metadata, no wait."""
-    state, other = random_values(abstract_of(LISTED, 1, 8, 1, 1, 1)), abstract_of(LISTED, 2, 2, 1, 2, 1)
+    state, other = random_values(abstract_of(SMALL, 1, 8, 1, 1, 1)), abstract_of(SMALL, 2, 2, 1, 2, 1)
     write_checksums, released = orbax.write_checksums, threading.Event()
 
     def write_later(*args):
@@ -176,7 +173,7 @@ def test_a_train_state_is_restored_as_a_train_state(scanned, tmp_path):
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
         got, (partial, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
-        check_same(state, checkpointer.restore(abstract_of(LISTED, 1, 1, 1, 1, 1)))
+        check_same(state, checkpointer.restore(abstract_of(SMALL, 1, 1, 1, 1, 1)))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
     assert got.definition is partial.definition is layout.definition and not report.unchanged
     for tree in (got, partial):

@@ -18,14 +18,8 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (
-            ["list", "{tmp}/none"],
-            "{tmp}/none is not a folder; pass a run folder, its checkpoints/, or the folder of one",
-        ),
-        (
-            ["list", "{tmp}"],
-            "{tmp} contains no checkpoint (only 3.orbax-checkpoint-tmp, of a save in progress or interr",
-        ),
+        (["list", "{tmp}/none"], "{tmp}/none is not a folder; pass a run folder, its checkpoints/, or the folder of"),
+        (["list", "{tmp}"], "{tmp} contains no checkpoint (only 3.orbax-checkpoint-tmp, of a save in progress or in"),
         (["inspect", "{run}", "--step", "6"], "{run} has no step 6; it has 5, 10"),
         (["inspect", "{run}/checkpoints/5", "--step", "10"], "{run}/checkpoints/5 has no step 10; it has 5"),
         (["diff", "{run}", "{run}", "run.steps=3"], "run.steps=3: settings require a recipe, but {run} is a checkpoi"),

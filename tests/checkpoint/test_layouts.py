@@ -1,5 +1,6 @@
 """Every layout restores into every other: the values are bitwise equal, and training continues with equal losses."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -9,11 +10,11 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TrainState, apply_overrides
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
 from flax_mesh.train.data.batches import BatchFn, make_batch_fn
-from tests.checkpoint.states import by_layer, check_same
+from tests.checkpoint.states import SMALL, by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -37,9 +38,7 @@ BEFORE, AFTER = 3, 10  # steps
 CONFIG = TrainConfig(
     make_model=make_decoder,
     loss_fn=next_token_loss,
-    model=DecoderConfig(
-        vocab_size=256, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=4, mlp_size=32
-    ),
+    model=dataclasses.replace(SMALL, vocab_size=256, num_layers=4, num_kv_heads=4),
     data=DataConfig(sequence_length=16, batch_size=32),
     optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=20),
     run=RunConfig(platform="auto"),

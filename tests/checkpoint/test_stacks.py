@@ -13,7 +13,7 @@ from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.train import TrainState, abstract_train_state
-from tests.checkpoint.states import check_leaves, pipelined, random_values
+from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -104,13 +104,10 @@ def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path
         "  layers/norm/scale: f32[3,8]",
         "  Name the stacks: pass layers=['layers'] to Checkpointer, or to @partitioned of the model's class.",
     ]
-    assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(
-        "  Name the stacks: pass layers=['other', 'layers'] to Checkpointer"
-    )
+    advice = "  Name the stacks: pass layers=['other', 'layers'] to Checkpointer"
+    assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(advice)
     alone = Net(stack(lambda key: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(key))), 3))
-    convolutions = nnx.Dict(
-        layers=stack(lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key)), 2), norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-    )
+    convolutions = nnx.Dict(layers=stack(lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key)), 2))
     for model in (alone, convolutions):  # recognized by the rank of the kernel
         problems = refused(tmp_path / "a", train_state(lambda model=model: model))
         assert len(problems) == 3 and problems[-1].startswith("  Name the stacks: pass layers=['layers'] to")
@@ -168,9 +165,7 @@ def test_models_without_unnamed_stacks_are_saved(make, tmp_path):
 
 
 def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
-    config = DecoderConfig(
-        vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32, scan=True
-    )
+    config = dataclasses.replace(SMALL, num_layers=4, scan=True)
     state = random_values(pipelined(config))
     listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
     problems = refused(tmp_path / "a", state.to_nnx())  # the model is unknown here

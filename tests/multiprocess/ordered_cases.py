@@ -7,7 +7,6 @@ from jax.sharding import NamedSharding
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.transport.ordered import OrderedTransport
-from flax_mesh.processes import Watch
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
@@ -53,33 +52,3 @@ def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
         pipeline.ordered = OrderedTransport(channel, move, limit_s)
         print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
     end_at_once("ordered is done")
-
-
-def forgetful() -> None:
-    """With a `Watch`. In its third step process 3 omits a call in which it neither sends nor receives."""
-
-    def report(error: BaseException) -> int:
-        print(f"reported: {error}", flush=True)
-        return 1
-
-    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 4})
-    channel = pipeline.channel
-    assert channel is not None
-    channel.watched = True
-    moves, omitted = CountedMoves(), []
-
-    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
-        idle = not array.addressable_shards and not target.addressable_devices
-        if number == 2 and jax.process_index() == 3 and idle and not omitted:
-            omitted.append(array)
-            return array
-        return moves(array, target)
-
-    pipeline.ordered = OrderedTransport(channel, move)
-    with Watch(report, waiting=channel.waiting) as watch:
-        state = pipeline.init_state()
-        for number, batch in enumerate(cases.batches("net", 6)):
-            state, metrics = pipeline.step(state, batch)
-            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
-            watch.step_ended()
-            watch.step_timeout_s = 8  # everything is compiled

@@ -38,14 +38,3 @@ def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit(model, sc
             assert re.search(failed + reason, one.output), one.output
         assert 'Use transport="server" (in a recipe pipeline.transport=server).' in one.output, one.output
     assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore
-
-
-@pytest.mark.slow
-def test_a_missing_call_ends_the_run():
-    ended = run_workers("forgetful", 4, 1)
-    texts = "\n".join(one.output for one in ended)
-    assert {one.code for one in ended} == {5}, texts
-    assert all("step 1 loss" in one.output and "step 5 loss" not in one.output for one in ended), texts
-    assert "no step has finished within 8 s" in texts
-    waited = re.findall(r"process 3 was waiting: group 3 for the input of F of stage 3, microbatch \d", texts)
-    assert waited, texts

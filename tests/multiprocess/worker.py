@@ -22,6 +22,7 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.transport.ordered import OrderedTransport
 from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
 from flax_mesh.processes.agree import Phases
 from flax_mesh.train import apply_overrides, load_recipe
@@ -29,7 +30,8 @@ from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
-from tests.multiprocess.ordered_cases import forgetful, ordered  # noqa: F401  cases
+from tests.multiprocess.counted import CountedMoves
+from tests.multiprocess.ordered_cases import ordered  # noqa: F401  a case
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
 from tests.train.support.llama import LLAMA, config_of
 
@@ -90,7 +92,8 @@ def agreement() -> None:
 
 
 def watched(what: str) -> None:
-    """Trains with a `Watch`. In the fifth step process 1 fails, blocks, or exits."""
+    """Trains with a `Watch`. In the fifth step process 1 fails, blocks, or exits, or the last process omits a call in
+    which it neither sends nor receives."""
 
     def report(error: BaseException) -> int:
         if what == "fails unheard":
@@ -98,14 +101,25 @@ def watched(what: str) -> None:
         print(f"reported: {error}", flush=True)
         return 1
 
-    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    last = jax.process_index() == jax.process_count() - 1
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": jax.process_count()})
     channel = pipeline.channel
     assert channel is not None
     channel.watched = True
+    moves, omitted = CountedMoves(), []
+
+    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
+        if number == 4 and last and not (omitted or array.addressable_shards or target.addressable_devices):
+            omitted.append(array)
+            return array
+        return moves(array, target)
+
+    if what == "omits a call":
+        pipeline.ordered = OrderedTransport(channel, move)
     with Watch(report, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 30)):
-            if jax.process_index() == 1 and number == 4:
+            if last and number == 4:
                 if what.startswith("fails"):
                     pipeline.on_action = raise_in_stage
                 if what == "stuck":
@@ -115,7 +129,7 @@ def watched(what: str) -> None:
             state, metrics = pipeline.step(state, batch)
             print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
             watch.step_ended()
-            if what == "stuck" and number == 3:  # everything is compiled
+            if what in ("stuck", "omits a call") and number == 3:  # everything is compiled
                 watch.step_timeout_s = 4
 
 
@@ -253,13 +267,11 @@ def raise_in_stage(action: Any, saved: Any) -> None:
 
 def compiled_stages(pipeline: Pipeline) -> list[int]:
     """Stages for which this process has compiled any function."""
-    found = {
-        stage.stage
-        for made in pipeline.compiled.values()
-        for stage in made.stages
-        for function in (stage.forward, stage.backward, stage.weights, stage.both)
-        if function is not None and function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-    }
+    found = set()
+    for stage in (stage for made in pipeline.compiled.values() for stage in made.stages):
+        functions: list[Any] = [stage.forward, stage.backward, stage.weights, stage.both]
+        if any(function is not None and function._cache_size() for function in functions):
+            found.add(stage.stage)
     return sorted(found)
 
 

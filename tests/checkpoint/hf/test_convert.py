@@ -19,16 +19,12 @@ from flax_mesh.checkpoint.hf import convert
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_safetensors
-from flax_mesh.models import DecoderConfig, make_decoder
+from flax_mesh.models import make_decoder
 from flax_mesh.tree import in_stack
-from tests.checkpoint.states import check_leaves, pipelined, random_values
+from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
 
-LISTED = DecoderConfig(
-    **{"vocab_size": 32, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4},
-    **{"mlp_size": 24, "qkv_bias": True, "qk_norm": True, "tied": False},
-)
+LISTED = dataclasses.replace(SMALL, num_layers=4, mlp_size=24, qkv_bias=True, qk_norm=True, tied=False)
 SCANNED = dataclasses.replace(LISTED, scan=True)
-EXPERTS = dataclasses.replace(LISTED, num_experts=4)
 NAMES = DECODER_NAMES["qwen3"]
 
 
@@ -86,23 +82,6 @@ def test_every_layout_loads_bitwise(layout, folders, abstracts):
     got = load_safetensors(of_layout["fsdp8"], abstract, NAMES)
     assert jax.tree.structure(got) == jax.tree.structure(abstract)
     check_leaves(got, random_values(abstract, dtype))
-
-
-def test_each_expert_is_stored_as_one_array(tmp_path):
-    abstract = plain(EXPERTS, 1, 2, 2, 2, 1)
-    state = random_values(abstract)
-    save_safetensors(tmp_path / "out", state, DECODER_NAMES["qwen3_moe"])
-    stored = open_safetensors(tmp_path / "out")
-    up = np.asarray(dict(named_leaves(state))["layers/1/moe/up/kernel"])
-    assert up.shape == (4, 16, 24) and (up[0] != up[1]).any()
-    for e in range(4):
-        assert np.array_equal(stored[f"model.layers.1.mlp.experts.{e}.up_proj.weight"], up[e].T)
-    check_leaves(load_safetensors(tmp_path / "out", abstract, DECODER_NAMES["qwen3_moe"]), state)
-    stacked = plain(dataclasses.replace(EXPERTS, scan=True), 1, 1, 4, 2, 1)
-    got = load_safetensors(tmp_path / "out", stacked, DECODER_NAMES["qwen3_moe"])
-    check_leaves(got, random_values(stacked))
-    save_safetensors(tmp_path / "again", got, DECODER_NAMES["qwen3_moe"])
-    assert files_of(tmp_path / "again") == files_of(tmp_path / "out")
 
 
 def test_arrays_are_stored_by_the_names_and_dims_of_the_table(tmp_path):
