@@ -140,13 +140,12 @@ def test_inspect_shows_equal_layers_as_one_line(command, saved):
 
 
 def test_list_inspect_verify_and_diff_change_no_files(command, saved):
-    before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")}
-    content = snapshot(saved)
+    listing = lambda: {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")}  # noqa: E731
+    before, content = listing(), snapshot(saved)
     for argv in (["list"], ["inspect"], ["verify"], ["diff", saved / "checkpoints" / "5", "--values"]):
         command(argv[0], saved, *argv[1:])
     command("diff", saved, RECIPE)
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")} == before
-    assert snapshot(saved) == content
+    assert (listing(), snapshot(saved)) == (before, content)
 
 
 # --- diff ---

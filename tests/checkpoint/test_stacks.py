@@ -11,7 +11,7 @@ from flax import nnx
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder
+from flax_mesh.models import make_decoder
 from flax_mesh.train import TrainState, abstract_train_state
 from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
 
@@ -116,16 +116,8 @@ def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path
         checkpointer.restore(as_list)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: scanned(named(Net, "layers")),
-        lambda: make_decoder(DecoderConfig(vocab_size=8, hidden_size=8, num_layers=2, scan=True), nnx.Rngs(0)),
-    ],
-)
-def test_the_table_of_the_model_names_its_layers(make, tmp_path):
-    state = train_state(make)
+def test_the_table_of_the_model_names_its_layers(tmp_path):
+    state = train_state(lambda: scanned(named(Net, "layers")))
     assert [path for path in save(tmp_path, state) if path.startswith("model/layers/1/")]
     with Checkpointer(tmp_path) as checkpointer:
         check_restored(checkpointer, state)

@@ -52,10 +52,8 @@ def abstract_of(make: Make):
 
 def state_of(make: Make):
     """Random values, which differ from seed to seed."""
-    state = random_values(abstract_of(make))
-    return jax.tree.map(
-        lambda x: x if x.dtype != jnp.float32 else jax.device_put(np.asarray(x) + make.seed, x.sharding), state
-    )
+    move = lambda x: jax.device_put(np.asarray(x) + make.seed, x.sharding) if x.dtype == jnp.float32 else x  # noqa: E731
+    return jax.tree.map(move, random_values(abstract_of(make)))
 
 
 @pytest.fixture(scope="module")

@@ -81,21 +81,19 @@ def test_a_run_keeps_the_files_of_its_start(tmp_path):
     assert [path.name for path in other_files(tmp_path / "second" / KEPT)] == sorted([*OTHER, "config.json"])
 
 
+ROPE = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 64}
+CHANGES = [
+    {},
+    {"param_dtype": "bfloat16"},
+    {"rope_theta": 123.0},
+    {"norm_epsilon": 0.5, "vocab_size": 7, "tied": True},
+    {"num_experts": 2, "experts_per_token": 1},
+    {"rope_factor": 8.0, **ROPE},
+]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"param_dtype": "bfloat16"},
-        {"rope_theta": 123.0},
-        {"norm_epsilon": 0.5, "vocab_size": 7, "tied": True},
-        {"num_experts": 2, "experts_per_token": 1},
-        {
-            **{"rope_factor": 8.0, "rope_original_length": 64},
-            **{"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0},
-        },
-    ],
-)
+@pytest.mark.parametrize("changes", CHANGES)
 def test_only_changed_settings_change_the_config(name, changes):
     more = {"eos_token_id": [7, 9], "max_position_embeddings": 99, "new_key": {"a": 1}}
     kept = read_config(DATA / name) | more
