@@ -1,6 +1,11 @@
 """Runs of a small model by `flax-mesh launch`."""
 
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 
 from tests.multiprocess.processes import Running
 
@@ -41,3 +46,13 @@ def run(processes: int, devices: int, folder: Path, *more: str, settings: tuple[
         ended = running.ended(LIMIT_S)
     assert ended.code == 0, ended.output
     return ended.output
+
+
+def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The state of a step of a run as plain Orbax reads it: path -> array."""
+    path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
+    tree: Any = plain.metadata(path).item_metadata
+    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree.tree)
+    tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 ROOT = Path(__file__).parent.parent.parent
+AFTER_KILL_S = 30
 TIME_LIMIT_S = 240  # of one process; a worker also exits by itself before
 
 
@@ -151,3 +152,21 @@ def children(launcher: int) -> dict[int, int]:
     """Number of each process of a launch that still runs -> its pid."""
     found = {pid: re.search(r"--process=(\d+)/", arguments) for pid, arguments in listed(launcher).items()}
     return {int(match[1]): pid for pid, match in found.items() if match}
+
+
+def assert_all_end(folder: Path, pids: Iterable[int] = ()) -> None:
+    """Waits until none of `pids` and no process of `folder` runs."""
+    end = time.monotonic() + AFTER_KILL_S
+    while left := listed(folder=str(folder), pids={*pids}):
+        assert time.monotonic() < end, f"still running after {AFTER_KILL_S} s: {left}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def all_killed(folder: Path) -> Iterator[None]:
+    """Ends what a failed test leaves behind."""
+    try:
+        yield
+    finally:
+        for pid in listed(folder=str(folder)):
+            os.kill(pid, signal.SIGKILL)

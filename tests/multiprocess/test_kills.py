@@ -1,19 +1,14 @@
 """Nothing keeps running after the launcher, one process, or the reader of the output was killed."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.launches import run, start
-from tests.multiprocess.processes import ROOT, Running, children, listed
+from tests.multiprocess.processes import ROOT, Running, all_killed, assert_all_end, children, listed
 
 LIMIT_S = 30  # after a kill
 
@@ -50,24 +45,6 @@ launch.ORPHAN_GRACE_S = launch.DRAIN_S = 2.0
 with tolerant_output():
     sys.exit(launch.launch(["-c", *sys.argv[1:]], 2))
 """
-
-
-def assert_all_end(folder: Path, pids: Iterable[int] = ()) -> None:
-    """Waits until none of `pids` and no process of `folder` runs."""
-    end = time.monotonic() + LIMIT_S
-    while left := listed(folder=str(folder), pids={*pids}):
-        assert time.monotonic() < end, f"still running after {LIMIT_S} s: {left}"
-        time.sleep(0.1)
-
-
-@contextmanager
-def all_killed(folder: Path) -> Iterator[None]:
-    """Ends what a failed test leaves behind."""
-    try:
-        yield
-    finally:
-        for pid in listed(folder=str(folder)):
-            os.kill(pid, signal.SIGKILL)
 
 
 def launched(program: str, folder: Path) -> Running:
@@ -155,28 +132,6 @@ def test_a_step_timeout_ends_a_process_whose_report_is_not_read(what):
         os.close(write)
         if what == "full":
             os.close(read)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("victim", "code"), [("launcher", -9), ("process", 5)])
-def test_no_process_of_a_run_remains_30_seconds_after_a_kill_at_a_random_moment(victim, code, tmp_path):
-    """Two kills of each kind, one of them while the run starts."""
-    numbers = random.Random(code)
-    common = ("mesh.shape=pp:2", "checkpoint.every=3")
-    run(2, 1, tmp_path / "warm", *common, "run.steps=3")  # compiles, for all the others
-    for is_training in (True, False):
-        folder = tmp_path / f"training {is_training}"
-        with all_killed(folder), start(2, 1, folder, *common, "run.steps=1000000") as launcher:
-            pid = launcher.process.pid
-            if is_training:
-                launcher.wait_for(f"step {numbers.randrange(1, 30):>6} ")
-            time.sleep(numbers.uniform(0.5, 4.0))
-            while victim == "process" and not children(pid):
-                time.sleep(0.1)
-            pids = listed(pid, str(folder))
-            os.kill(pid if victim == "launcher" else numbers.choice([*children(pid).values()]), signal.SIGKILL)
-            assert_all_end(folder, pids)
-            assert launcher.ended(LIMIT_S).code == code, launcher.output
 
 
 FAILS_LAST = """

@@ -8,16 +8,24 @@ import resource
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, train
-from tests.multiprocess.processes import ROOT, Running, assert_all_done, children, free_port, run_all, run_workers
+from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, stored, train
+from tests.multiprocess.processes import (
+    ROOT,
+    Running,
+    all_killed,
+    assert_all_done,
+    assert_all_end,
+    children,
+    free_port,
+    listed,
+    run_all,
+    run_workers,
+)
 
 VIT = ("recipes/vit.py",)
 DIFFERENT = """
@@ -52,15 +60,6 @@ def assert_same_losses(folder: Path, other: Path, steps: list[int]) -> None:
     assert sorted(found) == sorted(expected) == steps
     for step in steps:
         np.testing.assert_allclose(found[step], expected[step], rtol=1e-5)
-
-
-def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
-    """The state of a step as plain Orbax reads it, in this process."""
-    path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
-    tree: Any = plain.metadata(path).item_metadata
-    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree.tree)
-    tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
-    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def assert_same_state(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
@@ -118,27 +117,6 @@ def test_two_processes_search_one_schedule_and_resume_with_it(tmp_path):
     assert_same_losses(tmp_path / "searched", tmp_path / "named", [1, 2, 3, 4, 5])
 
 
-def assert_restored(folder: Path, step: int, processes: int, devices: int, shape: str, where: Path) -> None:
-    """Every shard of every array, restored in processes of this layout, has the bits that plain Orbax reads."""
-    where.mkdir()
-    settings = (*SETTINGS, f"run.folder={folder}", f"mesh.shape={shape}", "run.platform=cpu")
-    ended = run_workers("restores", processes, devices, str(folder / "checkpoints"), str(step), str(where), *settings)
-    assert_all_done(ended, "restores is done")
-    arrays = {re.sub(r"\W+", "/", path).strip("/"): x for path, x in stored(folder, step).items()}
-    parts: dict[str, dict[str, int]] = {path: {} for path in arrays}  # path -> restored slices with their sizes
-    for process in range(processes):
-        restored = dict(np.load(where / f"restored{process}.npz"))
-        assert restored
-        for name, shard in restored.items():
-            path, _, place = name.partition("@")
-            index = tuple(slice(*map(int, part.split(":"))) for part in place.split(",") if part)
-            wanted = arrays[path][index]
-            assert shard.dtype == wanted.dtype and shard.tobytes() == wanted.tobytes(), name
-            parts[path][place] = shard.size
-    for path, array in arrays.items():  # all elements were compared
-        assert sum(parts[path].values()) == array.size, path
-
-
 @pytest.mark.slow
 def test_checkpoints_are_restored_with_other_numbers_of_processes(tmp_path):
     """Saved in each layout and restored in the next, every shard has the bits that plain Orbax reads."""
@@ -152,7 +130,9 @@ def test_checkpoints_are_restored_with_other_numbers_of_processes(tmp_path):
         else:
             assert f"at step {step - 1}; resuming, 1 steps to go" in output
         if step < len(layouts):
-            assert_restored(folder, step, *layouts[step], tmp_path / f"restored{step}")
+            processes, devices, shape = layouts[step]
+            settings = (*SETTINGS, f"run.folder={folder}", f"mesh.shape={shape}", "run.platform=cpu")
+            assert_all_done(run_workers("restores", processes, devices, str(folder), str(step), *settings), "is done")
     run(1, 1, reference, "mesh.shape=dp:1", f"run.steps={len(layouts)}")
     assert_same_losses(folder, reference, [1, 2, 3, 4])
 
@@ -232,24 +212,29 @@ def test_a_stopped_process_is_detected_within_15_seconds(tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_runs_resume_bit_for_bit(tmp_path):
-    """Six kill -9, each of a random process at a random time."""
-    steps, kills = 40, 6
+def test_killed_runs_end_completely_and_resume_bit_for_bit(tmp_path):
+    """kill -9 of each process and of the launcher, twice, at a random time; the first kills while a run starts."""
+    steps, victims = 40, [0, 1, "launcher", 1, "launcher", 0]
     common = ("mesh.shape=pp:2", f"run.steps={steps}", "checkpoint.every=2")
     reference, folder = tmp_path / "reference", tmp_path / "run"
     run(2, 1, reference, *common)
     expected, numbers, outputs = losses(reference), random.Random(0), []
-    for kill in range(kills):
-        with start(2, 1, folder, *common) as running:
-            running.wait_for(f"step {5 * (kill + 1) + numbers.randrange(3):>6} ", LIMIT_S)
-            victim = numbers.randrange(2)
-            os.kill(children(running.process.pid)[victim], signal.SIGKILL)
+    for kill, victim in enumerate(victims):
+        with all_killed(folder), start(2, 1, folder, *common) as running:
+            if kill > 0:
+                running.wait_for(f"step {5 * kill + numbers.randrange(3):>6} ", LIMIT_S)
+            while len(of_launch := children(running.process.pid)) < 2:
+                time.sleep(0.1)
+            pids = listed(running.process.pid, str(folder))
+            os.kill(running.process.pid if victim == "launcher" else of_launch[victim], signal.SIGKILL)
+            assert_all_end(folder, pids)
             ended = running.ended(60)
-        assert ended.code == 5 and f"process {victim} was terminated by SIGKILL" in ended.output, ended.output
-        assert losses(folder).items() <= expected.items()
+        assert ended.code == (-9 if victim == "launcher" else 5), ended.output
+        assert victim == "launcher" or f"process {victim} was terminated by SIGKILL" in ended.output, ended.output
+        assert kill == 0 or losses(folder).items() <= expected.items()
         outputs.append(ended.output)
     outputs.append(run(2, 1, folder, *common))
-    assert all("; resuming," in output for output in outputs[1:])
+    assert all("; resuming," in output for output in outputs[2:])
     assert losses(folder) == expected and sorted(expected) == list(range(1, steps + 1))
     assert any("is cut back to the checkpoint" in text for text in outputs)  # some steps were computed more than once
     assert_same_state(stored(folder, steps), stored(reference, steps))

@@ -31,6 +31,7 @@ from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
+from tests.multiprocess.launches import stored
 from tests.multiprocess.ordered_cases import ordered  # noqa: F401  a case
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
 from tests.train.support.llama import LLAMA, config_of
@@ -226,19 +227,19 @@ def starts(checkpoint: str) -> None:
         print(f"{shape}: {shards} shards are new;", text.splitlines()[0], flush=True)
 
 
-def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
-    """Writes every shard that this process restores, under "path@slice of the array"."""
+def restores(folder: str, step: str, *settings: str) -> None:
+    """Restores the step of a run in this layout: every shard has the bits that plain Orbax reads."""
     config = apply_overrides(load_recipe(settings[0]), settings[1:])
     mesh, rules = make_mesh(config, print), run_rules(config)
     layout = train_program(config, mesh, rules).layout.to_nnx()
-    with Checkpointer(checkpoints, layers=rules.layers) as checkpointer:
+    with Checkpointer(Path(folder) / "checkpoints", layers=rules.layers) as checkpointer:
         restored = dict(named_leaves(checkpointer.restore(layout, int(step))))
-    shards = {}
+    expected = stored(Path(folder), int(step))
+    assert restored.keys() == expected.keys()
     for path, leaf in restored.items():
         for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-            places = [f"{start}:{stop}" for start, stop, _ in map(slice.indices, shard.index, leaf.shape)]
-            shards[f"{path}@{','.join(places)}"] = np.asarray(shard.data)
-    np.savez(Path(folder) / f"restored{jax.process_index()}.npz", **shards)  # pyright: ignore[reportArgumentType]
+            wanted = expected[path][shard.index]
+            assert shard.data.dtype == wanted.dtype and np.array_equal(shard.data, wanted), path
 
 
 def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
