@@ -1,6 +1,7 @@
 """States of any layout: random values for them, and their arrays with stacks split by numpy alone."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -87,3 +88,8 @@ def check_leaves(want: Any, *found: Any) -> None:
             for one, other in zip(*shards, strict=True):
                 assert one.device == other.device, path
                 assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes(), path
+
+
+def largest(step: Path) -> Path:
+    """The largest file of a step, which contains values of arrays."""
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)

@@ -4,7 +4,6 @@ import os
 import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
@@ -16,6 +15,7 @@ from flax_mesh.checkpoint.find import find_steps, find_valid
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.errors import ConfigError, SaveError, StepDeletedError, UnreadableError
 from flax_mesh.train import export as export_module
+from tests.checkpoint.states import largest
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -37,19 +37,14 @@ def folder(three, tmp_path) -> Path:
 
 
 def delete(step: Path) -> None:
-    """As a run does, which then removes the files."""
-    step.rename(step.with_name(f"{step.name}.deleted"))
-    shutil.rmtree(step.with_name(f"{step.name}.deleted"))
+    """As a run does, which renames the folder first."""
+    shutil.rmtree(step.rename(step.with_name(f"{step.name}.deleted")))
 
 
 def refuse(file: Path) -> None:
     """Make the system refuse to read a file, for root too: a link to itself."""
     file.unlink()
     file.symlink_to(file)
-
-
-def data_of(step: Path) -> Path:
-    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 def before(monkeypatch, module, name: str, act) -> None:
@@ -132,7 +127,7 @@ def test_list_and_verify_leave_out_deleted_steps(command, folder, monkeypatch):
 
 
 def test_an_unreadable_step_is_neither_damaged_nor_passed_over(folder):
-    refuse(data_of(folder / "3"))
+    refuse(largest(folder / "3"))
     with Checkpointer(folder) as checkpointer:
         for read in (checkpointer.latest_step, lambda: checkpointer.restore(STATE), lambda: checkpointer.verify(3)):
             with pytest.raises(UnreadableError, match=r"not known whether it is damaged.*\n.*symbolic links"):
@@ -154,7 +149,7 @@ def test_commands_report_an_unreadable_step_and_the_damage_of_others(command, fo
     for argv in (["inspect", folder], ["export", folder, tmp_path / "x", "--to", "orbax"], ["diff", folder, folder]):
         code, out, err = command(*argv)
         assert (code, out) == (BAD_INPUT, "") and "3 cannot be read" in err, argv
-    data = data_of(folder / "2")
+    data = largest(folder / "2")
     data.write_bytes(b"?" + data.read_bytes()[1:])
     code, out, _ = command("verify", folder)
     assert code == FINDINGS and "step 2: damaged" in out and "step 3: unreadable" in out
@@ -213,6 +208,5 @@ def test_a_step_must_be_an_integer_of_at_least_zero(tmp_path, step):
 def test_a_step_may_be_an_integer_of_numpy_or_jax(tmp_path):
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(jnp.int32(3), STATE)
-        checkpointer.wait()
+        assert checkpointer.restore(STATE, jnp.int32(3))["model"]["b"].shape == (3,)
         assert checkpointer.latest_step() == 3
-        assert jax.tree.leaves(checkpointer.restore(STATE, jnp.int32(3)))[0].shape == (3,)

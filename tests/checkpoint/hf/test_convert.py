@@ -22,6 +22,7 @@ from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, write_s
 from flax_mesh.models import make_decoder
 from flax_mesh.tree import in_stack
 from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
+from tests.train.bigram import snapshot
 
 LISTED = dataclasses.replace(SMALL, num_layers=4, mlp_size=24, qkv_bias=True, qk_norm=True, tied=False)
 SCANNED = dataclasses.replace(LISTED, scan=True)
@@ -44,10 +45,6 @@ LAYOUTS = {
 }
 
 
-def files_of(folder):
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
 @pytest.fixture(scope="module")
 def abstracts():
     return {name: make() for name, make in LAYOUTS.items()}
@@ -68,10 +65,10 @@ def test_every_layout_writes_the_same_bytes(folders, abstracts):
     paths = [path for path, _ in named_leaves(abstracts["pipelined, scanned"])]
     assert "layers/attention/q/kernel/from 0" in paths and "layers/attention/q/kernel/from 2" in paths
     dtype, of_layout = folders
-    want = files_of(of_layout["one device"])
+    want = snapshot(of_layout["one device"])
     assert len(want) > 3 and INDEX in want
     for layout, folder in of_layout.items():
-        assert files_of(folder) == want, layout
+        assert snapshot(folder) == want, layout
     assert {array.dtype for array in open_safetensors(of_layout["one device"]).values()} == {dtype}
 
 

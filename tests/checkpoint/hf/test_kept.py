@@ -12,6 +12,7 @@ from flax_mesh.checkpoint.hf.kept import KEPT, keep_files, other_files, updated_
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.train.warm_start import find_start, keep_other_files
+from tests.train.bigram import snapshot
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -48,7 +49,7 @@ def test_import_and_export_change_no_file_and_a_cast_only_the_dtype_in_the_confi
     assert command("import", folder, tmp_path / "imported")[0] == DONE
     assert command("verify", tmp_path / "imported")[0] == DONE
     assert command("export", tmp_path / "imported", tmp_path / "back", "--to", "safetensors")[0] == DONE
-    back = {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()}
+    back = snapshot(tmp_path / "back")
     assert back.keys() == {*OTHER, "config.json", "model.safetensors"}
     for file in (*OTHER, "config.json"):
         assert back[file] == (folder / file).read_bytes(), file
@@ -74,8 +75,7 @@ def test_a_run_keeps_the_files_of_its_start(tmp_path):
     hub = folder_with_other_files("qwen2", tmp_path / "hub")
     keep_other_files(find_start(str(hub)), tmp_path / "first" / "checkpoints")
     kept = tmp_path / "first" / "checkpoints" / KEPT
-    config = {"config.json": (hub / "config.json").read_bytes()}
-    assert {path.name: path.read_bytes() for path in kept.iterdir()} == OTHER | config
+    assert snapshot(kept) == OTHER | {"config.json": (hub / "config.json").read_bytes()}
     keep_files(kept, tmp_path / "second")  # as from a checkpoint of the first run
     keep_files(tmp_path / "none", tmp_path / "second")  # nothing came with it: those that are there stay
     assert [path.name for path in other_files(tmp_path / "second" / KEPT)] == sorted([*OTHER, "config.json"])
