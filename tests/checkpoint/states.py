@@ -93,3 +93,8 @@ def check_leaves(want: Any, *found: Any) -> None:
 def largest(step: Path) -> Path:
     """The largest file of a step, which contains values of arrays."""
     return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def listing(folder: Path) -> dict[Path, tuple[int, int]]:
+    """The time of the last change and the size of every file."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}

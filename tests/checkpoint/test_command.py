@@ -18,7 +18,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli.common import DONE, FAILED, FINDINGS
 from flax_mesh.errors import CheckpointCorruptedError
 from tests.checkpoint.small_decoder import CHANGED, DELTA, RECIPE, program_of
-from tests.checkpoint.states import largest
+from tests.checkpoint.states import largest, listing
 from tests.train.bigram import snapshot
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -42,9 +42,6 @@ def damage(step: Path) -> str:
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     return file.relative_to(step).as_posix()
-
-
-# --- list, inspect, verify ---
 
 
 @pytest.mark.slow
@@ -140,15 +137,11 @@ def test_inspect_shows_equal_layers_as_one_line(command, saved):
 
 
 def test_list_inspect_verify_and_diff_change_no_files(command, saved):
-    listing = lambda: {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in saved.rglob("*")}  # noqa: E731
-    before, content = listing(), snapshot(saved)
+    before, content = listing(saved), snapshot(saved)
     for argv in (["list"], ["inspect"], ["verify"], ["diff", saved / "checkpoints" / "5", "--values"]):
         command(argv[0], saved, *argv[1:])
     command("diff", saved, RECIPE)
-    assert (listing(), snapshot(saved)) == (before, content)
-
-
-# --- diff ---
+    assert (listing(saved), snapshot(saved)) == (before, content)
 
 
 def test_diff_of_values_reports_the_changed_array_and_its_difference(command, saved):
@@ -163,12 +156,15 @@ def test_diff_of_values_reports_the_changed_array_and_its_difference(command, sa
     assert code == DONE and "arrays, bit for bit" in out
 
 
-def test_diff_with_the_recipe_of_the_run_is_empty_with_and_without_scan(command, saved):
+def test_diff_with_the_recipe_of_the_run_reports_only_changed_settings_and_shardings(command, saved):
     code, out, _ = command("diff", saved, RECIPE)
     assert code == DONE and "the same: settings, mesh, axes, rules, tree, layout" in out
     assert "not compared, only in one of them: data, versions" in out  # a recipe has neither
     found = as_json(command, "diff", saved, RECIPE, "model.scan=true", code=FINDINGS)["differences"]
     assert [(one["name"], one["a"], one["b"]) for one in found] == [("model.scan", "false", "true")]
+    sharded = ["diff", saved, RECIPE, "model.axes.vocab_axis=none"]
+    found = {one["name"]: (one["a"], one["b"]) for one in as_json(command, *sharded, code=FINDINGS)["differences"]}
+    assert found["model/embed/embedding"] == ("tp, fsdp", "-, fsdp")
 
 
 def test_diff_with_another_recipe_reports_settings_mesh_tree_and_layout(command, saved):
@@ -185,21 +181,6 @@ def test_diff_with_another_recipe_reports_settings_mesh_tree_and_layout(command,
     out = command("diff", *argv)[1]
     assert "  model/layers/2/mlp/up/kernel: only in A, f32[16,32]" in out
     assert "arrays with the same differences as their parameters" in out
-
-
-def test_diff_reports_another_sharding_of_an_array(command, saved):
-    argv = ["diff", saved, RECIPE, "model.axes.vocab_axis=none"]
-    found = {one["name"]: (one["a"], one["b"]) for one in as_json(command, *argv, code=FINDINGS)["differences"]}
-    assert found["model/embed/embedding"] == ("tp, fsdp", "-, fsdp")
-
-
-def test_diff_does_not_compare_values_of_a_damaged_checkpoint(command, copy):
-    damage(copy / "checkpoints" / "5")
-    code, out, err = command("diff", copy, copy / "checkpoints" / "5", "--values")
-    assert code == FINDINGS and not out and "5 is damaged:" in err
-
-
-# --- export, import, reshard ---
 
 
 def test_export_to_safetensors_and_import_are_bitwise(command, saved, state, tmp_path):
@@ -256,6 +237,8 @@ def test_a_damaged_step_is_skipped_or_refused(command, copy, tmp_path):
     code, _, err = command("export", copy, tmp_path / "b", "--to", "orbax", "--step", 10)
     assert code == FINDINGS and "10 is damaged:" in err and not (tmp_path / "b").exists()
     damage(copy / "checkpoints" / "5")
+    code, out, err = command("diff", copy, copy / "checkpoints" / "5", "--values")
+    assert code == FINDINGS and not out and "is damaged:" in err
     code, _, err = command("reshard", copy, tmp_path / "c", RECIPE)
     assert code == FINDINGS and "5 is damaged:" in err and "10 is damaged:" in err and not (tmp_path / "c").exists()
     with pytest.raises(CheckpointCorruptedError, match="5 is damaged"):

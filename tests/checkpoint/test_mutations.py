@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from hypothesis import given
@@ -188,9 +189,7 @@ def test_commands_on_what_is_no_checkpoint(command, tmp_path):
             assert run(command, *argv) in (BAD_INPUT, FINDINGS), argv
 
 
-def test_a_checkpoint_of_plain_orbax_is_inspected(command, tmp_path):
-    import orbax.checkpoint as ocp
-
+def test_checkpoints_that_no_run_has_saved_are_inspected(command, tmp_path):
     with ocp.StandardCheckpointer() as plain:
         plain.save(tmp_path / "5", {"w": jnp.ones(3)})
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as plain:
@@ -199,9 +198,6 @@ def test_a_checkpoint_of_plain_orbax_is_inspected(command, tmp_path):
     assert run(command, "inspect", tmp_path / "6") == DONE
     assert run(command, "inspect", tmp_path / "5") in (BAD_INPUT, FINDINGS)
     assert run(command, "verify", tmp_path / "6") == FINDINGS
-
-
-def test_a_checkpoint_of_the_python_interface_has_no_settings(command, tmp_path):
     with Checkpointer(tmp_path / "c") as checkpointer:
         checkpointer.save(1, nnx.State({"model": {"w": jnp.ones(3)}}), {"note": 1})
     assert json.loads(command("inspect", tmp_path / "c", "--json")[1])["config"] == {}

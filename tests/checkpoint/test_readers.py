@@ -60,9 +60,6 @@ def before(monkeypatch, module, name: str, act) -> None:
     monkeypatch.setattr(module, name, call)
 
 
-# --- a run deletes the step that is read ---
-
-
 def replace_by_four(folder: Path):
     """Delete step 3 once there is a step 4, as a run does that retains one checkpoint."""
 
@@ -121,9 +118,6 @@ def test_list_and_verify_leave_out_deleted_steps(command, folder, monkeypatch):
     before(monkeypatch, describe, "folder_size", lambda *_: delete(folder / "1"))
     code, out, err = command("verify", folder)
     assert (code, err) == (DONE, "") and "damaged" not in out and "step 3: valid" in out
-
-
-# --- files that the system refuses to read ---
 
 
 def test_an_unreadable_step_is_neither_damaged_nor_passed_over(folder):
@@ -191,9 +185,6 @@ def test_retention_ignores_metrics_that_are_no_numbers(tmp_path):
             checkpointer.save(step, STATE, {"metrics": metrics, "finite": True})
         checkpointer.wait()
         assert checkpointer.steps() == [4]
-
-
-# --- steps ---
 
 
 @pytest.mark.parametrize("step", ["../x", "1", -1, True, False, 1.0, 1.5, None, jnp.zeros(2), "x" * 300])

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
+from tests.checkpoint.states import listing
 
 STEPS = st.sets(st.integers(0, 60), max_size=15)
 NUMBERS = st.one_of(st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.inf, 0.0]))
@@ -49,9 +49,6 @@ def test_invalid_policies_are_refused():
         RetentionPolicy(best=-1, every=0)
 
 
-# --- on disk ---
-
-
 def state_of(value: float = 0.0) -> nnx.State:
     return nnx.State({"w": jnp.full(4, float(value))})
 
@@ -60,10 +57,6 @@ def save(checkpointer: Checkpointer, losses: dict[int, float | None]) -> None:
     for step, loss in losses.items():
         checkpointer.save(step, state_of(step), {"metrics": {} if loss is None else {"eval_loss": loss}})
     checkpointer.wait()
-
-
-def listing(folder: Path) -> dict[str, tuple[int, int]]:
-    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.stat().st_size) for p in folder.rglob("*")}
 
 
 def test_the_best_are_retained_over_a_restart(tmp_path):

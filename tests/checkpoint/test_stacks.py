@@ -168,27 +168,15 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     assert {path for path in of_pipeline if "model/" in path} == {path for path in of_list if "model/" in path}
 
 
-class Single(nnx.Module):
-    """Layers as attributes. All arrays of `norm` have the same leading size, as those of a stack."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.inc, self.norm = nnx.Conv(2, 8, (3, 3), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
-        self.down = nnx.Dict(conv=nnx.Conv(8, 4, (3, 3), rngs=rngs), drop=nnx.Dropout(0.1, rngs=rngs))
-        self.layers = stack(Block, 3)
-
-
-NAMES = ("inc", "norm", "down", "layers")
-
-
 @pytest.mark.slow
 def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
-    state = train_state(Single)
+    names = ("embed", "norm", "layers")  # all arrays of `norm` have the same leading size, as those of a stack
+    state = train_state(scanned)
     want = save(tmp_path / "a", state, layers="layers")
-    assert "model/inc/kernel" in want and "model/layers/2/gate" in want
-    assert save(tmp_path / "b", state, layers=NAMES) == want
-    assert save(tmp_path / "c", train_state(named(Single, *NAMES))) == want
-    for layers in ("layers", NAMES):
+    assert "model/norm/scale" in want and "model/layers/2/gate" in want
+    assert save(tmp_path / "b", state, layers=names) == want
+    assert save(tmp_path / "c", train_state(lambda: scanned(named(Net, *names)))) == want
+    for layers in ("layers", names):
         with Checkpointer(tmp_path / "b", layers=layers) as checkpointer:
             for tree in (state, state.to_nnx()):  # an nnx.State does not show that `norm` is one layer
                 check_restored(checkpointer, tree)
