@@ -115,20 +115,6 @@ def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
 
 
 @pytest.mark.slow
-def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
-    abstract = abstract_of(SCANNED, 1, 4, 1, 2, 1)
-    state = random_values(abstract)
-    before = by_layer(state)
-    overwrite = jax.jit(lambda x: jax.tree.map(lambda y: y * 0 + 1, x), donate_argnums=0)
-    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
-        checkpointer.save(1, state, {})
-        overwrite(jax.tree.leaves(state))
-        checkpointer.wait()
-        got = by_layer(checkpointer.restore(abstract))
-    assert all(np.array_equal(before[path], got[path]) for path in before)
-
-
-@pytest.mark.slow
 def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
     """Three lines move a state to another layout: no metadata, no wait."""
     state, other = random_values(abstract_of(SMALL, 1, 8, 1, 1, 1)), abstract_of(SMALL, 2, 2, 1, 2, 1)

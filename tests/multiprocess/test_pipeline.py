@@ -28,10 +28,6 @@ MATRIX = [
 ]
 
 
-def losses(rows: list[dict[str, float]]) -> list[float]:
-    return [row["loss"] for row in rows]
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices", "steps"), MATRIX)
 def test_several_processes_have_the_results_of_one(model, schedule, sizes, processes, devices, steps, tmp_path):
@@ -47,7 +43,8 @@ def test_several_processes_have_the_results_of_one(model, schedule, sizes, proce
     pipeline = make_pipeline(model, schedule, parse_sizes(sizes))
     rows, sums, shards = results(pipeline, model, steps)
     assert len(rows) == steps and rows[0]["loss"] != rows[-1]["loss"]
-    np.testing.assert_allclose(losses(reports[0]["rows"]), losses(rows), rtol=1e-6)
+    of_several, of_one = ([row["loss"] for row in some] for some in (reports[0]["rows"], rows))
+    np.testing.assert_allclose(of_several, of_one, rtol=1e-6)
     assert reports[0]["rows"][0].keys() == rows[0].keys()
     assert reports[0]["sums"] == pytest.approx(sums, rel=1e-6)
     assert found.keys() == shards.keys()

@@ -204,7 +204,7 @@ def bytes_read() -> int:
 
 def starts(checkpoint: str) -> None:
     """Runs that start from a checkpoint, and from Hugging Face files with the same parameters, with and without pp."""
-    alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
+    whole = NamedSharding(jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1]), P())
     for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
         config = config_of(shape)
         mesh, rules = make_mesh(config, print), run_rules(config)
@@ -213,8 +213,7 @@ def starts(checkpoint: str) -> None:
         state, text = start_from(find_start(str(folder)), fresh, rules.layers)
         before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
         model = state.to_nnx()["model"]
-        whole = NamedSharding(alone, P())
-        on_one = jax.tree.map(lambda x, whole=whole: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), model)
+        on_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), model)
         expected = dict(named_leaves({"model": load_safetensors(LLAMA, on_one, DECODER_NAMES["llama"])}))
         shards = 0
         for path, leaf in after.items():

@@ -1,7 +1,4 @@
-"""Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly.
-
-`make_reference` wrote the checkpoints in data/ and the logits that transformers computed from them.
-"""
+"""Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly."""
 
 import dataclasses
 from pathlib import Path
