@@ -134,19 +134,16 @@ def test_an_argument_overrides_the_table(tmp_path):
     assert save(tmp_path / "c", half, layers=BOTH) == want
 
 
-class Experts(nnx.Module):
-    """A layer with a stack of experts, to be used in a list of layers."""
-
-    def __init__(self):
-        self.experts = stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4)
-        self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+def experts():
+    stacked = stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4)
+    return nnx.Dict(experts=stacked, norm=nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         listed,
-        lambda: Net(nnx.List([Experts() for _ in range(2)])),
+        lambda: Net(nnx.List([experts() for _ in range(2)])),
         lambda: stack(lambda key: nnx.Dict(a=Block(key), b=Block(key)), 3),
         lambda: nnx.Dict(conv=nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0))),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -144,7 +145,7 @@ LLAMA_3_2, QWEN_2 = (read_json(Path(__file__).parent / "hub" / name) for name in
 
 def test_configs_of_the_hub_become_settings():
     llama = DecoderConfig(**decoder_config_from_hf(LLAMA_3_2))
-    sizes = {"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8}
+    sizes: Any = {"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8}
     sizes |= {"head_dim": 64, "mlp_size": 8192, "rope_theta": 500000.0, "rope_factor": 32.0, "norm_epsilon": 1e-5}
     assert llama == DecoderConfig(**sizes, tied=True, dtype="bfloat16", param_dtype="bfloat16") and not llama.problems()
     qwen = DecoderConfig(**decoder_config_from_hf(QWEN_2))
