@@ -106,6 +106,8 @@ def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state)
                 caught += 1
                 (problem,) = checkpointer.verify(2)
                 assert problem.startswith(name)
+                if name in MARKERS:  # restoring does not read them
+                    check_leaves(state, checkpointer.restore(state, 2, verify=False))
                 for read in (checkpointer.restore, checkpointer.restore_partial):
                     with pytest.raises(CheckpointCorruptedError, match=rf"checkpoint .*2 is damaged:\n  {name}"):
                         read(state, 2)
