@@ -7,9 +7,10 @@ import jax
 import numpy as np
 
 from flax_mesh import named_leaves
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.build import build_program
+from tests.checkpoint.states import SMALL
 
 RECIPE = __file__
 QWEN = Path(__file__).parent / "hf" / "data" / "qwen2"  # a folder of Hugging Face
@@ -21,9 +22,7 @@ def recipe() -> TrainConfig:
     return TrainConfig(
         make_model=make_decoder,
         loss_fn=next_token_loss,
-        model=DecoderConfig(
-            vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32
-        ),
+        model=SMALL,
         mesh=MeshConfig(shape="dp:2,fsdp:2,tp:2"),
         data=DataConfig(sequence_length=32, batch_size=8),
         run=RunConfig(steps=12, platform="cpu:8"),
@@ -36,8 +35,7 @@ def program_of(*settings):
 
 def changed(state):
     """`state` with another value in one element of one array."""
-    leaves = [
-        x if path != CHANGED else jax.device_put(np.asarray(x) + DELTA * (np.arange(x.size) == 7).reshape(x.shape))
-        for path, x in named_leaves(state)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+    leaves = dict(named_leaves(state))
+    value = np.array(leaves[CHANGED])
+    value.flat[7] += DELTA
+    return jax.tree.unflatten(jax.tree.structure(state), [*(leaves | {CHANGED: jax.device_put(value)}).values()])

@@ -1,6 +1,7 @@
 """States of any layout: random values for them, and their arrays with stacks split by numpy alone."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import TrainState
 from flax_mesh.tree import in_stack, layer_path, path_and_start
+
+SMALL = DecoderConfig(vocab_size=32, hidden_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32)
 
 
 def random_values(abstract: Any, dtype: Any = None) -> Any:
@@ -85,3 +88,13 @@ def check_leaves(want: Any, *found: Any) -> None:
             for one, other in zip(*shards, strict=True):
                 assert one.device == other.device, path
                 assert np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes(), path
+
+
+def largest(step: Path) -> Path:
+    """The largest file of a step, which contains values of arrays."""
+    return max((path for path in step.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def listing(folder: Path) -> dict[Path, tuple[int, int]]:
+    """The time of the last change and the size of every file."""
+    return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}

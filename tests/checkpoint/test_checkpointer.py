@@ -15,22 +15,13 @@ from flax import nnx
 
 from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state
 from flax_mesh.checkpoint import Checkpointer, orbax
-from flax_mesh.models import Decoder, DecoderConfig
+from flax_mesh.models import Decoder
 from flax_mesh.train import abstract_train_state
-from tests.checkpoint.states import by_layer, check_leaves, check_same, random_values
+from tests.checkpoint.states import SMALL, by_layer, check_leaves, check_same, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-LISTED = DecoderConfig(
-    vocab_size=32, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, mlp_size=32
-)
-SCANNED = dataclasses.replace(LISTED, scan=True)
-LAYOUTS = {
-    "one": ((1, 1, 1, 1, 1), LISTED),
-    "fsdp8": ((1, 8, 1, 1, 1), LISTED),
-    "dp2fsdp2tp2": ((2, 2, 1, 2, 1), LISTED),
-    "scanned": ((1, 4, 1, 2, 1), SCANNED),
-}
+SCANNED = dataclasses.replace(SMALL, scan=True)
 
 
 def maker(config):
@@ -41,13 +32,14 @@ def maker(config):
     return make
 
 
-def abstract_of(layout):
-    dims, config = LAYOUTS[layout]
+def abstract_of(config, *dims):
     return abstract_state(maker(config), create_mesh(dims, devices=jax.devices()[: np.prod(dims)]))
 
 
-def state_of(layout):
-    return random_values(abstract_of(layout))
+@pytest.fixture(scope="module")
+def scanned():
+    """A state on eight devices."""
+    return random_values(abstract_of(SCANNED, 1, 4, 1, 2, 1))
 
 
 def save(folder, state, step=1, **kinds):
@@ -72,39 +64,36 @@ np.save(sys.argv[2], tree["model"]["layers"]["2"]["attention"]["q"]["kernel"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param("dp2fsdp2tp2", marks=pytest.mark.slow), "scanned"])
-def test_plain_orbax_reads_a_checkpoint(layout, tmp_path):
+def test_plain_orbax_reads_a_checkpoint(scanned, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     (code,) = re.findall(r"^```python\n(import orbax.*?)^```", page, re.DOTALL | re.MULTILINE)
-    state = state_of(layout)
-    save(tmp_path / "c", state)
+    save(tmp_path / "c", scanned)
     command = [sys.executable, "-c", PLAIN_ORBAX.format(code=code), tmp_path / "c", tmp_path / "kernel.npy"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-    assert np.array_equal(np.load(tmp_path / "kernel.npy"), by_layer(state)["model/layers/2/attention/q/kernel"])
+    assert np.array_equal(np.load(tmp_path / "kernel.npy"), by_layer(scanned)["model/layers/2/attention/q/kernel"])
 
 
 def test_another_model_is_refused_with_the_paths_and_both_shapes(tmp_path):
-    save(tmp_path, state_of("one"))
-    other = dataclasses.replace(LISTED, num_layers=2, num_kv_heads=4, tied=False)
+    save(tmp_path, random_values(abstract_of(SMALL, 1, 1, 1, 1, 1)))
+    other = dataclasses.replace(SMALL, num_layers=2, num_kv_heads=4, tied=False)
     abstract = abstract_state(maker(other), create_mesh())
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.restore(abstract)
     text = str(error.value)
     assert re.match(r"checkpoint \S*/1 does not match the model \(42 of \d+ leaves differ\):\n", text), text
     assert "--restart" in text
-    assert "model/layers/{0..1}/attention/k/kernel: checkpoint f32[32,2,8], model f32[32,4,8]" in text
-    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[32,32]" in text
-    assert "model/head/kernel: only in the model, f32[32,32]" in text
+    assert "model/layers/{0..1}/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
+    assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
+    assert "model/head/kernel: only in the model, f32[16,32]" in text
     assert "optimizer/opt_state/0/mu/head/kernel: only in the model" in text and "\nand 12 more\n" in text
     assert "layers/0/mlp/up" not in text
 
 
 def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
-    keys = {
-        impl: jax.device_put(jax.random.split(jax.random.key(3, impl=impl), 8), jax.NamedSharding(create_mesh(), spec))
-        for impl, spec in (("threefry2x32", jax.P("fsdp")), ("rbg", jax.P("fsdp")), ("unsafe_rbg", jax.P()))
-    }
+    split, replicated = (jax.NamedSharding(create_mesh(), spec) for spec in (jax.P("fsdp"), jax.P()))
+    kinds = (("threefry2x32", split), ("rbg", split), ("unsafe_rbg", replicated))
+    keys = {impl: jax.device_put(jax.random.split(jax.random.key(3, impl=impl), 8), place) for impl, place in kinds}
 
     def make():
         stack = nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(1), 3))
@@ -126,22 +115,9 @@ def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
 
 
 @pytest.mark.slow
-def test_arrays_may_be_donated_once_save_has_returned(tmp_path):
-    state, abstract = state_of("scanned"), abstract_of("scanned")
-    before = by_layer(state)
-    overwrite = jax.jit(lambda x: jax.tree.map(lambda y: y * 0 + 1, x), donate_argnums=0)
-    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
-        checkpointer.save(1, state, {})
-        overwrite(jax.tree.leaves(state))
-        checkpointer.wait()
-        got = by_layer(checkpointer.restore(abstract))
-    assert all(np.array_equal(before[path], got[path]) for path in before)
-
-
-@pytest.mark.slow
 def test_restore_waits_for_the_save_in_progress(tmp_path, monkeypatch):
     """Three lines move a state to another layout: no metadata, no wait."""
-    state, other = state_of("fsdp8"), abstract_of("dp2fsdp2tp2")
+    state, other = random_values(abstract_of(SMALL, 1, 8, 1, 1, 1)), abstract_of(SMALL, 2, 2, 1, 2, 1)
     write_checksums, released = orbax.write_checksums, threading.Event()
 
     def write_later(*args):
@@ -176,14 +152,14 @@ def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_train_state_is_restored_as_a_train_state(tmp_path):
+def test_a_train_state_is_restored_as_a_train_state(scanned, tmp_path):
     """On disk it is equal to the nnx.State of the same arrays."""
-    layout = abstract_train_state(maker(SCANNED), abstract_of("scanned"))
-    state = layout.with_state(state_of("scanned"))
+    layout = abstract_train_state(maker(SCANNED), abstract_of(SCANNED, 1, 4, 1, 2, 1))
+    state = layout.with_state(scanned)
     save(tmp_path, state)
     with Checkpointer(tmp_path) as checkpointer:
         got, (partial, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
-        check_same(state, checkpointer.restore(abstract_of("one")))
+        check_same(state, checkpointer.restore(abstract_of(SMALL, 1, 1, 1, 1, 1)))
         assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
     assert got.definition is partial.definition is layout.definition and not report.unchanged
     for tree in (got, partial):

@@ -31,10 +31,8 @@ def test_a_save_succeeds_after_a_failed_one(host_bytes, tmp_path):
                 with pytest.raises(SaveError) as error:
                     checkpointer.save(step, state, {"step": step})
                     checkpointer.wait()
-                assert str(error.value) == (
-                    f"the checkpoint of step {step} could not be saved in {tmp_path / 'c'}: File too large; "
-                    "the newest checkpoint is of step 1"
-                )
+                problem = f"of step {step} could not be saved in {tmp_path / 'c'}: File too large"
+                assert str(error.value) == f"the checkpoint {problem}; the newest checkpoint is of step 1"
             assert checkpointer.steps() == [1]
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,23 +1,20 @@
-"""Every layout restores into every other: the values are bitwise equal, and training continues with equal losses.
+"""Every layout restores into every other: the values are bitwise equal, and training continues with equal losses."""
 
-A layout's programs are built and compiled once for the module; a pair costs a restore and ten steps.
-"""
-
+import dataclasses
 import functools
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TrainState, apply_overrides
 from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
-from flax_mesh.train.data.batches import make_batch_fn
-from flax_mesh.train.data.data import load_corpus
-from tests.checkpoint.states import by_layer, check_same
+from flax_mesh.train.data.batches import BatchFn, make_batch_fn
+from tests.checkpoint.states import SMALL, by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -38,43 +35,28 @@ PAIRS = [("scanned", "scanned dp2"), *itertools.product(LAYOUTS, LAYOUTS)]  # th
 BEFORE, AFTER = 3, 10  # steps
 
 
-class Setup(NamedTuple):
-    program: TrainProgram
-    batch: Any
+CONFIG = TrainConfig(
+    make_model=make_decoder,
+    loss_fn=next_token_loss,
+    model=dataclasses.replace(SMALL, vocab_size=256, num_layers=4, num_kv_heads=4),
+    data=DataConfig(sequence_length=16, batch_size=32),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=20),
+    run=RunConfig(platform="auto"),
+)
+TEXT = "".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400))
+
+
+@functools.cache
+def setup(layout: str) -> tuple[TrainProgram, BatchFn]:
+    """The program and the batches of a run in this layout, which are built once."""
+    own = apply_overrides(CONFIG, ["pipeline.num_microbatches=4", *LAYOUTS[layout]])
+    mesh, rules = make_mesh(own, print), run_rules(own)
+    tokens, sharding = np.frombuffer(TEXT.encode(), np.uint8), batch_sharding(mesh, rules.axes)
+    return train_program(own, mesh, rules), make_batch_fn(tokens, seed=0, config=own.data, sharding=sharding)
 
 
 @pytest.fixture(scope="module")
-def setup(tmp_path_factory):
-    """`setup(layout)`: the program and the batches of a run in this layout; each is built once."""
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in range(400)))
-    config = TrainConfig(
-        make_model=make_decoder,
-        loss_fn=next_token_loss,
-        model=DecoderConfig(
-            vocab_size=256, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=4, mlp_size=32
-        ),
-        data=DataConfig(source=str(text), sequence_length=16, batch_size=32, held_out=0.2),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, decay_steps=20),
-        run=RunConfig(platform="auto"),
-    )
-    corpus = load_corpus(config.data)
-
-    @functools.cache
-    def of(layout: str) -> Setup:
-        own = apply_overrides(config, ["pipeline.num_microbatches=4", *LAYOUTS[layout]])
-        mesh = make_mesh(own, print)
-        rules = run_rules(own)
-        batch = make_batch_fn(
-            corpus.train, seed=0, config=own.data, sharding=batch_sharding(mesh, rules.axes), vocab_size=256
-        )
-        return Setup(train_program(own, mesh, rules), batch)
-
-    return of
-
-
-@pytest.fixture(scope="module")
-def saved(setup, tmp_path_factory):
+def saved(tmp_path_factory):
     """`saved(layout)`: a folder with the state after three steps, this state, and the ten losses that follow."""
 
     @functools.cache
@@ -102,7 +84,7 @@ def losses(program: TrainProgram, batch: Any, state: TrainState) -> np.ndarray:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("before", "after"), dict.fromkeys(PAIRS))
-def test_a_run_continues_in_every_other_layout(before, after, setup, saved):
+def test_a_run_continues_in_every_other_layout(before, after, saved):
     folder, saved_state, want = saved(before)
     program, batch = setup(after)
     with Checkpointer(folder) as checkpointer:

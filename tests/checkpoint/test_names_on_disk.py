@@ -1,6 +1,7 @@
 """Every array of a checkpoint has its own name on disk: leaves that would share one are refused, with both names."""
 
 import collections
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from flax_mesh import ConfigError
 from flax_mesh.checkpoint import Checkpointer
 
 
-def array(value, *shape):
+def array(value, *shape) -> Any:
     return jnp.full(shape or (3,), value, jnp.float32)
 
 
 VARIABLES = nnx.Dict({"a.b": nnx.Param(array(1)), "a": nnx.Dict(b=nnx.Param(array(2)))})
+MANY = {"a.b": array(1), "a": {"b": array(2), "c": array(3)}, "a/c": array(4), "d": array(5)}
 SAME = [  # a tree, and the beginnings of the lines about leaves that have one name
     ({"a.b": array(1), "a": {"b": array(2)}}, "  ['a']['b'] and ['a.b']"),
     ({"a/b": array(1), "a": {"b": array(2)}}, "  ['a']['b'] and ['a/b']"),
@@ -27,10 +29,7 @@ SAME = [  # a tree, and the beginnings of the lines about leaves that have one n
     ({"a": array(1), "a/b": array(2)}, "  ['a'] and ['a/b']"),
     ({"layers": {"q": array(1, 2, 3), "1": {"q": array(2)}}}, "  ['layers']['1']['q'] and"),
     (nnx.state(VARIABLES), "  ['a']['b']"),
-    (
-        {"a.b": array(1), "a": {"b": array(2), "c": array(3)}, "a/c": array(4), "d": array(5)},
-        *("  ['a']['b'] and ['a.b']", "  ['a']['c'] and ['a/c']"),
-    ),
+    (MANY, "  ['a']['b'] and ['a.b']", "  ['a']['c'] and ['a/c']"),
 ]
 
 
@@ -49,19 +48,13 @@ def test_leaves_with_one_name_on_disk_are_refused_with_both_names(tmp_path):
 
 
 def test_names_that_look_alike_but_differ_on_disk_are_restored(tmp_path):
-    tree = {
-        "a": array(1),
-        "a.b": array(2),
-        "c/d": array(3),
-        "e": {"from here": array(4), "from 2": array(5), "": array(6)},
-        "": array(7),
-        "A": array(8),
-        "p": [array(9)],
-        "p0": array(10),
+    tree = {name: array(i) for i, name in enumerate(["a", "a.b", "c/d", "", "A", "p0"])}
+    tree |= {"e": {"from here": array(7), "from 2": array(8), "": array(9)}, "p": [array(10)]}
+    tree |= {
         "..": {".zarray": array(11)},
-        "none": {"0": array(0, 0, 2)},  # not stored
+        "none": {"0": array(0, 0, 2)},
         "none/0": array(0, 0, 2),
-    }
+    }  # two are not stored
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, tree)
         got = checkpointer.restore(jax.tree.map(jnp.zeros_like, tree))

@@ -11,9 +11,9 @@ from flax import nnx
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder
+from flax_mesh.models import make_decoder
 from flax_mesh.train import TrainState, abstract_train_state
-from tests.checkpoint.states import check_leaves, pipelined, random_values
+from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -86,6 +86,12 @@ def refused(folder, state, **kinds) -> list[str]:
     return error.value.problems[1:]
 
 
+def check_restored(checkpointer, state) -> None:
+    restored, (again, report) = checkpointer.restore(state), checkpointer.restore_partial(state)
+    assert not report.unchanged
+    check_leaves(state, restored, again)
+
+
 def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path):
     state, as_list = train_state(scanned), train_state(listed)
     assert refused(tmp_path / "a", state) == [
@@ -98,31 +104,23 @@ def test_an_unnamed_stack_is_refused_and_a_named_one_is_saved_as_a_list(tmp_path
         "  layers/norm/scale: f32[3,8]",
         "  Name the stacks: pass layers=['layers'] to Checkpointer, or to @partitioned of the model's class.",
     ]
-    assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(
-        "  Name the stacks: pass layers=['other', 'layers'] to Checkpointer"
-    )
-    alone = train_state(lambda: Net(stack(lambda key: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(key))), 3)))
-    assert refused(tmp_path / "a", alone)[-1].startswith("  Name the stacks: pass layers=['layers'] to Checkpointer")
+    advice = "  Name the stacks: pass layers=['other', 'layers'] to Checkpointer"
+    assert refused(tmp_path / "a", state, layers=["other"])[-1].startswith(advice)
+    alone = Net(stack(lambda key: nnx.Dict(up=nnx.Linear(8, 8, rngs=nnx.Rngs(key))), 3))
+    convolutions = nnx.Dict(layers=stack(lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key)), 2))
+    for model in (alone, convolutions):  # recognized by the rank of the kernel
+        problems = refused(tmp_path / "a", train_state(lambda model=model: model))
+        assert len(problems) == 3 and problems[-1].startswith("  Name the stacks: pass layers=['layers'] to")
     assert sorted(save(tmp_path / "b", state, layers="layers")) == sorted(save(tmp_path / "c", as_list))
     with Checkpointer(tmp_path / "b") as checkpointer:
         checkpointer.restore(as_list)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: scanned(named(Net, "layers")),
-        lambda: make_decoder(DecoderConfig(vocab_size=8, hidden_size=8, num_layers=2, scan=True), nnx.Rngs(0)),
-    ],
-)
-def test_the_table_of_the_model_names_its_layers(make, tmp_path):
-    state = train_state(make)
+def test_the_table_of_the_model_names_its_layers(tmp_path):
+    state = train_state(lambda: scanned(named(Net, "layers")))
     assert [path for path in save(tmp_path, state) if path.startswith("model/layers/1/")]
     with Checkpointer(tmp_path) as checkpointer:
-        restored, (again, report) = checkpointer.restore(state), checkpointer.restore_partial(state)
-    assert not report.unchanged
-    check_leaves(state, restored, again)
+        check_restored(checkpointer, state)
 
 
 def test_an_argument_overrides_the_table(tmp_path):
@@ -136,20 +134,17 @@ def test_an_argument_overrides_the_table(tmp_path):
     assert save(tmp_path / "c", half, layers=BOTH) == want
 
 
-class Experts(nnx.Module):
-    """A layer with a stack of experts, to be used in a list of layers."""
-
-    def __init__(self):
-        self.experts = stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4)
-        self.norm = nnx.RMSNorm(8, rngs=nnx.Rngs(0))
+def experts():
+    stacked = stack(lambda key: nnx.Linear(8, 8, rngs=nnx.Rngs(key)), 4)
+    return nnx.Dict(experts=stacked, norm=nnx.RMSNorm(8, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize(
     "make",
     [
         listed,
-        lambda: Net(nnx.List([Experts() for _ in range(2)])),
-        lambda: nnx.vmap(lambda key: nnx.Dict(a=Block(key), b=Block(key)))(jax.random.split(jax.random.key(0), 3)),
+        lambda: Net(nnx.List([experts() for _ in range(2)])),
+        lambda: stack(lambda key: nnx.Dict(a=Block(key), b=Block(key)), 3),
         lambda: nnx.Dict(conv=nnx.Conv(3, 8, (3, 3), rngs=nnx.Rngs(0)), norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0))),
     ],
     ids=["a list", "experts in a list", "an ensemble", "a convolution"],
@@ -158,16 +153,8 @@ def test_models_without_unnamed_stacks_are_saved(make, tmp_path):
     assert save(tmp_path, train_state(make))
 
 
-def test_a_stack_of_convolutions_is_recognized_by_the_rank_of_the_kernel(tmp_path):
-    conv = lambda key: nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(key))  # noqa: E731
-    net = lambda: nnx.Dict(layers=stack(conv, 2), norm=nnx.BatchNorm(3, rngs=nnx.Rngs(0)))  # noqa: E731
-    assert len(refused(tmp_path / "a", train_state(net))) == 3
-
-
 def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
-    config = DecoderConfig(
-        vocab_size=32, hidden_size=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, mlp_size=32, scan=True
-    )
+    config = dataclasses.replace(SMALL, num_layers=4, scan=True)
     state = random_values(pipelined(config))
     listed = train_state(lambda: make_decoder(dataclasses.replace(config, scan=False), nnx.Rngs(0)))
     problems = refused(tmp_path / "a", state.to_nnx())  # the model is unknown here
@@ -178,33 +165,18 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     assert {path for path in of_pipeline if "model/" in path} == {path for path in of_list if "model/" in path}
 
 
-class Single(nnx.Module):
-    """Layers as attributes. All arrays of `norm` have the same leading size, as those of a stack."""
-
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.inc, self.norm = nnx.Conv(2, 8, (3, 3), rngs=rngs), nnx.LayerNorm(8, rngs=rngs)
-        self.down = nnx.Dict(conv=nnx.Conv(8, 4, (3, 3), rngs=rngs), drop=nnx.Dropout(0.1, rngs=rngs))
-        self.layers = stack(Block, 3)
-
-
-NAMES = ("inc", "norm", "down", "layers")
-
-
 @pytest.mark.slow
 def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
-    state = train_state(Single)
+    names = ("embed", "norm", "layers")  # all arrays of `norm` have the same leading size, as those of a stack
+    state = train_state(scanned)
     want = save(tmp_path / "a", state, layers="layers")
-    assert "model/inc/kernel" in want and "model/layers/2/gate" in want
-    assert save(tmp_path / "b", state, layers=NAMES) == want
-    assert save(tmp_path / "c", train_state(named(Single, *NAMES))) == want
-    for layers in ("layers", NAMES):
+    assert "model/norm/scale" in want and "model/layers/2/gate" in want
+    assert save(tmp_path / "b", state, layers=names) == want
+    assert save(tmp_path / "c", train_state(lambda: scanned(named(Net, *names)))) == want
+    for layers in ("layers", names):
         with Checkpointer(tmp_path / "b", layers=layers) as checkpointer:
             for tree in (state, state.to_nnx()):  # an nnx.State does not show that `norm` is one layer
-                restored = checkpointer.restore(tree)
-                again, report = checkpointer.restore_partial(tree)
-                assert not report.unchanged
-                check_leaves(tree, restored, again)
+                check_restored(checkpointer, tree)
 
 
 def test_a_tree_of_arrays_with_several_sizes_is_no_stack(tmp_path):
@@ -215,12 +187,10 @@ def test_a_tree_of_arrays_with_several_sizes_is_no_stack(tmp_path):
 
 def test_checkpoints_in_which_a_single_layer_was_cut_are_restored(tmp_path):
     """Before, every module that `layers` names was saved by its first dim."""
-    single = {"inc": {"kernel": jnp.arange(12.0).reshape(3, 4), "bias": jnp.arange(4.0)}}
-    cut = {"inc": {str(i): {"kernel": single["inc"]["kernel"][i]} for i in range(3)}}
-    for i in range(4):
-        cut["inc"].setdefault(str(i), {})["bias"] = single["inc"]["bias"][i]
-    save(tmp_path, cut)
+    kernel, bias = jnp.arange(12.0).reshape(3, 4), jnp.arange(4.0)
+    cut = {str(i): {"kernel": kernel[i], "bias": bias[i]} if i < 3 else {"bias": bias[i]} for i in range(4)}
+    save(tmp_path, {"inc": cut})
+    single = {"inc": {"kernel": kernel, "bias": bias}}
     with Checkpointer(tmp_path, layers="inc") as checkpointer:
-        restored, (again, _) = checkpointer.restore(single), checkpointer.restore_partial(single)
-    jax.tree.map(np.testing.assert_array_equal, restored, single)
-    jax.tree.map(np.testing.assert_array_equal, again, single)
+        for restored in (checkpointer.restore(single), checkpointer.restore_partial(single)[0]):
+            jax.tree.map(np.testing.assert_array_equal, restored, single)

@@ -52,10 +52,8 @@ def abstract_of(make: Make):
 
 def state_of(make: Make):
     """Random values, which differ from seed to seed."""
-    state = random_values(abstract_of(make))
-    return jax.tree.map(
-        lambda x: x if x.dtype != jnp.float32 else jax.device_put(np.asarray(x) + make.seed, x.sharding), state
-    )
+    move = lambda x: jax.device_put(np.asarray(x) + make.seed, x.sharding) if x.dtype == jnp.float32 else x  # noqa: E731
+    return jax.tree.map(move, random_values(abstract_of(make)))
 
 
 @pytest.fixture(scope="module")
@@ -64,16 +62,10 @@ def state():
 
 
 @pytest.fixture(scope="module")
-def folder(state, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    with Checkpointer(folder, layers=["layers"]) as checkpointer:
+def checkpointer(state, tmp_path_factory):
+    with Checkpointer(tmp_path_factory.mktemp("saved"), layers=["layers"]) as checkpointer:
         checkpointer.save(1, state, {})
-    return folder
-
-
-@pytest.fixture
-def checkpointer(folder):
-    with Checkpointer(folder, layers=["layers"]) as checkpointer:
+        checkpointer.wait()
         yield checkpointer
 
 
@@ -158,14 +150,9 @@ def test_a_partial_restore_of_nothing_is_an_error(checkpointer):
 
 def test_arrays_of_size_zero_are_restored_without_being_stored(tmp_path):
     replicated, split = (jax.NamedSharding(create_mesh(), spec) for spec in (jax.P(), jax.P(None, "fsdp")))
-    state = nnx.State(
-        {
-            "none": jax.device_put(jnp.zeros((0, 8)), split),
-            "keys": jax.device_put(jax.random.split(jax.random.key(0), 0), replicated),
-            "layers": {"kernel": jax.device_put(jnp.zeros((3, 0), jnp.bfloat16), replicated)},
-            "some": jax.device_put(jnp.ones(8), replicated),
-        }
-    )
+    rest = {"layers": {"kernel": jnp.zeros((3, 0), jnp.bfloat16)}, "some": jnp.ones(8)}
+    rest |= {"keys": jax.random.split(jax.random.key(0), 0)}
+    state = nnx.State({"none": jax.device_put(jnp.zeros((0, 8)), split), **jax.device_put(rest, replicated)})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
         checkpointer.save(1, state, {})

@@ -18,7 +18,7 @@ from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.processes.store import get_text, put_text
 from tests.mpmd.runtime.pipelines import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
 
-STEPS, ROWS, COUNT = 20, 8, 4
+ROWS, COUNT = 8, 4
 
 
 def clipped() -> optax.GradientTransformation:
@@ -65,13 +65,16 @@ def named_shards(pipeline: Pipeline, state: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def train(pipeline: Pipeline, model: str, steps: int = STEPS) -> tuple[Any, list[dict[str, float]]]:
-    """(state, metrics of every step)."""
+def results(
+    pipeline: Pipeline, model: str, steps: int
+) -> tuple[list[dict[str, float]], dict[str, float], dict[str, Any]]:
+    """Trains and evaluates: the metrics of every step, the sums of the evaluation, and the shards of the state here."""
     state, rows = pipeline.init_state(), []
     for batch in batches(model, steps):
         state, metrics = pipeline.step(state, batch)
         rows.append({name: float(np.asarray(value)) for name, value in metrics.items()})
-    return state, rows
+    sums = {name: float(np.asarray(x)) for name, x in pipeline.evaluate(state, batches(model, 1)[0]).items()}
+    return rows, sums, named_shards(pipeline, state)
 
 
 def error_of(function: Callable[[], object], kind: type[Exception] = ConfigError) -> str:

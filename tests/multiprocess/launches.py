@@ -1,6 +1,11 @@
 """Runs of a small model by `flax-mesh launch`."""
 
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
 
 from tests.multiprocess.processes import Running
 
@@ -20,22 +25,34 @@ SETTINGS = (
 LIMIT_S = 400
 
 
-def train(folder: Path, *more: str) -> list[str]:
-    return ["train", *SETTINGS, f"run.folder={folder}", *more]
+def train(folder: Path, *more: str, settings: tuple[str, ...] = SETTINGS) -> list[str]:
+    return ["train", *settings, f"run.folder={folder}", *more]
 
 
-def start(processes: int, devices: int, folder: Path, *more: str) -> Running:
+def start(processes: int, devices: int, folder: Path, *more: str, settings: tuple[str, ...] = SETTINGS) -> Running:
     options = ["-n", str(processes), "--devices-per-process", str(devices)]
-    return Running(["-u", "-m", "flax_mesh.cli", "launch", *options, "--", *train(folder, *more)])
+    arguments = train(folder, *more, settings=settings)
+    return Running(["-u", "-m", "flax_mesh.cli", "launch", *options, "--", *arguments])
 
 
-def run(processes: int, devices: int, folder: Path, *more: str) -> str:
+def run(processes: int, devices: int, folder: Path, *more: str, settings: tuple[str, ...] = SETTINGS) -> str:
     """The output of a launch, or of a run in one process; asserts that it succeeds."""
     if processes == 1:
-        running = Running(["-m", "flax_mesh.cli", *train(folder, f"run.platform=cpu:{devices}", *more)])
+        arguments = train(folder, f"run.platform=cpu:{devices}", *more, settings=settings)
+        running = Running(["-m", "flax_mesh.cli", *arguments])
     else:
-        running = start(processes, devices, folder, *more)
+        running = start(processes, devices, folder, *more, settings=settings)
     with running:
         ended = running.ended(LIMIT_S)
     assert ended.code == 0, ended.output
     return ended.output
+
+
+def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
+    """The state of a step of a run as plain Orbax reads it: path -> array."""
+    path, plain = folder / "checkpoints" / str(step) / "state", ocp.PyTreeCheckpointer()
+    tree: Any = plain.metadata(path).item_metadata
+    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree.tree)
+    tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}

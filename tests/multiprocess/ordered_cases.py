@@ -1,7 +1,5 @@
 """Cases of `tests.multiprocess.worker`: the ordered transport, with calls that are matched only by number."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
@@ -9,7 +7,6 @@ from jax.sharding import NamedSharding
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.transport.ordered import OrderedTransport
-from flax_mesh.processes import Watch
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
 from tests.multiprocess.counted import CountedMoves
@@ -23,10 +20,8 @@ def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
     assert channel is not None and pipeline.ordered is None  # CPU clients do not support it
 
     def forced() -> Pipeline:
-        plan = pipeline.schedule
-        return Pipeline(
-            pipeline.staged, pipeline.optimizer, mesh=pipeline.mesh, schedule=plan, rules=[], transport="ordered"
-        )
+        kinds = {"mesh": pipeline.mesh, "schedule": pipeline.schedule, "rules": []}
+        return Pipeline(pipeline.staged, pipeline.optimizer, **kinds, transport="ordered")
 
     print("forced:", error_of(forced), flush=True)
     moves = CountedMoves()
@@ -36,7 +31,7 @@ def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
         return arrived + 1 if arrived.addressable_shards else arrived
 
     pipeline.ordered = OrderedTransport(channel, moves)
-    ordered = train_and_evaluate(pipeline, model, int(steps))
+    ordered = cases.results(pipeline, model, int(steps))
     state = pipeline.init_state()
     before = moves.calls
     state, _ = pipeline.step(state, cases.batches(model, 1)[0])
@@ -46,7 +41,7 @@ def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
     sent = sum(map(int, put_and_get_all("sent", f"{pipeline.num_transfers}")))
     assert shards > 0 and (shards == sent or len(pipeline.groups) != jax.process_count())
     pipeline.ordered = None
-    keyed = train_and_evaluate(pipeline, model, int(steps))
+    keyed = cases.results(pipeline, model, int(steps))
     assert moves.calls == calls
     assert ordered[:2] == keyed[:2] and len(ordered[0]) == int(steps)
     assert ordered[2].keys() == keyed[2].keys()
@@ -57,39 +52,3 @@ def ordered(model: str, schedule: str, sizes: str, steps: str) -> None:
         pipeline.ordered = OrderedTransport(channel, move, limit_s)
         print("refused:", error_of(lambda: pipeline.step(state, cases.batches(model, 1)[0]), ShardingError), flush=True)
     end_at_once("ordered is done")
-
-
-def train_and_evaluate(pipeline: Pipeline, model: str, steps: int) -> tuple[Any, Any, dict[str, np.ndarray]]:
-    state, rows = cases.train(pipeline, model, steps)
-    sums = {name: float(np.asarray(x)) for name, x in pipeline.evaluate(state, cases.batches(model, 1)[0]).items()}
-    return rows, sums, cases.named_shards(pipeline, state)
-
-
-def forgetful() -> None:
-    """With a `Watch`. In its third step process 3 omits a call in which it neither sends nor receives."""
-
-    def report(error: BaseException) -> int:
-        print(f"reported: {error}", flush=True)
-        return 1
-
-    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 4})
-    channel = pipeline.channel
-    assert channel is not None
-    channel.watched = True
-    moves, omitted = CountedMoves(), []
-
-    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
-        idle = not array.addressable_shards and not target.addressable_devices
-        if number == 2 and jax.process_index() == 3 and idle and not omitted:
-            omitted.append(array)
-            return array
-        return moves(array, target)
-
-    pipeline.ordered = OrderedTransport(channel, move)
-    with Watch(report, waiting=channel.waiting) as watch:
-        state = pipeline.init_state()
-        for number, batch in enumerate(cases.batches("net", 6)):
-            state, metrics = pipeline.step(state, batch)
-            print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
-            watch.step_ended()
-            watch.step_timeout_s = 8  # everything is compiled

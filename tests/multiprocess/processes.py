@@ -6,20 +6,22 @@ several processes of it.
 
 import faulthandler
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 ROOT = Path(__file__).parent.parent.parent
+AFTER_KILL_S = 30
 TIME_LIMIT_S = 240  # of one process; a worker also exits by itself before
 
 
@@ -44,13 +46,9 @@ class Running:
             errors="replace",
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
+        self._reader = threading.Thread(target=self.lines.extend, args=[self.process.stdout], daemon=True)
+        self._reader.start()
 
     @property
     def output(self) -> str:
@@ -130,7 +128,45 @@ def join(process: int, processes: int, port: int, devices: int) -> None:
     )
 
 
+def texts(ended: Sequence[Ended]) -> str:
+    return "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))
+
+
 def assert_all_done(ended: Sequence[Ended], text: str) -> None:
     """Asserts that every process exited with 0 and printed `text`; the error contains all outputs."""
-    succeeded = all(one.code == 0 and text in one.output for one in ended)
-    assert succeeded, "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))
+    assert all(one.code == 0 and text in one.output for one in ended), texts(ended)
+
+
+def listed(launcher: int = -1, folder: str = "/none/", pids: Set[int] = frozenset()) -> dict[int, str]:
+    """The running children of `launcher`, processes with `folder` in their arguments, and `pids`: pid -> arguments."""
+    found = {}
+    lines = subprocess.run(["ps", "-ww", "-eo", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=True)
+    for line in lines.stdout.splitlines():
+        pid, parent, state, arguments = line.split(maxsplit=3)
+        if (int(parent) == launcher or folder in arguments or int(pid) in pids) and not state.startswith("Z"):
+            found[int(pid)] = arguments
+    return found
+
+
+def children(launcher: int) -> dict[int, int]:
+    """Number of each process of a launch that still runs -> its pid."""
+    found = {pid: re.search(r"--process=(\d+)/", arguments) for pid, arguments in listed(launcher).items()}
+    return {int(match[1]): pid for pid, match in found.items() if match}
+
+
+def assert_all_end(folder: Path, pids: Iterable[int] = ()) -> None:
+    """Waits until none of `pids` and no process of `folder` runs."""
+    end = time.monotonic() + AFTER_KILL_S
+    while left := listed(folder=str(folder), pids={*pids}):
+        assert time.monotonic() < end, f"still running after {AFTER_KILL_S} s: {left}"
+        time.sleep(0.1)
+
+
+@contextmanager
+def all_killed(folder: Path) -> Iterator[None]:
+    """Ends what a failed test leaves behind."""
+    try:
+        yield
+    finally:
+        for pid in listed(folder=str(folder)):
+            os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from tests.multiprocess.processes import assert_all_done, run_workers
 
 # model, schedule, mesh, processes, devices of each
 MATRIX = [
+    ("net", "1f1b", "pp:2", 2, 1),
     ("decoder", "1f1b", "pp:4", 4, 1),
     ("net", "zb-v", "pp:2", 2, 1),
     ("net", "zb-h1", "pp:4", 4, 1),
@@ -22,8 +23,10 @@ MATRIX = [
 ]
 
 
-def check(model: str, schedule: str, sizes: str, processes: int, devices: int, steps: int) -> None:
-    ended = run_workers("ordered", processes, devices, model, schedule, sizes, str(steps))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), MATRIX)
+def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit(model, schedule, sizes, processes, devices):
+    ended = run_workers("ordered", processes, devices, model, schedule, sizes, "4")
     assert_all_done(ended, "ordered is done")
     for one in ended:
         assert 'forced: transport="ordered" is not supported by every process' in one.output, one.output
@@ -35,25 +38,3 @@ def check(model: str, schedule: str, sizes: str, processes: int, devices: int, s
             assert re.search(failed + reason, one.output), one.output
         assert 'Use transport="server" (in a recipe pipeline.transport=server).' in one.output, one.output
     assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore
-
-
-@pytest.mark.slow
-def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit():
-    check("net", "1f1b", "pp:2", 2, 1, steps=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), MATRIX)
-def test_calls_matched_by_number_equal_the_transfer_server_in_other_layouts(model, schedule, sizes, processes, devices):
-    check(model, schedule, sizes, processes, devices, steps=4)
-
-
-@pytest.mark.slow
-def test_a_missing_call_ends_the_run():
-    ended = run_workers("forgetful", 4, 1)
-    texts = "\n".join(one.output for one in ended)
-    assert {one.code for one in ended} == {5}, texts
-    assert all("step 1 loss" in one.output and "step 5 loss" not in one.output for one in ended), texts
-    assert "no step has finished within 8 s" in texts
-    waited = re.findall(r"process 3 was waiting: group 3 for the input of F of stage 3, microbatch \d", texts)
-    assert waited, texts

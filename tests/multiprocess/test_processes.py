@@ -11,7 +11,7 @@ from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
-from tests.multiprocess.processes import ROOT, Ended, assert_all_done, free_port, run_workers
+from tests.multiprocess.processes import ROOT, assert_all_done, free_port, run_workers, texts
 
 
 @pytest.mark.slow
@@ -19,46 +19,31 @@ def test_collective_operations_have_the_same_result_in_all_processes():
     assert_all_done(run_workers("agreement", 3, 1), "agreement is done")
 
 
-def texts(ended: list[Ended]) -> str:
-    return "\n".join(f"--- process {i}, exit code {one.code}\n{one.output}" for i, one in enumerate(ended))
-
-
 @pytest.mark.slow
-def test_a_process_that_fails_in_a_stage_ends_the_others():
-    ended = run_workers("watched", 2, 1, "fails")
-    assert [one.code for one in ended] == [5, 1], texts(ended)
-    assert "reported: something in" in ended[1].output
-    assert "process 1 has failed: RuntimeError: something in" in ended[0].output, texts(ended)
-    assert "step 0 loss" in ended[0].output and "step 5 loss" not in ended[0].output
-
-
-@pytest.mark.slow
-def test_a_lost_process_is_detected_and_the_wait_for_it_is_reported():
-    ended = run_workers("watched", 2, 1, "ends")
-    assert [one.code for one in ended] == [5, 7], texts(ended)
-    assert "lost process 1: its connection is closed" in ended[0].output
-    # Which array it waits for depends on the progress of process 1.
-    assert re.search(r"process 0 was waiting: group 0 for .* from group 1 \(process 1\)", ended[0].output), texts(ended)
-
-
-@pytest.mark.slow
-def test_a_step_that_does_not_finish_prints_all_stacks():
-    ended = run_workers("watched", 2, 1, "stuck")
-    assert {one.code for one in ended} == {5}, texts(ended)
-    assert any("no step has finished within 4 s, after 4 steps since the start" in one.output for one in ended), texts(
-        ended
-    )
-    assert any("Current thread" in one.output and "flax_mesh_watch" not in one.output for one in ended), texts(ended)
+@pytest.mark.parametrize(
+    ("what", "codes", "expected"),
+    [
+        ("fails", [5, 1], ["reported: something in", "process 1 has failed: RuntimeError: something in"]),
+        ("fails unheard", [5, 1], ["process 1 has failed: RuntimeError: something in"]),
+        ("ends", [5, 7], ["lost process 1: its connection is closed", r"0 was waiting: group 0 for .* \(process 1\)"]),
+        ("stuck", [5, 5], ["no step has finished within 4 s, after 4 steps since the start", "Current thread"]),
+        ("omits a call", [5] * 4, [r"process 3 was waiting: group 3 for the input of F of stage 3, microbatch \d"]),
+    ],
+)
+def test_a_process_that_fails_or_blocks_ends_the_others_with_a_reason(what, codes, expected):
+    ended = run_workers("watched", len(codes), 1, what)
+    text = texts(ended)
+    assert [one.code for one in ended] == codes, text
+    assert all(re.search(pattern, text) for pattern in expected), text
+    assert "step 0 loss" in ended[0].output and "step 5 loss" not in ended[0].output, text
+    assert "flax_mesh_watch" not in text, text  # no stack of the thread that prints the stacks
 
 
 def test_a_single_process_has_a_step_timeout_too():
-    lines = ("import time", "from flax_mesh.processes import Watch", "with Watch(print, 1.0):", "    time.sleep(30)")
-    program = "\n".join(lines)
+    program = "import time\nfrom flax_mesh.processes import Watch\nwith Watch(print, 1.0):\n    time.sleep(30)"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 5, ended.stderr
-    assert (
-        "time.sleep" not in ended.stderr and 'File "<string>", line 4' in ended.stderr
-    )  # the stack of the main thread
+    assert 'File "<string>", line 4' in ended.stderr  # the stack of the main thread
     assert "flax-mesh: no step has finished within 1 s, after 0 steps since the start" in ended.stderr
 
 
@@ -105,8 +90,6 @@ def test_virtual_devices_are_divided_evenly_among_processes():
 
 def test_the_command_to_resume_uses_launch_again():
     argv = ["train", "recipe.py", "mesh.shape=pp:4", "--process=0/4@127.0.0.1:1", "--devices-per-process=2"]
-    assert same_command(argv, "0/4@127.0.0.1:1") == [
-        *("launch", "-n", "4", "--devices-per-process=2", "--"),
-        *("train", "recipe.py", "mesh.shape=pp:4"),
-    ]
+    again = "launch -n 4 --devices-per-process=2 -- train recipe.py mesh.shape=pp:4"
+    assert same_command(argv, "0/4@127.0.0.1:1") == again.split()
     assert same_command(["train", "recipe.py"], None) == ["train", "recipe.py"]

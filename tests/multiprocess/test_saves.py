@@ -2,71 +2,42 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import CHECKSUMS, MARKERS
-from tests.multiprocess.processes import Ended, assert_all_done, run_workers
+from tests.multiprocess.processes import assert_all_done, run_workers
 
-# what is broken, in which process, and the reason that is reported
-LIGHT = [("no room for files", 1, "File too large")]
-MATRIX = [
-    ("no room for files", 0, "File too large"),
-    ("no way to the folder", 0, "the folder is gone"),
-    ("no way to the folder", 1, "the folder is gone"),
-    ("something in the way", 0, "Cannot call rmtree on a symbolic link"),
-]
-
-
-def reported(one: Ended) -> str:
-    (line,) = re.findall(r"^reported: (.*)$", one.output, re.MULTILINE)
-    return re.sub(r" in \S+/own\d: ", ": ", line)
-
-
-def check(what: str, who: int, reason: str, folder: Path) -> None:
-    ended = run_workers("saves", 2, 1, str(folder), what, str(who))
-    assert_all_done(ended, "saves is done")
-    expected = (
-        f"the checkpoint of step 2 could not be saved: process {who}: {reason}; the newest checkpoint is of step 1"
-    )
-    assert reported(ended[1 - who]) == expected
-    if what == "no way to the folder":
-        expected = expected.replace(
-            "the newest checkpoint is of step 1", "no checkpoint exists"
-        )  # visible in this process
-    assert reported(ended[who]) == expected
-    assert len({"save has returned" in one.output for one in ended}) == 1  # the same call raises in all
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["1", "3"]
+THERE = "{}/own{} already contains a checkpoint of step 2; nothing was overwritten."
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "who", "reason"), LIGHT)
+@pytest.mark.parametrize(
+    ("what", "who", "reason"),  # what is broken, in which process, and the reason that is reported
+    [
+        ("no room for files", 1, "File too large"),
+        ("no room for files", 0, "File too large"),
+        ("no way to the folder", 0, "the folder is gone"),
+        ("no way to the folder", 1, "the folder is gone"),
+        ("something in the way", 0, "Cannot call rmtree on a symbolic link"),
+        ("a step that is there", 0, THERE),
+        ("a step that is there", 1, THERE),
+    ],
+)
 def test_a_save_that_fails_in_one_process_fails_in_all(what, who, reason, tmp_path):
-    check(what, who, reason, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "who", "reason"), MATRIX)
-def test_a_save_that_fails_anywhere_fails_in_all(what, who, reason, tmp_path):
-    check(what, who, reason, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_step_that_exists_only_for_one_process_fails_in_all(who, tmp_path):
-    ended = run_workers("saves", 2, 1, str(tmp_path), "a step that is there", str(who))
+    ended = run_workers("saves", 2, 1, str(tmp_path), what, str(who))
     assert_all_done(ended, "saves is done")
-    reason = rf"{tmp_path}/own{who} already contains a checkpoint of step 2; nothing was overwritten."
-    for process, one in enumerate(ended):
-        (line,) = re.findall(r"^reported: (.*)$", one.output, re.MULTILINE)
-        assert (
-            (line == reason)
-            if process == who
-            else f": process {who}: {reason}; the newest checkpoint is of step 1" in line
-        )
-        assert "save has returned" not in one.output
+    errors = [re.findall(r"^reported: (.*)$", one.output, re.MULTILINE) for one in ended]
+    errors = [re.sub(r" in \S+/own\d: ", ": ", error) for (error,) in errors]
+    reason = reason.format(tmp_path, who)
+    newest = "the newest checkpoint is of step 1"
+    expected = f"the checkpoint of step 2 could not be saved: process {who}: {reason}; {newest}"
+    assert errors[1 - who] == expected
+    if what == "no way to the folder":  # nor to the newest checkpoint
+        expected = expected.replace(newest, "no checkpoint exists")
+    assert errors[who] == (reason if what == "a step that is there" else expected)
+    assert len({"save has returned" in one.output for one in ended}) == 1  # the same call raises in all
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "3"]
 
 

@@ -22,6 +22,7 @@ from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
+from flax_mesh.mpmd.transport.ordered import OrderedTransport
 from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
 from flax_mesh.processes.agree import Phases
 from flax_mesh.train import apply_overrides, load_recipe
@@ -29,7 +30,9 @@ from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all
-from tests.multiprocess.ordered_cases import forgetful, ordered  # noqa: F401  cases
+from tests.multiprocess.counted import CountedMoves
+from tests.multiprocess.launches import stored
+from tests.multiprocess.ordered_cases import ordered  # noqa: F401  a case
 from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, run_case
 from tests.train.support.llama import LLAMA, config_of
 
@@ -37,14 +40,10 @@ from tests.train.support.llama import LLAMA, config_of
 def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> None:
     """Writes the metrics of every step, the sums of an evaluation, and every shard of the state in this process."""
     pipeline = cases.make_pipeline(model, schedule, cases.parse_sizes(sizes))
-    state, rows = cases.train(pipeline, model, int(steps))
-    compiled = compiled_stages(pipeline)
-    batch = cases.batches(model, 1)[0]
-    sums = {name: float(np.asarray(value)) for name, value in pipeline.evaluate(state, batch).items()}
-    shards = cases.named_shards(pipeline, state)
+    rows, sums, shards = cases.results(pipeline, model, int(steps))
     here = jax.process_index()
-    np.savez(Path(folder) / f"shards{here}.npz", **shards)  # pyright: ignore[reportArgumentType]
-    report = {"rows": rows, "sums": sums, "transfers": pipeline.num_transfers, "compiled": compiled}
+    np.savez(Path(folder) / f"shards{here}.npz", **shards)
+    report = {"rows": rows, "sums": sums, "compiled": compiled_stages(pipeline)}
     (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
 
 
@@ -52,9 +51,8 @@ def agreement() -> None:
     """The collective operations have the same results and raise the same errors in all processes."""
     here = jax.process_index()
     assert_equal("same", {"seed": "0", "mesh": "pp:2"})
-    differing = error_of(
-        lambda: assert_equal("other", {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})})
-    )
+    own = {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})}
+    differing = error_of(lambda: assert_equal("other", own))
     assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
     assert "odd: (missing) on process 0; x on processes 1, 2" in differing, differing
     assert "mesh" not in differing
@@ -68,9 +66,8 @@ def agreement() -> None:
 
     sender = "process 0: " if here else ""
     assert sender + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
-    assert sender + "a file is missing" == error_of(
-        lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError
-    )
+    missing = error_of(lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError)
+    assert missing == sender + "a file is missing"
 
     for failing in (2, 0, None):  # None: no process fails
         phases = Phases("task", ("one", "two", "three"))
@@ -87,9 +84,7 @@ def agreement() -> None:
 
     stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
     for step in range(1, 20):
-        put_and_get_all(
-            f"step {step}", "ended"
-        )  # like metrics, which are available when all processes have dispatched the step
+        put_and_get_all(f"step {step}", "ended")  # as metrics, which exist once all processes dispatched the step
         if stop():
             break
     assert 3 <= step <= 7, step
@@ -98,7 +93,8 @@ def agreement() -> None:
 
 
 def watched(what: str) -> None:
-    """Trains with a `Watch`. In the fifth step process 1 fails, blocks, or exits."""
+    """Trains with a `Watch`. In the fifth step process 1 fails, blocks, or exits, or the last process omits a call in
+    which it neither sends nor receives."""
 
     def report(error: BaseException) -> int:
         if what == "fails unheard":
@@ -106,14 +102,25 @@ def watched(what: str) -> None:
         print(f"reported: {error}", flush=True)
         return 1
 
-    pipeline = cases.make_pipeline("net", "1f1b", {"pp": 2})
+    last = jax.process_index() == jax.process_count() - 1
+    pipeline = cases.make_pipeline("net", "1f1b", {"pp": jax.process_count()})
     channel = pipeline.channel
     assert channel is not None
     channel.watched = True
+    moves, omitted = CountedMoves(), []
+
+    def move(array: jax.Array, target: NamedSharding) -> jax.Array:
+        if number == 4 and last and not (omitted or array.addressable_shards or target.addressable_devices):
+            omitted.append(array)
+            return array
+        return moves(array, target)
+
+    if what == "omits a call":
+        pipeline.ordered = OrderedTransport(channel, move)
     with Watch(report, waiting=channel.waiting) as watch:
         state = pipeline.init_state()
         for number, batch in enumerate(cases.batches("net", 30)):
-            if jax.process_index() == 1 and number == 4:
+            if last and number == 4:
                 if what.startswith("fails"):
                     pipeline.on_action = raise_in_stage
                 if what == "stuck":
@@ -123,7 +130,7 @@ def watched(what: str) -> None:
             state, metrics = pipeline.step(state, batch)
             print(f"step {number} loss {float(np.asarray(metrics['loss']))}", flush=True)
             watch.step_ended()
-            if what == "stuck" and number == 3:  # everything is compiled
+            if what in ("stuck", "omits a call") and number == 3:  # everything is compiled
                 watch.step_timeout_s = 4
 
 
@@ -133,13 +140,9 @@ def mismatch() -> None:
     batch = cases.batches("net", 1)[0]
     batch = jax.tree.map(lambda x: np.concatenate([x] * (1 + jax.process_index())), batch)
     state = pipeline.init_state()
-    try:
-        pipeline.step(state, batch)
-    except ShardingError as error:
-        assert "All processes must run the same code" in str(error)
-        print("refused:", error, flush=True)
-    else:
-        raise AssertionError("no error")
+    refused = error_of(lambda: pipeline.step(state, batch), ShardingError)
+    assert "All processes must run the same code" in refused
+    print("refused:", refused, flush=True)
     end_at_once("mismatch is done")
 
 
@@ -177,17 +180,15 @@ def saves(folder: str, what: str, who: str) -> None:
         checkpointer.save(3, state, {})
         checkpointer.wait()
         restored = checkpointer.restore(state, 3)
-    assert all(np.array_equal(a.data, b.data) for a, b in zip(*map(shards_of, (state, restored)), strict=True))
+    pairs = zip(state["a"].addressable_shards, restored["a"].addressable_shards, strict=True)
+    assert all(np.array_equal(saved.data, found.data) for saved, found in pairs)
 
 
 def checksums(folder: str) -> None:
     """Saves 8 MiB per process, and prints how many bytes this process has read meanwhile."""
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-    size = 2**21 * jax.device_count()
-    numbers = jax.jit(
-        lambda: jax.random.uniform(jax.random.key(0), (size,)), out_shardings=NamedSharding(mesh, P("fsdp"))
-    )
-    state = nnx.State({"a": numbers()})
+    numbers = np.random.default_rng(0).random(2**21 * jax.device_count(), np.float32)
+    state = nnx.State({"a": jax.device_put(numbers, NamedSharding(mesh, P("fsdp")))})
     with Checkpointer(folder, compress=False) as checkpointer:
         checkpointer.save(1, nnx.State({"a": np.ones(3)}), {})  # imports the modules for saving
         checkpointer.wait()
@@ -203,7 +204,7 @@ def bytes_read() -> int:
 
 def starts(checkpoint: str) -> None:
     """Runs that start from a checkpoint, and from Hugging Face files with the same parameters, with and without pp."""
-    alone = jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1])
+    whole = NamedSharding(jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1]), P())
     for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
         config = config_of(shape)
         mesh, rules = make_mesh(config, print), run_rules(config)
@@ -212,9 +213,7 @@ def starts(checkpoint: str) -> None:
         state, text = start_from(find_start(str(folder)), fresh, rules.layers)
         before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
         model = state.to_nnx()["model"]
-        on_one = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(alone, P())), model
-        )
+        on_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), model)
         expected = dict(named_leaves({"model": load_safetensors(LLAMA, on_one, DECODER_NAMES["llama"])}))
         shards = 0
         for path, leaf in after.items():
@@ -227,23 +226,19 @@ def starts(checkpoint: str) -> None:
         print(f"{shape}: {shards} shards are new;", text.splitlines()[0], flush=True)
 
 
-def restores(checkpoints: str, step: str, folder: str, *settings: str) -> None:
-    """Writes every shard that this process restores, under "path@slice of the array"."""
+def restores(folder: str, step: str, *settings: str) -> None:
+    """Restores the step of a run in this layout: every shard has the bits that plain Orbax reads."""
     config = apply_overrides(load_recipe(settings[0]), settings[1:])
     mesh, rules = make_mesh(config, print), run_rules(config)
     layout = train_program(config, mesh, rules).layout.to_nnx()
-    with Checkpointer(checkpoints, layers=rules.layers) as checkpointer:
+    with Checkpointer(Path(folder) / "checkpoints", layers=rules.layers) as checkpointer:
         restored = dict(named_leaves(checkpointer.restore(layout, int(step))))
-    shards = {}
+    expected = stored(Path(folder), int(step))
+    assert restored.keys() == expected.keys()
     for path, leaf in restored.items():
         for shard in (jax.random.key_data(leaf) if is_key(leaf) else leaf).addressable_shards:
-            places = [f"{start}:{stop}" for start, stop, _ in map(slice.indices, shard.index, leaf.shape)]
-            shards[f"{path}@{','.join(places)}"] = np.asarray(shard.data)
-    np.savez(Path(folder) / f"restored{jax.process_index()}.npz", **shards)  # pyright: ignore[reportArgumentType]
-
-
-def shards_of(state: Any) -> list[Any]:
-    return state["a"].addressable_shards
+            wanted = expected[path][shard.index]
+            assert shard.data.dtype == wanted.dtype and np.array_equal(shard.data, wanted), path
 
 
 def break_saving(what: str, own: Path, folder: Path) -> Callable[[], object]:
@@ -272,13 +267,11 @@ def raise_in_stage(action: Any, saved: Any) -> None:
 
 def compiled_stages(pipeline: Pipeline) -> list[int]:
     """Stages for which this process has compiled any function."""
-    found = {
-        stage.stage
-        for made in pipeline.compiled.values()
-        for stage in made.stages
-        for function in (stage.forward, stage.backward, stage.weights, stage.both)
-        if function is not None and function._cache_size()  # pyright: ignore[reportFunctionMemberAccess]
-    }
+    found = set()
+    for stage in (stage for made in pipeline.compiled.values() for stage in made.stages):
+        functions: list[Any] = [stage.forward, stage.backward, stage.weights, stage.both]
+        if any(function is not None and function._cache_size() for function in functions):
+            found.add(stage.stage)
     return sorted(found)
 
 

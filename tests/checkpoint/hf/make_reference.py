@@ -6,7 +6,6 @@ reference.npz, and the greedy continuation of generated.npz.
 needs the extra `hf`. The default tests read the files, so that they need neither torch nor transformers.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,13 +97,10 @@ def write_generated(folder: Path) -> None:
             output_logits=True,
             return_dict_in_generate=True,
         )
+    tokens = found.sequences[0, PROMPT:].numpy().astype(np.int32)
     largest = torch.stack(found.logits).topk(2).values
-    np.savez(
-        folder / "generated.npz",
-        prompt=prompt[0],
-        tokens=found.sequences[0, PROMPT:].numpy().astype(np.int32),
-        margin=(largest[..., 0] - largest[..., 1]).min().numpy(),
-    )
+    margin = (largest[..., 0] - largest[..., 1]).min().numpy()
+    np.savez(folder / "generated.npz", prompt=prompt[0], tokens=tokens, margin=margin)
 
 
 def main() -> None:
@@ -113,8 +109,6 @@ def main() -> None:
         (DATA / case).mkdir(parents=True)
         write_reference(case, DATA / case)
         write_generated(DATA / case)
-        sizes = {file.name: file.stat().st_size for file in sorted((DATA / case).iterdir())}
-        print(case, json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,8 @@
-"""Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly.
-
-`make_reference` wrote the checkpoints in data/ and the logits that transformers computed from them.
-"""
+"""Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly."""
 
 import dataclasses
-import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,19 +18,19 @@ from flax_mesh.checkpoint.hf.decoders import (
     huggingface_config,
     read_config,
 )
-from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors
+from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, read_json
 from flax_mesh.models import DecoderConfig, make_decoder
 from tests.checkpoint.hf.make_reference import CASES, DATA, write_reference
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 
 
-def decoder_of(folder, names=None, mesh=None, **change):
+def decoder_of(folder, names=None, **change):
     """Load the decoder in a folder, with changed names or settings."""
     config = read_config(folder)
     settings = DecoderConfig(**decoder_config_from_hf(config) | change)
     make = lambda: make_decoder(settings, nnx.Rngs(0))  # noqa: E731
-    abstract = abstract_state(make, mesh or create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
+    abstract = abstract_state(make, create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1]))
     state = load_safetensors(folder, abstract, names or DECODER_NAMES[config["model_type"]])
     return nnx.merge(nnx.graphdef(nnx.eval_shape(make)), state)
 
@@ -63,20 +60,7 @@ def test_logits_equal_those_of_transformers(case):
     assert difference(decoder_of(DATA / case), DATA / case) < TOLERANCE
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
-def test_logits_equal_those_of_transformers_on_a_mesh_with_scanned_layers(case):
-    mesh = create_mesh((1, 2, 1, 2, 1), devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        model = decoder_of(DATA / case, mesh=mesh, scan=True)
-        assert model.layers.attention.q.kernel.sharding.spec == jax.P(None, "fsdp", "tp", None)
-        reference = np.load(DATA / case / "reference.npz")
-        logits = logits_of(model, np.repeat(reference["tokens"], 2, axis=0))
-    want = reference["logits"]
-    assert np.abs(np.asarray(logits) - want).max() < TOLERANCE * np.abs(want).max()
-
-
-MISTAKES = {
+MISTAKES = {  # mistake -> case and changed settings, or the dims of one line of its table
     "q transposed": ("llama", {"names": ("attention/q/kernel", "(c h) d -> d h c")}),
     "heads and dims of k swapped": ("llama", {"names": ("attention/k/kernel", "(c k) d -> d k c")}),
     "o transposed": ("qwen3", {"names": ("attention/o/kernel", "d (c h) -> h c d")}),
@@ -91,11 +75,9 @@ MISTAKES = {
 }
 
 
+# Mistakes of the config compile the logits again.
 @pytest.mark.parametrize(
-    "mistake",
-    [  # mistakes of the config recompute the logits
-        pytest.param(m, marks=pytest.mark.slow if m.startswith("another") else ()) for m in MISTAKES
-    ],
+    "mistake", [pytest.param(m, marks=[pytest.mark.slow] * m.startswith("another")) for m in MISTAKES]
 )
 def test_a_mistake_changes_the_logits(mistake):
     case, change = MISTAKES[mistake]
@@ -128,17 +110,6 @@ def test_loading_and_saving_a_folder_of_transformers_is_bitwise(case, tmp_path):
     assert (INDEX in {file.name for file in (DATA / case).iterdir()}) == (case == "llama")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_transformers_reproduces_the_stored_logits(case):
-    torch = pytest.importorskip("torch", reason="comes with the extra hf")
-    transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
-    model = transformers.AutoModelForCausalLM.from_pretrained(DATA / case)
-    reference = np.load(DATA / case / "reference.npz")
-    with torch.no_grad():
-        logits = model(torch.from_numpy(reference["tokens"]).long()).logits.numpy()
-    assert np.abs(logits - reference["logits"]).max() < TOLERANCE * np.abs(logits).max()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers_for_new_weights(case, dtype, tmp_path):
@@ -169,74 +140,14 @@ def test_transformers_computes_equal_logits_from_saved_folders(case, tmp_path):
 
 
 # As on the hub, written by transformers 4.
-LLAMA_3_2 = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 128000,
-    "eos_token_id": 128001,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.45.0.dev0",
-    "use_cache": True,
-    "vocab_size": 128256,
-}
-QWEN_2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151643,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "initializer_range": 0.02,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 24,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.40.1",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+LLAMA_3_2, QWEN_2 = (read_json(Path(__file__).parent / "hub" / name) for name in ("llama_3_2.json", "qwen_2.json"))
 
 
 def test_configs_of_the_hub_become_settings():
     llama = DecoderConfig(**decoder_config_from_hf(LLAMA_3_2))
-    want = DecoderConfig(
-        **{"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8},
-        **{"head_dim": 64, "mlp_size": 8192, "rope_theta": 500000.0, "rope_factor": 32.0, "norm_epsilon": 1e-5},
-        **{"tied": True, "dtype": "bfloat16", "param_dtype": "bfloat16"},
-    )
-    assert llama == want and not llama.problems()
+    sizes: Any = {"vocab_size": 128256, "hidden_size": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8}
+    sizes |= {"head_dim": 64, "mlp_size": 8192, "rope_theta": 500000.0, "rope_factor": 32.0, "norm_epsilon": 1e-5}
+    assert llama == DecoderConfig(**sizes, tied=True, dtype="bfloat16", param_dtype="bfloat16") and not llama.problems()
     qwen = DecoderConfig(**decoder_config_from_hf(QWEN_2))
     assert (qwen.head_dim, qwen.qkv_bias, qwen.qk_norm, qwen.rope_factor) == (64, True, False, 1.0)
 
@@ -245,20 +156,19 @@ def test_absent_keys_have_the_defaults_of_their_family():
     def without(config, *keys):
         return decoder_config_from_hf({key: value for key, value in config.items() if key not in keys})
 
-    old = without(
-        LLAMA_3_2, "num_key_value_heads", "head_dim", "rope_scaling", "rope_theta", "rms_norm_eps", "torch_dtype"
-    )
+    rope = ("rope_scaling", "rope_theta")
+    old = without(LLAMA_3_2, *rope, "num_key_value_heads", "head_dim", "rms_norm_eps", "torch_dtype")
     assert (old["num_kv_heads"], old["head_dim"], old["rope_theta"]) == (32, 64, 10_000.0)
     assert (old["norm_epsilon"], old["dtype"], old["rope_factor"]) == (1e-6, "float32", 1.0)
     assert without(LLAMA_3_2, "tie_word_embeddings")["tied"] is False
-    qwen3 = {key: value for key, value in QWEN_2.items() if key != "architectures"} | {"model_type": "qwen3"}
+    qwen3 = QWEN_2 | {"model_type": "qwen3", "architectures": None}
     assert decoder_config_from_hf(qwen3)["head_dim"] == 128 and decoder_config_from_hf(qwen3)["qk_norm"]
     assert decoder_config_from_hf(qwen3 | {"head_dim": 96})["head_dim"] == 96
 
 
 def test_all_layers_have_a_sliding_window_or_none():
-    llama = {key: value for key, value in LLAMA_3_2.items() if key not in ("architectures", "mlp_bias", "rope_scaling")}
-    del llama["attention_bias"]
+    llama_only = ("architectures", "mlp_bias", "attention_bias", "rope_scaling")
+    llama = {key: value for key, value in LLAMA_3_2.items() if key not in llama_only}
 
     def window(**change):
         return decoder_config_from_hf(llama | change)["sliding_window"]
@@ -281,6 +191,9 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
     assert decoder_config_from_hf(oldest)["rope_theta"] == config["rope_theta"]
 
 
+QWEN_2_WINDOW = {"model_type": "qwen2", "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -294,10 +207,7 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
         ({"layer_types": 3}, "layer_types must all be full_attention, got 3"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "must be of type default or llama3, got 'linear'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "must be of type default or llama3, got 'yarn'"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
-            r"of type llama3 must have the keys .*got \['factor'\]",
-        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"type llama3 must have the keys .*\['factor'\]"),
         ({"rope_scaling": {"rope_type": "default", "mscale": 2.0}}, r"of type default must have the keys \[\], got"),
         ({"rope_scaling": {**LLAMA_3_2["rope_scaling"], "factor": "8"}}, "rope_factor must be a number, got '8'"),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0"),
@@ -312,14 +222,8 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
         ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key; if it has no effect: ignore=\('logit_scale',\)"),
         ({"model_type": "gpt2"}, "model_type must be one of llama, mistral, .*, got 'gpt2'"),
         ({"model_type": None}, "model_type must be one of .*, got None"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 4},
-            "max_window_layers must be 0, so that all layers have the window, got 4",
-        ),
-        (
-            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
-            "layer_types must all be sliding_attention",
-        ),
+        ({**QWEN_2_WINDOW, "max_window_layers": 4}, "max_window_layers must be 0, so that all .* the window, got 4"),
+        ({**QWEN_2_WINDOW, "layer_types": ["full_attention"]}, "layer_types must all be sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window=True is an unknown key"),
         ({"model_type": "qwen3_moe", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob must be True, got False"),
@@ -327,10 +231,7 @@ def test_old_and_new_spellings_of_keys_are_equivalent(config):
         ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, r"mlp_only_layers must be \[\], got \[0\]"),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
         ({"model_type": "mixtral", "sliding_window": 0}, "sliding_window must be a positive integer or null, got 0"),
-        (
-            {"model_type": "mistral", "sliding_window": "4"},
-            "sliding_window must be a positive integer or null, got '4'",
-        ),
+        ({"model_type": "mistral", "sliding_window": "4"}, "sliding_window must be a positive .*, got '4'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
@@ -357,14 +258,6 @@ def test_config_json_must_exist_and_be_an_object(tmp_path):
             read_config(tmp_path)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_settings_survive_a_round_trip_through_config_json(case):
-    settings = decoder_config_from_hf(read_config(DATA / case))
-    config = json.loads(json.dumps(huggingface_config(vars(DecoderConfig(**settings)))))
-    assert decoder_config_from_hf(config) == settings
-    assert DecoderConfig(**decoder_config_from_hf(config)) == DecoderConfig(**settings)
-
-
 def test_a_decoder_of_no_family_is_refused():
     config = DecoderConfig(qkv_bias=True, qk_norm=True)
     with pytest.raises(ConfigError, match=r"No family has decoders with .*'qk_norm': True.*\n  llama: "):
@@ -375,11 +268,8 @@ def test_a_decoder_of_no_family_is_refused():
 
 def test_options_that_older_settings_lack_are_off():
     settings = vars(DecoderConfig())
-    older = {
-        key: value for key, value in settings.items() if not key.startswith(("q", "rope_factor", "num_experts", "sl"))
-    }
-    assert len(older) == len(settings) - 5
-    assert huggingface_config(older) == huggingface_config(settings)
+    older = settings.keys() - {"qkv_bias", "qk_norm", "rope_factor", "num_experts", "sliding_window"}
+    assert huggingface_config({key: settings[key] for key in older}) == huggingface_config(settings)
 
 
 def test_every_family_has_a_table_and_a_case():

@@ -10,7 +10,6 @@ from tests.checkpoint.hf.make_reference import CASES, DATA, GENERATED, PROMPT, w
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ONE, MESH = (1, 1, 1, 1, 1), (1, 2, 1, 2, 1)
-SAMPLED = (("llama", MESH), ("qwen3_moe", ONE))  # by default; all of them in the slow tests
 
 
 def check(folder, shape=ONE):
@@ -26,14 +25,8 @@ def check(folder, shape=ONE):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "shape"),
-    [
-        pytest.param(case, shape, marks=[] if (case, shape) in SAMPLED else pytest.mark.slow)
-        for case in CASES
-        for shape in (ONE, MESH)
-    ],
-)
+@pytest.mark.parametrize("shape", [ONE, MESH])
+@pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_are_those_that_transformers_generated(case, shape):
     check(DATA / case, shape)
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,10 @@ GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
 }
+
+
+def with_b(**change):
+    return GOOD | {"b": GOOD["b"] | change}
 
 
 def bits(shape, dtype, seed=0):
@@ -95,9 +98,8 @@ def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
 def test_a_slice_reads_only_its_own_pages(tmp_path):
     rows, width = 1024, 1 << 17  # 512 MiB of float32, a sparse file
     size = rows * width * 4
-    file = raw(
-        tmp_path / "big.safetensors", {"x": {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, size]}}, 0
-    )
+    header = {"x": {"dtype": "F32", "shape": [rows, width], "data_offsets": [0, size]}}
+    file = raw(tmp_path / "big.safetensors", header, 0)
     with file.open("r+b") as out:
         out.truncate(file.stat().st_size + size)
     array = open_safetensors(file)["x"]
@@ -133,34 +135,26 @@ def test_arrays_are_in_natural_order_with_wide_dtypes_first(tmp_path):
         (b'{"a": {}, "a": {}}', "duplicate keys: a"),
         (GOOD | {"__metadata__": {"format": 1}}, "__metadata__ must map strings to strings"),
         (GOOD | {"b": {}}, "'b': must have dtype, shape and data_offsets, got {}"),
-        (GOOD | {"b": GOOD["b"] | {"more": 1}}, "'b': must have dtype, shape and data_offsets"),
-        (GOOD | {"b": GOOD["b"] | {"dtype": "F4"}}, "'b': dtype must be one of .*, got 'F4'"),
-        (GOOD | {"b": GOOD["b"] | {"dtype": []}}, r"'b': dtype must be one of .*, got \[\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [-4]}}, r"'b': shape must be .* non-negative integers .*, got \[-4\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [True]}}, r"'b': shape must be .* non-negative integers .*, got \[True\]"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [4.0]}}, "'b': shape must be .* non-negative integers"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [1] * 33}}, "'b': shape must be at most 32"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [0, 2**40, 2**40]}}, "'b': shape must be .* elements"),
-        (GOOD | {"b": GOOD["b"] | {"shape": [5]}}, r"'b': BF16 \[5\] needs 10 bytes, but data_offsets are \[24, 32\]"),
+        (with_b(more=1), "'b': must have dtype, shape and data_offsets"),
+        (with_b(dtype="F4"), "'b': dtype must be one of .*, got 'F4'"),
+        (with_b(dtype=[]), r"'b': dtype must be one of .*, got \[\]"),
+        (with_b(shape=[-4]), r"'b': shape must be .* non-negative integers .*, got \[-4\]"),
+        (with_b(shape=[True]), r"'b': shape must be .* non-negative integers .*, got \[True\]"),
+        (with_b(shape=[4.0]), "'b': shape must be .* non-negative integers"),
+        (with_b(shape=[1] * 33), "'b': shape must be at most 32"),
+        (with_b(shape=[0, 2**40, 2**40]), "'b': shape must be .* elements"),
+        (with_b(shape=[5]), r"'b': BF16 \[5\] needs 10 bytes, but data_offsets are \[24, 32\]"),
+        (with_b(data_offsets=[32, 24]), "'b': data_offsets must be two ascending non-negative integers"),
+        (with_b(data_offsets=[24]), "'b': data_offsets must be two ascending non-negative integers"),
+        (with_b(data_offsets=[-8, 0]), "'b': data_offsets must be two ascending non-negative integers"),
+        (with_b(data_offsets=[16, 24]), "'b': begins at byte 16, which overlaps 'a'"),
+        (with_b(data_offsets=[32, 40]), "'b': ends at byte 40 of the data, which has 32"),
+        (with_b(shape=[3], data_offsets=[26, 32]), "'b': begins at byte 26, which leaves a gap"),
+        (with_b(shape=[3], data_offsets=[24, 30]), "2 bytes after 'b' belong to no array"),
         (
-            GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 24]}},
-            "'b': data_offsets must be two ascending non-negative integers",
+            {"a": GOOD["a"] | {"dtype": "F7"}, "b": GOOD["b"] | {"shape": [9]}},
+            r"'a': dtype must.*'b': BF16 \[9\] needs 18 bytes",  # one error lists all
         ),
-        (
-            GOOD | {"b": GOOD["b"] | {"data_offsets": [24]}},
-            "'b': data_offsets must be two ascending non-negative integers",
-        ),
-        (
-            GOOD | {"b": GOOD["b"] | {"data_offsets": [-8, 0]}},
-            "'b': data_offsets must be two ascending non-negative integers",
-        ),
-        (GOOD | {"b": GOOD["b"] | {"data_offsets": [16, 24]}}, "'b': begins at byte 16, which overlaps 'a'"),
-        (GOOD | {"b": GOOD["b"] | {"data_offsets": [32, 40]}}, "'b': ends at byte 40 of the data, which has 32"),
-        (
-            GOOD | {"b": GOOD["b"] | {"shape": [3], "data_offsets": [26, 32]}},
-            "'b': begins at byte 26, which leaves a gap",
-        ),
-        (GOOD | {"b": GOOD["b"] | {"shape": [3], "data_offsets": [24, 30]}}, "2 bytes after 'b' belong to no array"),
         (GOOD | {"": GOOD["b"]}, "'': a name must be printable text"),
         (GOOD | {"\x00": GOOD["b"]}, r"'\\x00': a name must be printable text"),
     ],
@@ -181,12 +175,6 @@ def test_a_header_longer_than_the_file_is_refused(content, tmp_path):
         open_safetensors(tmp_path / "bad.safetensors")
 
 
-def test_one_error_lists_all_errors_of_a_header(tmp_path):
-    header = {"a": GOOD["a"] | {"dtype": "F7"}, "b": GOOD["b"] | {"shape": [9]}}
-    with pytest.raises(ConfigError, match=r"(?s)'a': dtype must.*'b': BF16 \[9\] needs 18 bytes"):
-        open_safetensors(raw(tmp_path / "bad.safetensors", header))
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 150), st.integers(1, 255))
 def test_a_changed_byte_is_refused_or_reads_inside_the_file(at, change):
@@ -205,29 +193,33 @@ def test_a_changed_byte_is_refused_or_reads_inside_the_file(at, change):
 
 
 def sharded(folder):
-    arrays = {f"w{i}": bits((4,), "float32", i) for i in range(3)}
-    write(folder, arrays, max_file_bytes=20)
-    return arrays, json.loads((folder / INDEX).read_text())
+    """Writes a folder of three files, and returns its index."""
+    write(folder, {f"w{i}": bits((4,), "float32", i) for i in range(3)}, max_file_bytes=20)
+    return json.loads((folder / INDEX).read_text())
+
+
+OUTSIDE = ("/etc/x.safetensors", "../x.safetensors", "..", "a/b.safetensors", "x\\y", ".x.safetensors")
+NO_NAMES = ("x.bin", "", 3, None)
 
 
 @pytest.mark.parametrize(
-    "file",
-    ["/etc/x.safetensors", "../x.safetensors", "..", "a/b.safetensors", ".x.safetensors", "x.bin", "", 3, "x\\y", None],
+    ("index", "message"),
+    [
+        *((text, "not valid JSON|must be an object with a") for text in ("[]", "{}", "{")),
+        *(({"weight_map": value}, "must be an object with a") for value in ({}, [], 1)),
+        *(({"weight_map": {"w0": x}}, f"{re.escape(repr(x))} must be the name of a .saf") for x in OUTSIDE + NO_NAMES),
+    ],
 )
-def test_an_index_cannot_name_files_outside_its_folder(file, tmp_path):
-    folder = tmp_path / "in"
-    _, index = sharded(folder)
+def test_an_index_that_is_invalid_or_names_files_outside_its_folder_is_refused(index, message, tmp_path):
+    sharded(tmp_path / "in")
     raw(tmp_path / "x.safetensors", GOOD)
-    index["weight_map"]["w0"] = file
-    (folder / INDEX).write_text(json.dumps(index))
-    with pytest.raises(
-        ConfigError, match=f"{re.escape(repr(file))} must be the name of a .safetensors file in the folder"
-    ):
-        open_safetensors(folder)
+    (tmp_path / "in" / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
+    with pytest.raises(ConfigError, match=f"(?s)not in the expected format.*({message})"):
+        open_safetensors(tmp_path / "in")
 
 
 def test_an_index_and_its_files_must_agree(tmp_path):
-    _, index = sharded(tmp_path / "in")
+    index = sharded(tmp_path / "in")
     index["weight_map"]["w7"] = index["weight_map"]["w0"]
     index["weight_map"]["w8"] = "gone.safetensors"
     del index["weight_map"]["w1"], index["weight_map"]["w2"]
@@ -242,28 +234,14 @@ def test_an_index_and_its_files_must_agree(tmp_path):
     assert "w3: listed in the index, but not in model-00002-of-00003.safetensors" in text
 
 
-@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "{", '{"weight_map": 1}'])
-def test_an_invalid_index_is_refused(index, tmp_path):
-    sharded(tmp_path / "in")
-    (tmp_path / "in" / INDEX).write_text(index)
-    with pytest.raises(
-        ConfigError, match=r"not in the expected format(?s:.*)(not valid JSON|must be an object with a)"
-    ):
-        open_safetensors(tmp_path / "in")
-
-
 def test_a_folder_has_either_one_file_or_an_index(tmp_path):
-    with pytest.raises(
-        ConfigError, match=f"must hold either {SINGLE_FILE} or {INDEX}.*it contains no safetensors files"
-    ):
+    with pytest.raises(ConfigError, match=f"either {SINGLE_FILE} or {INDEX}.*it contains no safetensors files"):
         open_safetensors(tmp_path)
     with pytest.raises(ConfigError, match="no such file"):
         open_safetensors(tmp_path / "gone")
     sharded(tmp_path / "in")
     raw(tmp_path / "in" / SINGLE_FILE, GOOD)
-    with pytest.raises(
-        ConfigError, match=f"(?s)must hold either .* not both; it contains model-00001-of-00003.*{SINGLE_FILE}"
-    ):
+    with pytest.raises(ConfigError, match=f"(?s)not both; it contains model-00001-of-00003.*{SINGLE_FILE}"):
         open_safetensors(tmp_path / "in")
 
 
@@ -275,9 +253,10 @@ def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
         assert not (tmp_path / "deep" / "out").exists()
         raise OSError("no space left on device")
 
+    out = tmp_path / "deep" / "out"
     with pytest.raises(OSError, match="no space left"):
-        write_safetensors(tmp_path / "deep" / "out", arrays, pieces())
-    assert not list((tmp_path / "deep").iterdir())
+        write_safetensors(out, arrays, pieces())
+    assert not list(out.parent.iterdir())
     for wrong, message in [
         ([("a", arrays["a"])], "in `arrays`, but not in `values`: b"),
         ([("a", arrays["a"]), ("a", arrays["a"])], "a: in `values` twice, or not in `arrays`"),
@@ -285,29 +264,17 @@ def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
         ([("a", arrays["a"].view(np.int32)), ("b", arrays["b"])], "a: float32.* in `arrays`, int32"),
     ]:
         with pytest.raises(ValueError, match=message):
-            write_safetensors(tmp_path / "deep" / "out", arrays, wrong)
+            write_safetensors(out, arrays, wrong)
     with pytest.raises(ConfigError, match="the safetensors format cannot store:\n  a: complex64"):
-        write(tmp_path / "deep" / "out", {"a": np.zeros(2, np.complex64)})
+        write(out, {"a": np.zeros(2, np.complex64)})
     with pytest.raises(ConfigError, match="max_file_bytes must be at least 1, got 0"):
-        write(tmp_path / "deep" / "out", arrays, max_file_bytes=0)
-    assert not list((tmp_path / "deep").iterdir())
-    write(tmp_path / "deep" / "out", arrays, json_files={"config.json": {"ä": 1}})
-    assert sorted(file.name for file in (tmp_path / "deep" / "out").iterdir()) == ["config.json", SINGLE_FILE]
-    assert json.loads((tmp_path / "deep" / "out" / "config.json").read_text(encoding="utf-8")) == {"ä": 1}
+        write(out, arrays, max_file_bytes=0)
+    assert not list(out.parent.iterdir())
+    write(out, arrays, json_files={"config.json": {"ä": 1}})
+    assert sorted(file.name for file in out.iterdir()) == ["config.json", SINGLE_FILE]
+    assert json.loads((out / "config.json").read_text(encoding="utf-8")) == {"ä": 1}
     with pytest.raises(ConfigError, match="exists; nothing was overwritten"):
-        write(tmp_path / "deep" / "out", arrays)
+        write(out, arrays)
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", arrays)
     assert open_safetensors(tmp_path / "empty").keys() == arrays.keys()
-
-
-def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    arrays = {"a": np.zeros(1 << 16, np.float32)}
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # Python ignores SIGXFSZ: writing fails
-        with pytest.raises(OSError, match="too large"):
-            write(tmp_path / "out", arrays)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert not list(tmp_path.iterdir())
