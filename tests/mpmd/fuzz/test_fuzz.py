@@ -19,6 +19,7 @@ CASES = (
     "layers=linear+tied+strength,linear+tied+strength+embed_integer+features cuts=1",
     # New values without an equation.
     *(f"layers=linear+{name}_rw,linear schedule=zb-h1" for name in ("literal", "input", "parameter", "swap")),
+    "layers=jit:linear+swap_rw,linear",
     # custom_vjp rules that are not linear, on a tied table and on values for later layers.
     *(f"layers=linear,linear table={rule} head=tied microbatches=1" for rule in CLIPS),
     *(f"layers=linear+stash_{rule},linear+recall,linear+recall schedule=zb-h1" for rule in CLIPS),

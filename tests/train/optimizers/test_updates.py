@@ -1,5 +1,7 @@
 """The updates of every optimizer by name equal the updates of plain optax, without a model; the moving average too."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import optax
@@ -23,8 +25,9 @@ def values(seed, size):
     return nest((path, jax.numpy.asarray(size * rng.normal(size=shape), "float32")) for path, shape in SHAPES.items())
 
 
-def updated(optimizer, steps=3):
+def updated(optimizer, steps=3) -> tuple[list[dict[str, jax.Array]], Any]:
     """The parameters after every step, and the last state of the optimizer."""
+    tree: Any
     tree, history = values(0, 1.0), []
     state = optimizer.init(tree)
     for step in range(steps):
