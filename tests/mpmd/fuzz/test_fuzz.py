@@ -40,7 +40,6 @@ def test_a_random_pipeline_equals_one_device(seed: int):
 @pytest.mark.slow
 def test_random_pipelines_equal_one_device():
     kinds, failures = check_seeds(range(100_000), SECONDS)
-    print(kinds)
     assert not failures, "\n".join(failures)
     assert kinds["same"] >= max(FEWEST, 0.5 * kinds.total()), kinds
 

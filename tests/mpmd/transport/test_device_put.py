@@ -124,7 +124,7 @@ def test_arguments_that_do_not_fit_are_refused_by_every_process(mpmd_mesh):
         (2**40, here, OverflowError, "out of bounds for int32"),
     ):
         with pytest.raises(error, match=message):
-            mpmd.device_put(x, sharding)
+            mpmd.device_put(x, sharding)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"inside a trace.*with_sharding_constraint"):
         jax.jit(lambda x: mpmd.device_put(x, here))(1.0)
 
