@@ -7,7 +7,7 @@ import pytest
 
 from flax_mesh import hardware
 from flax_mesh.errors import ConfigError
-from flax_mesh.hardware import CHIPS, SOURCES, chip_of, figures, load_chip, peak_flops
+from flax_mesh.hardware import CHIPS, GIB, SOURCES, chip_of, figures, load_chip, peak_flops
 from flax_mesh.mesh.torus.torus import wraps_around
 
 NAMED = {chip.name: chip for chip in CHIPS}
@@ -77,8 +77,10 @@ def test_bandwidths_of_the_cost_model():
     assert {kind: hardware.network_bandwidth(kind) / 1e9 for kind in dcn} == dcn
 
 
-def test_links_and_rings_of_a_torus():
+def test_memory_links_and_rings_of_a_device():
     assert [NAMED[name].links for name in ("v5p", "v5e", "H100")] == [6, 4, 1]
+    assert NAMED["v7x"].devices_per_chip == 2 and NAMED["v7x"].memory == 96 * GIB  # half of a chip
+    assert NAMED["v5p"].memory == 95 * GIB and NAMED["v5e"].memory == 16e9  # GiB and GB as the vendor states them
     assert NAMED["v5p"].wraps((4, 4, 8)) == (True, True, True)
     assert NAMED["v5p"].wraps((2, 4, 4)) == (False, False, False)
     assert NAMED["v5e"].wraps((8, 16)) == (False, True)

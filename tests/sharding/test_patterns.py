@@ -47,6 +47,10 @@ def test_patterns_that_distinguish_numbers(pattern, match, mismatch):
     assert re.search(pattern, match) and not re.search(pattern, mismatch)
     assert without_numbers(match) == without_numbers(mismatch)
     assert not ignores_numbers(pattern)
+    leaf = jax.ShapeDtypeStruct((4,), jnp.float32)
+    tree = nest((f"{path}/w", leaf) for path in (match, mismatch))
+    specs = match_partition_rules([(pattern, P("tp")), ("", P())], tree)
+    assert specs == nest([(f"{match}/w", P("tp")), (f"{mismatch}/w", P())])
 
 
 def test_numbers_are_path_components_of_ascii_digits():

@@ -148,8 +148,6 @@ def test_fitted_specs_fit_and_dropped_axes_are_reported(spec, shape):
     assert bool(findings) == (used != requested or len(spec) > len(shape))
 
 
-# --- rules by name ---
-
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 64]), min_size=1, max_size=4).map(tuple)
 
 

@@ -204,9 +204,6 @@ def test_a_train_state_needs_model_and_optimizer(mesh):
             create(loss_fn, abstract)  # pyright: ignore[reportArgumentType]
 
 
-# --- TrainState.with_state: a train state with the leaves of another tree with the same paths ---
-
-
 def make_eleven():
     model = nnx.Dict(layers=nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0)) for _ in range(11)]))
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
