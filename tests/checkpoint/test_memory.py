@@ -1,8 +1,4 @@
-"""Extra memory of saves, measured as the peak of a separate process.
-
-On the CPU, arrays are saved without a copy of the whole. The extra memory consists of layers sliced from stacks,
-temporary copies, buffers of files and threads.
-"""
+"""Extra memory of saves, measured as the peak of a separate process."""
 
 import json
 import os

@@ -20,8 +20,6 @@ SETTINGS = (
     "run.sample_tokens=0",
     "checkpoint.keep=100",
 )
-
-
 LIMIT_S = 400
 
 
