@@ -1,10 +1,8 @@
 """Runs a case as a pipeline and on one device, and compares."""
 
 import functools
-import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +12,7 @@ from flax_mesh import ConfigError
 from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.step.state import TrainState
 from flax_mesh.train import make_train_step
-from tests.mpmd.fuzz.case import Case, random_case, shrink
+from tests.mpmd.fuzz.case import Case, shrink
 from tests.mpmd.fuzz.model import Model, make_batch, make_loss, make_optimizer
 from tests.mpmd.zoo.base import FAST, groups, initial_state, run_steps
 
@@ -114,30 +112,8 @@ def differences(want: Values, have: Values, case: Case) -> list[str]:
     return sorted(found)
 
 
-def check_seeds(seeds: Iterable[int], seconds: float) -> tuple[Counter[str], list[str]]:
-    """The number of outcomes of each kind, and the failures, until `seconds` have passed.
-
-    The first three failures are shrunk, a minute each.
-    """
-    kinds, failures, end = Counter(), [], time.monotonic() + seconds
-    for seed in seeds:
-        if time.monotonic() > end:
-            break
-        case = random_case(seed)
-        outcome = check_case(case)
-        kinds[outcome.kind] += 1
-        if outcome.failed:
-            text = describe_failure(case, outcome, time.monotonic() + 60) if len(failures) < 3 else str(case)
-            failures.append(f"seed {seed}: {text}")
-    return kinds, failures
-
-
-def describe_failure(case: Case, outcome: Outcome, until: float = float("inf")) -> str:
-    """The failing case, the simplest case found that fails likewise before the time `until`, and its differences."""
-
-    def fails(simpler: Case) -> bool:
-        return time.monotonic() < until and check_case(simpler).kind == outcome.kind
-
-    smallest = shrink(case, fails)
+def describe_failure(case: Case, outcome: Outcome) -> str:
+    """The failing case, the simplest case found that fails likewise, and its differences."""
+    smallest = shrink(case, lambda simpler: check_case(simpler).kind == outcome.kind)
     lines = check_case(smallest).detail.splitlines()[:12]
     return "\n    ".join([f"{outcome.kind}: {case}", f"shrunk: python -m tests.mpmd.fuzz '{smallest}'", *lines])
