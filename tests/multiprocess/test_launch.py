@@ -206,7 +206,7 @@ def test_killed_runs_end_completely_and_resume_bit_for_bit(tmp_path):
             while len(of_launch := children(running.process.pid)) < 2:
                 time.sleep(0.1)
             pids = listed(running.process.pid, str(folder))
-            running.wait_for(f"step {5 * (kill + 1) + numbers.randrange(3):>6} ", LIMIT_S)
+            running.wait_for(f"step {8 * (kill + 1) + numbers.randrange(3):>6} ", LIMIT_S)
             os.kill(running.process.pid if victim == "launcher" else of_launch[victim], signal.SIGKILL)
             assert_all_end(folder, pids)
             ended = running.ended(60)
