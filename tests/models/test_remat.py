@@ -54,6 +54,7 @@ def test_gradients_do_not_change(remat, scan):
     assert num_saved(changed) < num_saved(config)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
 def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
     def saved(remat: str, config: DecoderConfig = CONFIG) -> int:
