@@ -22,8 +22,8 @@ def weighted_loss(model, batch):
     return jnp.sum(error * batch["w"]), jnp.sum(batch["w"]), {"errors": jnp.sum(error > 0.5, where=batch["w"] > 0)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.sampled
+@pytest.mark.parametrize("parts", [4, 2])
 def test_accumulation_is_correct_for_microbatches_of_different_weight(parts):
     live = np.array([1] * 4 + [1, 0, 0, 0] + [0] * 4 + [0, 1, 1, 0], np.float32)  # weights 4, 1, 0, 2
     full, rows = run(weighted_loss, start(make()), [batch(live=live)] * 2)
@@ -81,6 +81,14 @@ def test_dropout_masks_depend_on_seed_step_and_microbatch_but_not_on_the_mesh():
     assert one == seen(create_mesh((2, 2, 1, 2, 1)))
     assert one[0] != one[1]  # different steps have different masks
     assert one != seen(seed=1) and one != seen(num_microbatches=2)
+
+
+def test_every_microbatch_has_a_dropout_mask_of_its_own():
+    def signed(model, b):
+        return jnp.sum(model(jnp.ones((1, 8))) * b["sign"]), 1.0  # zero over both microbatches if the masks are equal
+
+    _, (row,) = run(signed, start(make(rate=0.5)), [{"sign": np.array([1.0, -1.0])}], num_microbatches=2)
+    assert row["loss"] != 0
 
 
 def test_a_scanned_stack_has_the_same_streams_as_the_list_of_its_layers():
