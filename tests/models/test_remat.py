@@ -124,7 +124,8 @@ def test_wrong_texts_are_one_line(remat, problem):
     assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
 
 
-@pytest.mark.parametrize("scan", [pytest.param("false", marks=pytest.mark.slow), "true"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", ["false", "true"])
 def test_a_stage_computes_and_stores_only_its_own_layers(scan, tmp_path):
     """With runs that do not end where a stage does: residuals fall on the groups whose layers are recomputed."""
 

@@ -316,6 +316,7 @@ def test_of_equally_fast_layouts_the_one_with_the_smallest_batch_is_the_best():
 # --- what does not fit, and bad input ---
 
 
+@pytest.mark.slow
 def test_if_no_layout_fits_the_nearest_one_shows_what_is_missing():
     found = search_layouts(CONFIG, topology_with(1e6), fixed=FIXED, plans=2)  # less than the state of a device
     assert found.best is None and found.planned

@@ -90,6 +90,7 @@ def failure(request, tmp_path) -> Iterator[str]:
 
 # After a save that fails early, tensorstore raises a second exception per array: `cli` suppresses it, pytest does not.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.sampled
 @pytest.mark.parametrize("failure", FAILURES, indirect=True)
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_in_one_line_or_is_a_warning(

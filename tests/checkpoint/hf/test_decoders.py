@@ -75,10 +75,8 @@ MISTAKES = {  # mistake -> case and changed settings, or the dims of one line of
 }
 
 
-# Mistakes of the config compile the logits again.
-@pytest.mark.parametrize(
-    "mistake", [pytest.param(m, marks=[pytest.mark.slow] * m.startswith("another")) for m in MISTAKES]
-)
+@pytest.mark.sampled
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_changes_the_logits(mistake):
     case, change = MISTAKES[mistake]
     change = dict(change)

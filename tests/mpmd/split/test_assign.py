@@ -14,6 +14,7 @@ from flax_mesh.mpmd.split import assign
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Program, bodies, trace, variables
+from tests.mpmd.fuzz.operations import RULES
 
 ROWS, WIDTH = 2, 3
 few = settings(max_examples=25, deadline=None)
@@ -232,3 +233,16 @@ def test_frozen_leaves_get_no_gradient():
     assert [part.trained for part in parts] == [(), (1,)]
     assert dots(parts[0].backward) == dots(parts[0].weights) == 0
     assert dots(parts[1].weights) == 1
+
+
+def test_custom_jvp_rules_are_linear_and_may_be_repeated_and_custom_vjp_rules_run_once():
+    for fn in (jax.nn.relu, jax.nn.silu, jax.nn.logsumexp):
+        program, _ = trace(fn, jnp.ones(8))
+        assert not any(assign.is_expensive(eqn) for eqn in program.eqns)
+    for feature, fn in RULES.values():
+        program, _ = trace(fn, jnp.ones(8))
+        assert feature != "nonlinear_rule" or any(assign.is_expensive(eqn) for eqn in program.eqns)
+    product = jax.custom_jvp(lambda x: x @ x)
+    product.defjvp(lambda primals, tangents: (product(*primals), tangents[0]))
+    program, _ = trace(product, jnp.ones((8, 8)))
+    assert all(assign.is_expensive(eqn) for eqn in program.eqns)

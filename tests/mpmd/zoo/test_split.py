@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -20,6 +21,7 @@ from tests.mpmd.zoo.base import (
     Run,
     differences,
     groups,
+    language_loss,
     leaves_of,
     plain_run,
     run_steps,
@@ -72,6 +74,30 @@ def pipeline_of(case: Case, mesh: MpmdMesh, name: str = "1f1b", count: int = 4, 
 
 def piped_run(case: Case, pipeline: Pipeline, **kinds: Any) -> Run:
     return run_steps(pipeline.step, pipeline.init_state(), case.batch(ROWS * 4), **kinds)
+
+
+MOMENT = "optimizer/opt_state/0/mu/"
+
+
+@pytest.mark.sampled
+@ignore_sow
+@pytest.mark.parametrize("case", CASES, ids=BY_NAME)
+def test_the_plain_step_trains_every_used_parameter(case: Case):
+    run = plain_run(case)
+    assert all(np.isfinite(x).all() for row in run.metrics for x in row.values())
+    assert run.metrics[0]["loss"] != run.metrics[1]["loss"]
+    moments = {path.removeprefix(MOMENT): x for path, x in run.after.items() if path.startswith(MOMENT)}
+    unchanged = {path for path, moment in moments.items() if not moment.any()}
+    assert moments and unchanged == set(case.unused)
+    for path in moments.keys() - unchanged:
+        assert not np.array_equal(run.before[f"model/{path}"], run.after[f"model/{path}"]), path
+
+
+@ignore_sow
+def test_sown_values_that_remain_in_the_model_raise():
+    sowing = BY_NAME["sow_popped"]._replace(name="sow_left", loss_fn=language_loss)
+    with pytest.raises(ValueError, match=r"the step changed:\n(.*\n)*layers/.*/change.*: the call added"):
+        plain_run(sowing)
 
 
 @pytest.mark.sampled
