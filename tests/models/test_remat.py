@@ -38,8 +38,7 @@ def num_saved(config: DecoderConfig) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "stack"])
 @pytest.mark.parametrize(
-    "remat",
-    ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES, "full:2,attention_out"],
+    "remat", ["full:2,none", "none:1,full:2,dots_saveable", "attention+mlp_up@host", ALL_NAMES, "full:2,attention_out"]
 )
 def test_gradients_do_not_change(remat, scan):
     config = dataclasses.replace(EXPERTS if remat.endswith("attention_out") else CONFIG, scan=scan)

@@ -29,10 +29,7 @@ class FakeDevice:
 
 
 def seen_from(
-    process: int,
-    owners: Sequence[int],
-    shape: tuple[int, ...] | None = None,
-    names: tuple[str, ...] = ("pp", "fsdp"),
+    process: int, owners: Sequence[int], shape: tuple[int, ...] | None = None, names: tuple[str, ...] = ("pp", "fsdp")
 ) -> Any:
     """A mesh as seen from `process`, with one device per entry of `owners`, which is the process of the device."""
     devices = np.array([FakeDevice(100 + i, owner, FakeClient(process)) for i, owner in enumerate(owners)])

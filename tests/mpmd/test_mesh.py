@@ -172,10 +172,7 @@ def test_a_process_with_no_group():
 @pytest.mark.parametrize(
     ("owners", "message"),
     [
-        (
-            [0, 1, 1, 2],
-            "which processes 0, 1 share, device 102 of group 1, which processes 1, 2 share. Choose",
-        ),
+        ([0, 1, 1, 2], "which processes 0, 1 share, device 102 of group 1, which processes 1, 2 share. Choose"),
         ([0, 1, 0, 1], "share; process 1 has device 101 of group 0"),
         ([0, 1, 1, 1], "process 1 has device 101 of group 0, which processes 0, 1 share, device 102,"),
     ],

@@ -88,3 +88,34 @@ def test_several_processes_start_from_the_parameters_in_a_folder(tmp_path):
     for one in ended:
         assert len(re.findall(r"shards are new; step 7, restored \d+ arrays, 0 unchanged", one.output)) == 2, one.output
         assert len(re.findall(r"shards are new; restored all \d+ arrays of the model", one.output)) == 2, one.output
+
+
+# model, schedule, mesh, processes, devices of each
+ORDERED = [
+    ("net", "1f1b", "pp:2", 2, 1),
+    ("decoder", "1f1b", "pp:4", 4, 1),
+    ("net", "zb-v", "pp:2", 2, 1),
+    ("net", "zb-h1", "pp:4", 4, 1),
+    ("decoder", "zb-h1", "pp:2,fsdp:2", 2, 2),
+    ("net", "1f1b", "pp:4,fsdp:2", 4, 2),
+    ("net", "gpipe", "pp:4", 2, 2),  # two groups in each process
+    ("net", "zb-h1", "pp:2,fsdp:2", 4, 1),  # two processes share a group
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "schedule", "sizes", "processes", "devices"), ORDERED)
+def test_calls_matched_by_number_equal_the_transfer_server_bit_for_bit(model, schedule, sizes, processes, devices):
+    """On CPU `jax.device_put` cannot transfer between processes: `tests.multiprocess.counted` takes its place."""
+    ended = run_workers("ordered", processes, devices, model, schedule, sizes, "4")
+    assert_all_done(ended, "ordered is done")
+    for one in ended:
+        assert 'forced: transport="ordered" is not supported by every process' in one.output, one.output
+        for process in range(processes):
+            line = f"process {process}: the cpu client does not support transfers between processes"
+            assert line in one.output, one.output
+        failed = r"test of jax.device_put from group \d \(process(es)? .*\) to group \d \(.*\) failed: "
+        for reason in (r"received \[\d+(, \d+)*\], expected \[\d+(, \d+)*\]\n", "timed out\n"):
+            assert re.search(failed + reason, one.output), one.output
+        assert 'Use transport="server" (in a recipe pipeline.transport=server).' in one.output, one.output
+    assert len({re.search(r"\d+ transfers a step", one.output)[0] for one in ended}) == 1  # pyright: ignore

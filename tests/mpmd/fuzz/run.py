@@ -52,12 +52,7 @@ def on_one_device(case: Case) -> Values:
     """`make_train_step` with as many microbatches."""
     state = start(case)
     step = make_train_step(
-        make_loss(case),
-        state,
-        seed=SEED,
-        num_microbatches=case.microbatches,
-        layers=LAYERS,
-        compiler_options=FAST,
+        make_loss(case), state, seed=SEED, num_microbatches=case.microbatches, layers=LAYERS, compiler_options=FAST
     )
     return _follow(step, state, case)
 

@@ -35,10 +35,7 @@ BAD = {
     "ragged": (lambda p: p.step(p.init_state(), RAGGED), r"different numbers of rows, \[2, 4\]"),
     "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), "at least 1, got -1"),
     "groups": (lambda p: again(p, mesh=groups(pp=4)), "has 2 groups, the mesh has 4 along 'pp'"),
-    "stages": (
-        lambda p: again(p, schedule=FOUR_STAGES),
-        "has 4 stages, but the model is split into 2; pass this",
-    ),
+    "stages": (lambda p: again(p, schedule=FOUR_STAGES), "has 4 stages, but the model is split into 2; pass this"),
     "remat": (lambda p: again(p, remat="keep"), "remat must be one of 'none', 'cheap', 'full', got 'keep'"),
     "pp in a spec": (lambda p: again(p, rules=[(".*", P("pp"))]), r"kernel: .*'pp'.*\n[^$]*must not contain 'pp'"),
 }
@@ -123,10 +120,7 @@ INVALID = {
     "no stage": ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
     "cuts": ({"num_stages": 3, "cuts": [3, 2]}, r"cuts=\[3, 2\] .* must be 2 increasing numbers between 1 and 3"),
     "no layers": (TWO | {"layers": ()}, "layers is empty; name the list or the stack to cut"),
-    "nothing trained": (
-        TWO | {"wrt": nnx.LoRAParam},
-        "wrt=LoRAParam must match a variable of the model; it matches",
-    ),
+    "nothing trained": (TWO | {"wrt": nnx.LoRAParam}, "wrt=LoRAParam must match a variable of the model; it matches"),
     "no list": (TWO | {"layers": "embed"}, "calls 1: too few for 2 stages. Name another list of layers. It has lists"),
     "balance": (TWO | {"balance": "bytes"}, "balance must be 'flops' or 'count', got 'bytes'"),
     "ordered effects": (TWO | {"loss_fn": ordered_loss}, r"ordered effects .* Use ordered=False"),

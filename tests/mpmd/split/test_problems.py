@@ -110,23 +110,11 @@ REFUSED = {
         rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Indexed.__call__\)\) takes the variables of several layers "
         r"at once, layers/\{0..3\}/kernel, .* do not stack or index their variables [^\n]*$",
     ),
-    "dict": (
-        Entries,
-        r"one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'",
-    ),
-    "no list": (
-        Attributes,
-        r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may",
-    ),
-    "uncalled": (
-        Plain,
-        r"4 layers, of which the loss uses none\. Name .* that the model calls\. .* lists at 'layers'",
-    ),
+    "dict": (Entries, r"one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'"),
+    "no list": (Attributes, r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may"),
+    "uncalled": (Plain, r"4 layers, of which the loss uses none\. Name .* that the model calls\. .* lists at 'layers'"),
     "without variables": (WithoutVariables, r"layers=layers has no variables, so no part of the loss"),
-    "another list": (
-        OtherList,
-        MEAN + r".*OtherList.__call__.*\nAn earlier stage cannot see .* Only layers is split",
-    ),
+    "another list": (OtherList, MEAN + r".*OtherList.__call__.*\nAn earlier stage cannot see .* Only layers is split"),
     "a mesh": (Constrained, rf"the mesh of its own group:\n{HERE}:\d+ \(OnAMesh.__call__\): P\(\) on 8 devices\nPass"),
 }
 
@@ -190,10 +178,7 @@ BATCHES = {
     "a number": ({"weight": 3.0}, "batch 'weight' is of type float; every leaf must be an array of numbers"),
     "a string": ({"name": "dog"}, "batch 'name' is of type str; .* Close over it in loss_fn, or leave it out"),
     "strings": ({"names": np.array(["a", "b"] * 4)}, "batch 'names' is an array of <U1; every leaf must"),
-    "a scalar": (
-        {"weight": np.float32(3)},
-        "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat",
-    ),
+    "a scalar": ({"weight": np.float32(3)}, "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat"),
     "class weights": (
         {"weights": np.ones(5)},
         r"numbers of rows, \[5, 8\]; they must be equal: 5 in 'weights'; 8 in 'x', 'y'\. Close over .* class weights",

@@ -17,6 +17,7 @@ from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from flax_mesh.mpmd.transport.device_put import find_route
 from flax_mesh.mpmd.transport.server import CallNames, Transport, address_towards, check_key, transport_of
 from tests.mpmd.fakes import seen_from
+from tests.multiprocess.processes import assert_all_done, run_workers
 
 P = PartitionSpec
 NUMBERS = np.arange(64, dtype=np.float32).reshape(8, 8)
@@ -308,3 +309,15 @@ def test_keys_of_other_types_are_refused(mpmd_mesh):
     for key in (None, "a", 3, ("a", 3, None), (), (("a", 1), 2)):
         check_key(key)
         mpmd.device_put(NUMBERS, on(mpmd_mesh, 0), key)
+
+
+# --- between real processes, over jax.distributed on 127.0.0.1 ---
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "processes", "devices"), [("two_groups", 2, 2), ("shared_groups", 4, 1), ("late", 2, 1)]
+)
+def test_every_case_of_the_worker_ends(case, processes, devices):
+    ended = run_workers(case, processes, devices, module="tests.mpmd.transport.worker")
+    assert_all_done(ended, f"{case} is done")
