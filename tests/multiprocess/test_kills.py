@@ -83,7 +83,8 @@ def test_the_end_of_the_reader_stops_all_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_sighup_is_forwarded_unless_the_launcher_ignores_it(tmp_path, is_ignored):
-    prefix = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if is_ignored else ""  # as nohup does
+    action = "SIG_IGN" if is_ignored else "SIG_DFL"  # as with and without nohup, which pytest itself may run under
+    prefix = f"import signal\nsignal.signal(signal.SIGHUP, signal.{action})\n"
     with all_killed(tmp_path), Running(["-c", prefix + LAUNCHER, SAVING, str(tmp_path)]) as launcher:
         launcher.wait_for("[0] step 5\n")
         launcher.wait_for("[1] step 5\n")
