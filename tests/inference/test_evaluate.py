@@ -164,9 +164,10 @@ def test_sets_that_cannot_be_evaluated_are_one_line():
     assert set_problems(np.array([1, -3]), 256) == ["it has the token -3; the ids of this model are 0 to 255"]
 
 
-def test_one_program_is_compiled(run, compilations):
+def test_one_program_is_compiled_and_its_loss_is_that_of_plain_forward_passes(run, compilations):
     trained = open_trained(run, ["mesh.shape=fsdp:1"])
     loss_of(trained, TOKENS)
     compilations.clear()
-    loss_of(trained, TOKENS, TOKENS[:50])
+    found = loss_of(trained, TOKENS, TOKENS[:50])
     assert len(compilations) <= 1
+    np.testing.assert_allclose(found, [plain_loss(trained, TOKENS), plain_loss(trained, TOKENS[:50])], rtol=1e-5)
