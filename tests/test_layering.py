@@ -152,6 +152,12 @@ def test_imports_are_at_the_head_of_the_file():
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_test_file_imports_from_another():
+    files = {path: read_imports(path.read_text()) for path in TESTS.rglob("*.py")}
+    wrong = {str(path): item.name for path, imports in files.items() for item in imports if ".test_" in item.source}
+    assert len(files) > 200 and not wrong
+
+
 @pytest.mark.parametrize("pattern", PURE)
 def test_pure_files_import_no_jax(pattern):
     known = {NAME, *sys.stdlib_module_names, *WHERE_USED, *PURE[pattern]}

@@ -83,7 +83,7 @@ def test_the_end_of_the_reader_stops_all_processes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_sighup_is_forwarded_unless_the_launcher_ignores_it(tmp_path, is_ignored):
-    action = "SIG_IGN" if is_ignored else "SIG_DFL"  # as with and without nohup, which pytest itself may run under
+    action = "SIG_IGN" if is_ignored else "SIG_DFL"  # with and without nohup, under which pytest itself may run
     prefix = f"import signal\nsignal.signal(signal.SIGHUP, signal.{action})\n"
     with all_killed(tmp_path), Running(["-c", prefix + LAUNCHER, SAVING, str(tmp_path)]) as launcher:
         launcher.wait_for("[0] step 5\n")

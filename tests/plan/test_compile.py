@@ -154,7 +154,7 @@ def test_the_process_ends_when_its_parent_is_killed():
 
 
 def runs(pid: str) -> bool:
-    """Whether the process exists and has not ended as one whose exit code nobody has read."""
+    """Whether the process exists and is neither a zombie nor dead."""
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
 

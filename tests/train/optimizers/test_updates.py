@@ -27,9 +27,8 @@ def values(seed, size):
 
 def updated(optimizer, steps=3) -> tuple[list[dict[str, jax.Array]], Any]:
     """The parameters after every step, and the last state of the optimizer."""
-    tree: Any
-    tree, history = values(0, 1.0), []
-    state = optimizer.init(tree)
+    tree: Any = values(0, 1.0)
+    history, state = [], optimizer.init(tree)
     for step in range(steps):
         updates, state = optimizer.update(values(step + 1, 0.1), state, tree)
         tree = optax.apply_updates(tree, updates)
