@@ -13,7 +13,8 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.train import load_recipe
-from flax_mesh.train.overrides import to_texts
+from flax_mesh.train.checks import check_config
+from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
 from tests.inference.small_run import recipe, save_run
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,19 @@ def test_random_arguments_of_a_trained_model_end_in_a_documented_exit_code(capsy
             argv += [f"{draw.choice(settings)}={draw.choice(VALUES)}" for _ in range(draw.randrange(3))]
             argv = [word for word in argv if not word.startswith("@")]
             assert check(capsys, [name, str(tmp_path / "run"), "--batch-size", "0", *argv]) == BAD_INPUT, argv
+
+
+@pytest.mark.slow
+def test_every_setting_takes_or_refuses_values_of_all_kinds():
+    """Each setting alone, as far as a config is checked without tracing."""
+    tiny, draw, refused, tried = load_recipe(TINY), random.Random(0), 0, 0
+    for name in flat_fields(tiny):
+        for value in draw.sample(VALUES, 20):
+            changed, found = read_overrides(tiny, [f"{name}={value}"])
+            found = found or check_config(changed)
+            assert len(found) <= 3 and all("\n" not in line for line in found), (name, value, found)
+            refused, tried = refused + bool(found), tried + 1
+    assert tried > 1000 and tried // 3 < refused < tried
 
 
 CODE = """

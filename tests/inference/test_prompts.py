@@ -1,5 +1,6 @@
 """Prompts of the command line and of files: every mistake is a line with the place of the prompt."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,16 @@ def test_a_stop_is_an_id_or_a_text_of_one_token():
     assert problems[0] == "--stop 'ab' must be one token, got 2; pass one of its tokens, or an id"
     assert problems[1] == "--stop 256 is no token; the ids of this model are 0 to 255"
     assert refused(stop_ids, ["a"], None, 8) == ["--stop 'a' must be a token id: the model has no tokenizer"]
+
+
+def test_random_files_are_read_or_refused(tmp_path):
+    draw, path = random.Random(0), tmp_path / "prompts.jsonl"
+    pieces = ['{"prompt": ', '"a"', "}", "\n", '{"tokens": ', "[1, 2]", "[", "]", "1e999", "null", "\\ud800", "\0", "é"]
+    for _ in range(300):
+        path.write_text("".join(draw.choices(pieces, k=draw.randrange(1, 12))), encoding="utf-8")
+        try:
+            encode_prompts(read_prompts([], str(path)), Bytes(), 256)
+        except ConfigError as error:
+            assert all(len(problem) < 400 for problem in error.problems)
+    path.write_text('{"prompt": "\\ud800"}')
+    assert "prompt must be text" in refused(read_prompts, [], str(path))[0]

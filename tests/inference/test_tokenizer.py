@@ -150,3 +150,17 @@ def test_wrong_stop_tokens_damaged_files_and_a_missing_package_are_one_line(tmp_
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'requires the package tokenizers.*: pip install "flax-mesh\[generate\]"$'):
         open_tokenizer(source(tmp_path))
+
+
+def test_mutated_tokenizers_are_read_or_refused(tmp_path):
+    path, draw = write_tokenizer(tmp_path), random.Random(0)
+    text, refused = path.read_text(), 0
+    for _ in range(300):
+        at, size = draw.randrange(len(text)), draw.randrange(1, 20)
+        path.write_text(text[:at] + draw.choice(["", "0", "null", "{}", '"x"', "-1"]) + text[at + size :])
+        try:
+            found = open_tokenizer(source(tmp_path))
+            assert found is not None and isinstance(found.decode([1, 5, 40]), str)
+        except ConfigError as error:
+            refused += len(error.problems) == 1
+    assert refused > 5
