@@ -174,3 +174,5 @@ def test_a_damaged_step_is_skipped_and_reported(run, tmp_path):
         open_trained(folder, step=5)
     shutil.copytree(steps / "3", steps / "3.damaged")
     assert "is quarantined; rename it to 3 first" in refused(steps / "3.damaged")
+    with pytest.raises(ConfigError, match="damaged is quarantined"):
+        reshard(str(steps / "3.damaged"), str(tmp_path / "out"), recipe(), None)

@@ -92,13 +92,16 @@ def test_a_stop_is_an_id_or_a_text_of_one_token():
 
 
 def test_random_files_are_read_or_refused(tmp_path):
-    draw, path = random.Random(0), tmp_path / "prompts.jsonl"
-    pieces = ['{"prompt": ', '"a"', "}", "\n", '{"tokens": ', "[1, 2]", "[", "]", "1e999", "null", "\\ud800", "\0", "é"]
+    draw, path, num_read = random.Random(0), tmp_path / "prompts.jsonl", 0
+    right = ['{"prompt": "a"}', '{"tokens": [1, 2]}']
+    pieces = ['{"prompt": ', '"a"', "}", "", '{"tokens": ', "[1, 2]", "[", "]", "1e999", "null", "\\ud800", "\0", "é"]
     for _ in range(300):
-        path.write_text("".join(draw.choices(pieces, k=draw.randrange(1, 12))), encoding="utf-8")
+        lines = [draw.choice([*right, "".join(draw.choices(pieces, k=draw.randrange(5)))]) for _ in range(3)]
+        path.write_text("\n".join(lines), encoding="utf-8")
         try:
-            encode_prompts(read_prompts([], str(path)), Bytes(), 256)
+            num_read += len(encode_prompts(read_prompts([], str(path)), Bytes(), 256)) > 0
         except ConfigError as error:
             assert all(len(problem) < 400 for problem in error.problems)
+    assert 50 < num_read < 250
     path.write_text('{"prompt": "\\ud800"}')
     assert "prompt must be text" in refused(read_prompts, [], str(path))[0]

@@ -163,4 +163,4 @@ def test_mutated_tokenizers_are_read_or_refused(tmp_path):
             assert found is not None and isinstance(found.decode([1, 5, 40]), str)
         except ConfigError as error:
             refused += len(error.problems) == 1
-    assert refused > 5
+    assert 5 < refused < 295

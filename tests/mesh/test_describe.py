@@ -17,10 +17,10 @@ from tests.mesh.fakes import factor_shapes, gpu_hosts, tpu_slice, tpu_slices
 
 
 def test_a_cpu_mesh_is_described_without_a_torus():
-    text = describe_mesh(create_mesh((2, 4), ("dp", "tp")))
-    assert "mesh dp:2,tp:4, 8 devices, axis types auto" in text
+    text = describe_mesh(create_mesh((4, 2), ("dp", "tp")))
+    assert "mesh dp:4,tp:2, 8 devices, axis types auto" in text
     assert "1 process with 8 devices; cpu devices do not form a torus" in text
-    assert "0,0  0,1  0,2  0,3\n  1,0  1,1  1,2  1,3" in text
+    assert "0,0  0,1\n  1,0  1,1\n  2,0  2,1\n  3,0  3,1" in text
 
 
 def test_rings_and_lines_are_distinguished():

@@ -390,10 +390,12 @@ def test_the_command_prints_settings_that_train_runs(capsys, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 1
 
 
-def test_the_command_prints_json(capsys):
+def test_the_command_prints_text_and_json(capsys):
     fixed = ["data.batch_size=8", "mesh.shape=fsdp:4", "model.remat=full", "pipeline.num_microbatches=1"]
     fixed += ["model.num_layers=1", "model.hidden_size=64"]
-    assert main(["plan", "recipes/tiny.py", *fixed, "--search", "v5e:4", "--json"]) == 0
+    assert main(command := ["plan", "recipes/tiny.py", *fixed, "--search", "v5e:4"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == shlex.join(["flax-mesh", "train", "recipes/tiny.py", *fixed])
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["topology"] == "v5e:2x2" and found["num_layouts"] == 1 and found["fits"] is True
     assert [each["settings"] for each in found["layouts"]] == [{}, {"model.scan": "true"}]

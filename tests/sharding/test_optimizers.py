@@ -274,7 +274,8 @@ def test_moments_that_cannot_be_split_further_are_findings():
     assert specs_of(odd)["optimizer/opt_state/0/mu/kernel"] == P("fsdp", "tp")  # the spec of its parameter
     small = fm.abstract_state(make, mesh, rules, shard_optimizer_over="dp", min_size=61)
     assert set(specs_of(small).values()) == {P()}
-    with pytest.raises(fm.ShardingError, match=r"must be split over axes of the mesh .*, which lacks \['data'\]"):
+    message = r"opt_state/0/\S+: must be split over axes of the mesh .*, which lacks \['data'\]"
+    with pytest.raises(fm.ShardingError, match=message):
         fm.abstract_state(make, mesh, rules, shard_optimizer_over="data")
     with pytest.raises(fm.ShardingError, match=r"cannot be split over \['dp'\] twice: axes \('dp', 'dp'\)"):
         fm.abstract_state(make, mesh, rules, shard_optimizer_over=("dp", "dp"))

@@ -16,7 +16,7 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.train import apply_overrides, train
-from flax_mesh.train.run_folder import MetricsFile, next_free, rows_until, run_folder
+from flax_mesh.train.run_folder import MetricsFile, check_agreement, next_free, rows_until, run_folder
 from tests.train.bigram import recipe, snapshot
 
 STEPS = 5
@@ -289,6 +289,15 @@ def test_a_restart_passes_over_everything_that_exists(tmp_path):
     (tmp_path / "run").touch()
     (tmp_path / "run-2").symlink_to("gone")
     assert next_free(tmp_path / "run") == tmp_path / "run-3"
+
+
+def test_processes_must_agree_on_the_sharding_the_data_and_each_setting(monkeypatch):
+    compared: dict[str, str] = {}
+    monkeypatch.setattr("flax_mesh.train.run_folder.assert_equal", lambda name, facts: compared.update(facts))
+    record = {"config": {"a": "1"}, "versions": {"jax": "0.9"}, "mesh": "dp:2", "rules": [], "axes": {}}
+    check_agreement(record | {"sharding": "5e", "data": {"name": "text.txt", "content_hash": "c0"}})
+    assert compared.pop("sharding of the state") == "5e" and compared.pop("text.txt") == "c0"
+    assert compared == {"config a": "1", "version of jax": "0.9", "mesh": "dp:2", "rules": "[]", "axes": "{}"}
 
 
 # --- runs in this process ---

@@ -14,6 +14,7 @@ from flax_mesh.checkpoint.hf.convert import load_safetensors, save_safetensors
 from flax_mesh.checkpoint.hf.decoders import (
     DECODER_NAMES,
     FAMILIES,
+    DecoderFolder,
     decoder_config_from_hf,
     huggingface_config,
     read_config,
@@ -148,6 +149,11 @@ def test_configs_of_the_hub_become_settings():
     assert llama == DecoderConfig(**sizes, tied=True, dtype="bfloat16", param_dtype="bfloat16") and not llama.problems()
     qwen = DecoderConfig(**decoder_config_from_hf(QWEN_2))
     assert (qwen.head_dim, qwen.qkv_bias, qwen.qk_norm, qwen.rope_factor) == (64, True, False, 1.0)
+
+
+def test_a_config_with_more_layers_than_the_folder_has_arrays_is_refused_before_a_model_is_built():
+    folder = DecoderFolder(DATA / "llama3", "llama", {"num_layers": 10**9, "num_experts": 0, "tied": False}, ())
+    assert "has 1000000000 layers with 1 MLPs each" in folder.problems()[0]
 
 
 def test_absent_keys_have_the_defaults_of_their_family():

@@ -68,40 +68,42 @@ FAMILY = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "shape", "cores"), FAMILY)
-def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
-    """No assignment is strictly better on these slices: the mesh is the same as JAX's, or both raise an error."""
-    devices, compared = tpu_slice(kind, shape, cores=cores), 0
+def compare_with_mesh_utils(devices: list, arranged) -> None:
+    """Compare the arrays of devices of `arranged(mesh_shape, split)` with those of JAX, for up to three axes.
+
+    Both may raise NotImplementedError instead.
+    """
+    compared = 0
     for num_axes, split in itertools.product((1, 2, 3), (False, True)):
         for mesh_shape in factor_shapes(len(devices), num_axes):
             try:
                 theirs = mesh_utils.create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
             except NotImplementedError:
                 with pytest.raises(NotImplementedError):
-                    create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
+                    arranged(mesh_shape, split)
                 continue
-            ours = create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
-            assert np.array_equal(ids(ours), ids(theirs)), (mesh_shape, split)
+            assert np.array_equal(ids(arranged(mesh_shape, split)), ids(theirs)), (mesh_shape, split)
             compared += 1
     assert compared
+
+
+@pytest.mark.parametrize(("kind", "shape", "cores"), FAMILY)
+def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
+    """No assignment is strictly better on these slices: the mesh is the same as JAX's, or both raise an error."""
+    devices = tpu_slice(kind, shape, cores=cores)
+    compare_with_mesh_utils(
+        devices, lambda sizes, split: create_device_mesh(sizes, devices, allow_split_physical_axes=split)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 4), (2, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (4, 4, 12), (4, 4, 16)])
 def test_known_assignments_agree_with_mesh_utils_on_large_slices(shape):
-    """`known_assignment`, which the search starts from, equals JAX's for every mesh shape of up to three axes."""
-    devices = tpu_slice("TPU v4", shape)
-    physical, _ = physical_mesh(devices)
-    for num_axes, split in itertools.product((1, 2, 3), (False, True)):
-        for mesh_shape in factor_shapes(len(devices), num_axes):
-            try:
-                theirs = mesh_utils.create_device_mesh(mesh_shape, devices, allow_split_physical_axes=split)
-            except NotImplementedError:
-                with pytest.raises(NotImplementedError):
-                    known_assignment(shape, mesh_shape, allow_split=split)
-                continue
-            ours = arrange(physical, known_assignment(shape, mesh_shape, allow_split=split))
-            assert np.array_equal(ids(ours), ids(theirs)), (mesh_shape, split)
+    """The search starts from `known_assignment`, which is that of JAX."""
+    physical, _ = physical_mesh(devices := tpu_slice("TPU v4", shape))
+    compare_with_mesh_utils(
+        devices, lambda sizes, split: arrange(physical, known_assignment(shape, sizes, allow_split=split))
+    )
 
 
 CUBE, SQUARE, TWO = tpu_slice("TPU v4", (4, 4, 4)), tpu_slice("TPU v4", (2, 2, 1)), tpu_slices(2, "TPU v4", (2, 2, 1))

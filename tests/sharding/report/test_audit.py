@@ -1,5 +1,7 @@
 """Audit of a rule table against a model and its optimizer: all findings in one list and in one error."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -79,7 +81,9 @@ def test_mismatches_of_an_optimizer_are_findings():
     assert replicated.path == "opt_state/0/losses" and replicated.problem == "16.0 KiB are replicated on all 8 devices"
     assert not explain_sharding(make, MESH, rules, large=64 * 64 * 4 + 1).findings
     # Moments of a parameter that does not fit are not findings of their own.
-    (rows,) = explain_sharding(lambda: make(7), MESH, [("kernel", ("embed", "mlp")), ("bias", ())]).findings
+    explanation = explain_sharding(lambda: make(7), MESH, [("kernel", ("embed", "mlp")), ("bias", ())])
+    assert re.search(r"\nrule +pattern +dims +applies to\n +1 +kernel", explanation.to_text())
+    (rows,) = explanation.findings
     assert rows.path == "kernel" and rows.problem.startswith("dim 0 has size 7, not divisible by 2")
     mesh = AbstractMesh((8, 2), ("dp", "tp"))
     copies = explain_sharding(lambda: make(7), mesh, rules, shard_optimizer_over="dp").findings
