@@ -114,32 +114,34 @@ class Watch:
     def _listen(self) -> None:
         # Listen at the address of the jax.distributed coordinator, which all processes can reach.
         family, (address, *_) = resolve_address(distributed_state().coordinator_address)
-        server = socket.create_server((address, 0), family=family)
         token = secrets.token_hex(16)
-        hub = {"address": address, "port": server.getsockname()[1], "token": token}
-        put_text(f"watch/{call_number('watch')}", json.dumps(hub))
-        server.settimeout(JOIN_TIMEOUT_S)
-        while len(self._peers) < self._count - 1:
-            try:
-                connection, _ = server.accept()
-            except TimeoutError as error:
-                missing = sorted(set(range(1, self._count)) - {peer.process for peer in self._peers.values()})
-                raise TimeoutError(
-                    f"process {', '.join(map(str, missing))} did not connect to process 0 ({address}) within "
-                    f"{JOIN_TIMEOUT_S} s. Every process must be able to reach this address, on a port that is chosen "
-                    "by the system."
-                ) from error
-            connection.settimeout(10)
-            try:
-                hello = json.loads(_line(connection))
-                is_peer = isinstance(hello, dict) and hello.get("token") == token
-            except (ValueError, OSError):
-                is_peer = False
-            if is_peer:
-                self._add(connection, int(hello["process"]))
-            else:
-                connection.close()  # not a process of this run
-        server.close()
+        with socket.create_server((address, 0), family=family) as server:
+            hub = {"address": address, "port": server.getsockname()[1], "token": token}
+            put_text(f"watch/{call_number('watch')}", json.dumps(hub))
+            server.settimeout(JOIN_TIMEOUT_S)
+            while len(self._peers) < self._count - 1:
+                self._accept(server, address, token)
+
+    def _accept(self, server: socket.socket, address: str, token: str) -> None:
+        try:
+            connection, _ = server.accept()
+        except TimeoutError as error:
+            missing = sorted(set(range(1, self._count)) - {peer.process for peer in self._peers.values()})
+            raise TimeoutError(
+                f"process {', '.join(map(str, missing))} did not connect to process 0 ({address}) within "
+                f"{JOIN_TIMEOUT_S} s. Every process must be able to reach this address, on a port that is chosen "
+                "by the system."
+            ) from error
+        connection.settimeout(10)
+        try:
+            hello = json.loads(_line(connection))
+            is_peer = isinstance(hello, dict) and hello.get("token") == token
+        except (ValueError, OSError):
+            is_peer = False
+        if is_peer:
+            self._add(connection, int(hello["process"]))
+        else:
+            connection.close()  # not a process of this run
 
     def _join(self) -> None:
         hub = json.loads(get_text(f"watch/{call_number('watch')}", JOIN_TIMEOUT_S))
@@ -282,11 +284,10 @@ class Watch:
 
 
 def _line(connection: socket.socket) -> bytes:
+    """One line. What follows it, such as a heartbeat, stays in the socket."""
     data = b""
-    while not data.endswith(b"\n") and len(data) < 4096:
-        if not (more := connection.recv(1024)):
-            break
-        data += more
+    while not data.endswith(b"\n") and len(data) < 4096 and (byte := connection.recv(1)):
+        data += byte
     return data
 
 

@@ -8,15 +8,61 @@ import sys
 import pytest
 
 from flax_mesh.cli.train import devices_of_process, same_command
-from flax_mesh.errors import ConfigError
-from flax_mesh.processes import Watch
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
+from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes.agree import Phases
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
-from tests.multiprocess.processes import ROOT, assert_all_done, free_port, run_workers, texts
+from tests.multiprocess.cases import error_of, put_and_get_all
+from tests.multiprocess.in_threads import in_threads
+from tests.multiprocess.processes import ROOT, free_port, run_workers, texts
 
 
-@pytest.mark.slow
-def test_collective_operations_have_the_same_result_in_all_processes():
-    assert_all_done(run_workers("agreement", 3, 1), "agreement is done")
+def agreement(here: int) -> None:
+    """The collective operations have the same results and raise the same errors in all processes."""
+    assert_equal("same", {"seed": "0", "mesh": "pp:2"})
+    own = {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})}
+    differing = error_of(lambda: assert_equal("other", own))
+    assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
+    assert "odd: (missing) on process 0; x on processes 1, 2" in differing, differing
+    assert "mesh" not in differing
+    assert [broadcast_from_process_0("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
+
+    def wrong() -> str:
+        raise ConfigError("the folder is locked")
+
+    def damaged() -> str:
+        raise CheckpointCorruptedError("a file is missing")
+
+    sender = "process 0: " if here else ""
+    assert sender + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
+    missing = error_of(lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError)
+    assert missing == sender + "a file is missing"
+
+    for failing in (2, 0, None):  # None: no process fails
+        phases = Phases("task", ("one", "two", "three"))
+        phases.passed("one")
+        if here == failing:
+            phases.failed(f"process {failing}: no room")
+        elif failing is None:
+            phases.passed("two")
+            phases.passed("three")
+        else:
+            assert f"process {failing}: no room" == error_of(lambda p=phases: p.passed("two"), PeerError)
+            phases.failed("already known")
+        assert phases.is_past("one") and phases.is_past("two") == phases.is_past("three") == (failing is None)
+
+    stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
+    for step in range(1, 20):
+        put_and_get_all(f"step {step}", "ended")  # as metrics, which exist once all processes dispatched the step
+        if stop():
+            break
+    assert 3 <= step <= 7, step
+    last = put_and_get_all("stopped", str(step))
+    assert len(set(last)) == 1, last
+
+
+def test_collective_operations_have_the_same_result_in_all_processes(monkeypatch):
+    in_threads(monkeypatch, 3, agreement)
 
 
 @pytest.mark.slow

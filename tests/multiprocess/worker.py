@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec as P
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, Checkpointer, load_safetensors
 from flax_mesh.checkpoint.layout import is_key
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, ShardingError
+from flax_mesh.errors import ConfigError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.transport.ordered import OrderedTransport
-from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
-from flax_mesh.processes.agree import Phases
+from flax_mesh.processes import Watch
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import find_start, start_from
@@ -45,51 +44,6 @@ def train(model: str, schedule: str, sizes: str, folder: str, steps: str) -> Non
     np.savez(Path(folder) / f"shards{here}.npz", **shards)
     report = {"rows": rows, "sums": sums, "compiled": compiled_stages(pipeline)}
     (Path(folder) / f"report{here}.json").write_text(json.dumps(report))
-
-
-def agreement() -> None:
-    """The collective operations have the same results and raise the same errors in all processes."""
-    here = jax.process_index()
-    assert_equal("same", {"seed": "0", "mesh": "pp:2"})
-    own = {"seed": str(here % 2), "mesh": "pp:2", **({"odd": "x"} if here else {})}
-    differing = error_of(lambda: assert_equal("other", own))
-    assert "seed: 0 on processes 0, 2; 1 on process 1" in differing, differing
-    assert "odd: (missing) on process 0; x on processes 1, 2" in differing, differing
-    assert "mesh" not in differing
-    assert [broadcast_from_process_0("number", lambda: f"of {here}") for _ in range(2)] == ["of 0", "of 0"]
-
-    def wrong() -> str:
-        raise ConfigError("the folder is locked")
-
-    def damaged() -> str:
-        raise CheckpointCorruptedError("a file is missing")
-
-    sender = "process 0: " if here else ""
-    assert sender + "the folder is locked" == error_of(lambda: broadcast_from_process_0("folder", wrong))
-    missing = error_of(lambda: broadcast_from_process_0("step", damaged), CheckpointCorruptedError)
-    assert missing == sender + "a file is missing"
-
-    for failing in (2, 0, None):  # None: no process fails
-        phases = Phases("task", ("one", "two", "three"))
-        phases.passed("one")
-        if here == failing:
-            phases.failed(f"process {failing}: no room")
-        elif failing is None:
-            phases.passed("two")
-            phases.passed("three")
-        else:
-            assert f"process {failing}: no room" == error_of(lambda p=phases: p.passed("two"), PeerError)
-            phases.failed("already known")
-        assert phases.is_past("one") and phases.is_past("two") == phases.is_past("three") == (failing is None)
-
-    stop = stop_together(lambda: here == 2 and step == 3)  # one process is asked to stop, in step 3
-    for step in range(1, 20):
-        put_and_get_all(f"step {step}", "ended")  # as metrics, which exist once all processes dispatched the step
-        if stop():
-            break
-    assert 3 <= step <= 7, step
-    last = put_and_get_all("stopped", str(step))
-    assert len(set(last)) == 1, last
 
 
 def watched(what: str) -> None:

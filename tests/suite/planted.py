@@ -32,6 +32,8 @@ PLANTED = (
         "segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]",
         "segment_ids_BS[:, None, :, None] >= segment_ids_BS[:, None, None, :]",
     ),
+    # A heartbeat is read as a part of the first line of a process, which is then refused.
+    ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
     ("flax_mesh/models/moe.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
 )
