@@ -48,18 +48,12 @@ NOT_SINGLE = {
 }
 
 
-@pytest.mark.parametrize("name", SINGLE)
-def test_single_layers_are_recognized(name):
-    model = nnx.Dict(top=nnx.eval_shape(SINGLE[name]))
-    assert is_single_layer(model.top)
-    assert without_single_layers(["top"], named_leaves(nnx.state(model)), ranks_in(model)) == ()
-
-
-@pytest.mark.parametrize("name", NOT_SINGLE)
-def test_lists_and_stacks_are_no_single_layers(name):
-    model = nnx.Dict(top=nnx.eval_shape(NOT_SINGLE[name]))
-    assert not is_single_layer(model.top)
-    assert without_single_layers(["top"], named_leaves(nnx.state(model)), ranks_in(model)) == ("top",)
+@pytest.mark.parametrize("name", SINGLE | NOT_SINGLE)
+def test_single_layers_are_recognized_and_lists_and_stacks_are_none(name):
+    model = nnx.Dict(top=nnx.eval_shape((SINGLE | NOT_SINGLE)[name]))
+    assert is_single_layer(model.top) == (name in SINGLE)
+    others = without_single_layers(["top"], named_leaves(nnx.state(model)), ranks_in(model))
+    assert others == (() if name in SINGLE else ("top",))
 
 
 def test_a_tree_without_modules_shows_the_shapes_only():

@@ -24,9 +24,8 @@ def version(text: str) -> Version:
 def table() -> dict[str, dict[str, Version]]:
     """Row -> column -> version."""
     text = (ROOT / "docs" / "quickstart.md").read_text()
-    lines = [
-        line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| (\| Python|oldest|newest)", line)
-    ]
+    rows = re.findall(r"^\| (?:\| Python|oldest|newest).*$", text, re.MULTILINE)
+    lines = [row.strip("| ").split(" | ") for row in rows]
     heads = lines[0] if lines[0][0] == "Python" else lines[0][1:]
     return {name: dict(zip(heads, map(version, cells), strict=True)) for name, *cells in lines[1:]}
 

@@ -16,7 +16,6 @@ from flax import nnx
 from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state
 from flax_mesh.checkpoint import Checkpointer, orbax
 from flax_mesh.models import Decoder
-from flax_mesh.train import abstract_train_state
 from tests.checkpoint.states import SMALL, by_layer, check_leaves, check_same, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -150,21 +149,6 @@ def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch)
         with pytest.raises(SaveError, match=r"step 2 could not be saved .*the disk is gone"):
             checkpointer.restore(state)
         check_leaves(state, checkpointer.restore(state))
-
-
-@pytest.mark.slow
-def test_a_train_state_is_restored_as_a_train_state(scanned, tmp_path):
-    """On disk it is equal to the nnx.State of the same arrays."""
-    layout = abstract_train_state(maker(SCANNED), abstract_of(SCANNED, 1, 4, 1, 2, 1))
-    state = layout.with_state(scanned)
-    save(tmp_path, state)
-    with Checkpointer(tmp_path) as checkpointer:
-        got, (partial, report) = checkpointer.restore(layout), checkpointer.restore_partial(state)
-        check_same(state, checkpointer.restore(abstract_of(SMALL, 1, 1, 1, 1, 1)))
-        assert checkpointer.check(layout, 1).keys() == checkpointer.arrays(1).keys()
-    assert got.definition is partial.definition is layout.definition and not report.unchanged
-    for tree in (got, partial):
-        check_same(state, tree)
 
 
 def test_a_folder_in_which_nothing_can_be_saved_or_read_is_refused(tmp_path):

@@ -89,6 +89,8 @@ def refused(folder, state, **kinds) -> list[str]:
 def check_restored(checkpointer, state) -> None:
     restored, (again, report) = checkpointer.restore(state), checkpointer.restore_partial(state)
     assert not report.unchanged
+    if isinstance(state, TrainState):
+        assert restored.definition is again.definition is state.definition
     check_leaves(state, restored, again)
 
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from flax_mesh.cli import main
+from tests.inference.small_run import run as run
 from tests.train import bigram
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")

@@ -53,9 +53,7 @@ def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
     if text != expected:
         lines = difflib.unified_diff(expected.splitlines(), text.splitlines(), str(file), "now", lineterm="", n=0)
         diff = "\n".join(lines)
-        pytest.fail(
-            f"the sharding of {recipe.name} changed; if this is intended: pytest {__file__} --update-golden\n{diff}"
-        )
+        pytest.fail(f"the sharding of {recipe.name} changed; if intended: pytest {__file__} --update-golden\n{diff}")
 
 
 # --- large models, no backend ---

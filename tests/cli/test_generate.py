@@ -24,13 +24,6 @@ HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
 MESH = "mesh.shape=fsdp:1"
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_run(folder)
-    return folder
-
-
 @pytest.fixture
 def command(call):
     return partial(call, "generate")
@@ -60,21 +53,6 @@ def test_the_text_that_is_streamed_is_that_of_the_json_and_ends_before_a_stop_to
     (stopped,) = rows(command(run, "--prompt", "é and", *options, "--json", "--stop", token)[1])
     assert stopped["stopped"] and stopped["tokens"] == row["tokens"][: stopped_at + 1]
     assert stopped["text"] == bytes(stopped["tokens"][:-1]).decode(errors="replace")  # without the stop token
-
-
-@pytest.mark.slow
-def test_prompts_of_a_file_are_printed_when_they_are_complete(run, command, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\nanother \x1b[2J\nlast\n")
-    options = ("--prompts", prompts, "--prompt", "first", "--max-tokens", 12, "--batch-size", 2, MESH)
-    code, text, errors = command(run, *options)
-    assert code == DONE and "4 prompts, 48 tokens" in errors and "mesh: one cpu\n" in errors
-    heads = [line for line in text.splitlines() if line.startswith("[")]
-    assert heads == ["[1] first", "[2] one", "[3] another \\x1b[2J", "[4] last"]
-    found = rows(command(run, *options, "--json")[1])
-    assert [row["prompt"] for row in found] == ["first", "one", "another \x1b[2J", "last"]
-    alone = rows(command(run, "--prompt", "first", "--max-tokens", 12, MESH, "--json")[1])
-    assert alone[0]["tokens"] == found[0]["tokens"]
 
 
 def test_lines_of_json_are_written_after_each_batch(run, command, tmp_path, monkeypatch):
@@ -125,12 +103,12 @@ def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
     assert (code, errors.count("\n")) == (BAD_INPUT, 1) and "is not a tokenizer" in errors
 
 
-def test_the_text_begins_with_the_space_after_its_prompt(tmp_path, capsys):
+def test_the_text_begins_with_the_space_after_its_prompt_which_is_printed_escaped(tmp_path, capsys):
     tokenizer = JsonTokenizer(write_byte_tokenizer(tmp_path))
     row, ids = (tokenizer.encode(text).tokens for text in ("hello", "world hello"))
     assert tokenizer.decode(ids.tolist()) == "world hello"
-    for num_prompts, expected in ((1, " world hello\n"), (2, "[2] hello\n world hello\n\n")):
-        prompts = [Prompt("--prompt", "hello")] * num_prompts
+    for num_prompts, expected in ((1, " world hello\n"), (2, "[2] hello\\x1b[2J\n world hello\n\n")):
+        prompts = [Prompt("--prompt", "hello\x1b[2J")] * num_prompts
         printer = Printer(prompts, [row] * num_prompts, tokenizer, frozenset([2]), max_tokens=99, quiet=False)
         for token in [*ids.tolist(), 2]:
             printer.token(num_prompts - 1, token)

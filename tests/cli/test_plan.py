@@ -21,11 +21,10 @@ from flax_mesh.plan.topology import parse_topology
 from flax_mesh.text import bytes_text
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.build import batch_sharding, build_program
+from tests.train import bigram
 from tests.train.bigram import count_compilations
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "recipes" / "tiny.py")
-BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
+TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8")
 TOO_LARGE = ("mesh.shape=fsdp:4", "model.hidden_size=16384", "model.mlp_size=65536", "model.num_layers=2")
 
@@ -83,7 +82,7 @@ EVALUATES_NOTHING = "run.eval_every=0"
 def test_a_run_prints_the_forecast_of_its_memory_and_that_of_the_compiled_step(small, capsys):
     """On the two devices of the run, which are fewer than those that are here. Arguments are the bytes of the arrays on
     one device; the program is not compiled again to look at it."""
-    config = apply_overrides(load_recipe(BIGRAM), [*small[2:], EVALUATES_NOTHING])
+    config = apply_overrides(bigram.recipe(), [*small[2:], EVALUATES_NOTHING])
     with count_compilations() as compiled:
         assert main([*small, EVALUATES_NOTHING, "run.steps=2"]) == DONE
     out = capsys.readouterr().out

@@ -17,8 +17,7 @@ from flax_mesh.train.checks import check_config
 from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
 from tests.inference.small_run import recipe, save_run
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "recipes" / "tiny.py")
+TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 NUM_DRAWS = 300
 # Values of all kinds. Counts stay small: a decoder of a million layers is valid, and takes hours to trace.
 WORDS = """

@@ -143,9 +143,8 @@ def test_ctrl_c_ends_a_search_and_prints_the_best_so_far(monkeypatch, capsys):
     monkeypatch.setattr(BeamSearch, "run", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
     argv = ("search", *SIZES, "--costs", "1,1,1/1,1,1/2,2,1/1,2,2", "--memory", "4", "--seconds", "1e6")
     assert main(["schedule", *argv]) == DONE
-    assert re.search(
-        r"\ninterrupted; at most .* slower .* best named schedule that fits: zb-h1", capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert re.search(r"\ninterrupted; at most .* slower .* best named schedule that fits: zb-h1", out)
     assert main(["schedule", *argv, "--json"]) == DONE
     assert json.loads(capsys.readouterr().out)["interrupted"] is True
 

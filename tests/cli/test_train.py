@@ -22,12 +22,11 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from flax_mesh.train.overrides import to_lines
+from tests.train import bigram
 from tests.train.bigram import count_compilations, snapshot, write_text
 from tests.train.support.runs import rows_of
 
-ROOT = Path(__file__).parents[2]
-TINY = str(ROOT / "recipes" / "tiny.py")
-BIGRAM = str(ROOT / "tests" / "train" / "bigram.py")
+TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 
 
 pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")
@@ -71,9 +70,8 @@ def test_a_platform_without_devices_is_reported_in_one_line():
     argv = ["-m", "flax_mesh.cli", "train", TINY, "run.platform=tpu"]
     done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == BAD_INPUT
-    assert re.fullmatch(
-        r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use run\.platform=auto for .*\n", done.stderr
-    )
+    line = r"flax-mesh: run\.platform=\S+ has no devices here \(.+\); use run\.platform=auto for .*\n"
+    assert re.fullmatch(line, done.stderr)
 
 
 def test_version_prints_the_versions_of_the_packages(capsys):
@@ -328,13 +326,9 @@ ENVIRONMENT |= {"JAX_LOG_COMPILES": "1"}
 
 def run_process(folder: Path, *settings: str) -> tuple[int, list[float]]:
     """(how often the compiled step was read, losses) of a run of four steps."""
-    common = [
-        f"data.source={folder.parent / 'squares.txt'}",
-        f"run.folder={folder}",
-        "run.platform=cpu:2",
-        "run.steps=4",
-    ]
-    command = [sys.executable, "-m", "flax_mesh.cli", "train", BIGRAM, *common, "checkpoint.every=2", *settings]
+    common = [f"data.source={folder.parent / 'squares.txt'}", f"run.folder={folder}", "run.platform=cpu:2"]
+    common += ["run.steps=4", "checkpoint.every=2"]
+    command = [sys.executable, "-m", "flax_mesh.cli", "train", bigram.__file__, *common, *settings]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == DONE, done.stderr
     hits = (done.stdout + done.stderr).count("Persistent compilation cache hit for 'jit_step'")

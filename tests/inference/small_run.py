@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
@@ -31,6 +32,13 @@ def recipe() -> TrainConfig:
         data=DataConfig(sequence_length=16, batch_size=8),
         run=RunConfig(steps=12),
     )
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory) -> Path:
+    """The folder of a run, for the conftest.py of folders with tests."""
+    save_run(folder := tmp_path_factory.mktemp("run"))
+    return folder
 
 
 def save_run(folder: Path, *settings: str, description: str = TEXT, **record: Any) -> Any:

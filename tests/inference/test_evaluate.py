@@ -2,7 +2,6 @@
 
 import math
 import random
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,13 +20,6 @@ from tests.inference.small_run import save_run, write_byte_tokenizer, write_toke
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LENGTH = 16
 TOKENS = np.random.default_rng(1).integers(0, 256, 103)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_run(folder)
-    return folder
 
 
 def plain_loss(trained: TrainedModel, tokens: np.ndarray) -> float:
@@ -157,9 +149,8 @@ def test_token_files_have_no_bytes_and_texts_need_a_tokenizer(tmp_path):
 
 def test_sets_that_cannot_be_evaluated_are_one_line():
     assert set_problems(TOKENS, 256) == []
-    assert set_problems(TOKENS[:1], 256) == [
-        "it has 1 token, of which the first is not predicted; at least 2 are required"
-    ]
+    (problem,) = set_problems(TOKENS[:1], 256)
+    assert problem == "it has 1 token, of which the first is not predicted; at least 2 are required"
     assert set_problems(np.array([1, 256]), 256) == ["it has the token 256; the ids of this model are 0 to 255"]
     assert set_problems(np.array([1, -3]), 256) == ["it has the token -3; the ids of this model are 0 to 255"]
 

@@ -24,13 +24,6 @@ HF = Path(__file__).parents[1] / "checkpoint" / "hf" / "data"
 PROMPTS = [[1, 2, 3], [250], list(range(100, 120))]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_run(folder)
-    return folder
-
-
 def ids(folder: Path, *settings: str, **options) -> list[list[int]]:
     trained = open_trained(folder, settings)
     found = generate(trained.model, PROMPTS, max_tokens=8, batch_size=4, **options)

@@ -135,11 +135,10 @@ DAMAGED = [b"", b"{", b"[]", b"{}", b"\xff", b'{"model": 3}', b"[" * 5000, b'{"m
 
 
 def test_wrong_stop_tokens_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+    line = r"^\S+generation_config.json.* (must be a JSON object|ids from 0 to 255)"
     for text in WRONG_STOPS:
         (tmp_path / "generation_config.json").write_text(text)
-        with pytest.raises(
-            ConfigError, match=r"^\S+generation_config.json.* (must be a JSON object|ids from 0 to 255)"
-        ):
+        with pytest.raises(ConfigError, match=line):
             stop_tokens(source(tmp_path))
     for data in DAMAGED:
         (tmp_path / "tokenizer.json").write_bytes(data)

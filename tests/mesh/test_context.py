@@ -70,10 +70,8 @@ def test_the_legacy_context_sets_the_current_mesh(legacy):
 
 
 def test_set_mesh_takes_precedence_over_the_legacy_context_and_an_abstract_mesh_over_both(legacy):
-    other, abstract = (
-        create_mesh((8,), ("fsdp",)),
-        AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2),
-    )
+    other = create_mesh((8,), ("fsdp",))
+    abstract = AbstractMesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(other):
         assert current_mesh() is other
         with jax.sharding.use_abstract_mesh(abstract):

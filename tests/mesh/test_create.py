@@ -1,8 +1,5 @@
 """create_mesh on 8 CPU devices and on fake slices."""
 
-import socket
-import subprocess
-import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -27,6 +24,7 @@ from flax_mesh import (
 from flax_mesh.mesh.create import calculate_host_mesh_shape, normalize_axis_types
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
 from tests.mesh.fakes import gpu_hosts, tpu_slice, tpu_slices
+from tests.multiprocess.processes import assert_all_done, run_workers
 
 
 def shape_of(mesh):
@@ -217,37 +215,10 @@ def test_strings_and_the_cpu_helpers_create_meshes():
     assert current_mesh() is None
 
 
-WORKER = """
-import sys
-import jax
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-import numpy as np
-from flax_mesh import calculate_host_mesh_shape, create_mesh
-from flax_mesh.mesh import describe_mesh
-mesh = create_mesh((2, 2, 2), ("tp", "fsdp", "dp"))
-hosts = np.vectorize(lambda device: device.process_index)(mesh.devices)
-assert mesh.devices.shape == (2, 2, 2)
-assert (hosts == np.array([0, 1])).all(), hosts  # dp, here the last axis, is split over the processes
-rows = create_mesh((4, 2), ("fsdp", "tp")).devices
-assert [{device.process_index for device in row} for row in rows] == [{0}, {0}, {1}, {1}]
-assert calculate_host_mesh_shape((2, 4)) == (1, 4)
-assert "2 processes over DCN" in describe_mesh(mesh)
-print("done", flush=True)
-"""
-
-
 @pytest.mark.slow
 def test_two_processes_have_the_requested_shape_and_split_dp():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command: list[str] = [sys.executable, "-c", WORKER, port]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    workers = [subprocess.Popen([*command, str(i)], text=True, **pipes) for i in range(2)]
-    outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    assert all("done" in output for output in outputs), outputs
+    ended = run_workers("mesh", 2, 4, module="tests.sharding.process_worker")
+    assert_all_done(ended, "mesh is done")
 
 
 # --- sizes ---

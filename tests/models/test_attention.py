@@ -232,10 +232,7 @@ def test_splash_attention_equals_that_of_xla(window, segments):
     assert distance(found, value_and_gradients("xla", *wrong)) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [pytest.param((2, 1, 1, 2, 2), id="dp,tp,sp"), pytest.param((1, 1, 4, 2, 1), id="ep,tp", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("shape", [(2, 1, 1, 2, 2), pytest.param((1, 1, 4, 2, 1), marks=pytest.mark.slow)], ids=str)
 def test_splash_attention_on_a_mesh_equals_that_of_one_device(shape):
     """Rows, heads and queries are split; ep splits none of them, and the rows are too few for it."""
     found = value_and_gradients("splash", 130, True, mesh=create_mesh(shape))
@@ -305,11 +302,9 @@ def test_a_length_that_does_not_fit_is_an_error_before_a_run(tmp_path):
         data=DataConfig(batch_size=4, sequence_length=96),
         run=RunConfig(steps=2, folder=str(tmp_path), platform="cpu"),
     )
-    own = dataclasses.replace(
-        config, make_batches=lambda _: lambda step: {"inputs": tokens_of(4), "targets": tokens_of(4)}
-    )
+    batch = {"inputs": tokens_of(4), "targets": tokens_of(4)}
+    own = dataclasses.replace(config, make_batches=lambda _: lambda step: batch)
+    message = "splash needs a sequence length that is a multiple of 128, got"
     for each, length in ((own, 12), (config, 96)):
-        with pytest.raises(
-            ConfigError, match=rf"splash needs a sequence length that is a multiple of 128, got {length}; use"
-        ):
+        with pytest.raises(ConfigError, match=f"{message} {length}; use"):
             train(each)

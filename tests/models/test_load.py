@@ -131,9 +131,7 @@ def test_a_stored_head_that_differs_from_the_tied_embedding_in_value_shape_or_dt
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of llama, .*, got 'gpt2'"),
         ({"logit_scale": 0.5}, r"logit_scale=0.5 is an unknown key.*ignore=\('logit_scale',\)"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"num_hidden_layers": 10**9}, "has 1000000000 layers"),
         ({"num_hidden_layers": 2}, r"model.layers.2.mlp.up_proj.weight: only in the folder"),
         ({"num_hidden_layers": 4}, r"model.layers.3.mlp.up_proj.weight: only in the model"),
@@ -145,21 +143,6 @@ def test_another_decoder_is_refused(change, message, copy):
     change_config(copy, **change)
     with pytest.raises(ConfigError, match=message):
         load_on_one(copy)
-
-
-def test_missing_and_extra_arrays_are_refused_together(copy):
-    def change(arrays):
-        del arrays["model.norm.weight"]
-        arrays["model.layers.0.mlp.up_proj.weight"] = arrays["model.layers.0.mlp.up_proj.weight"][:-1]
-        return arrays | {"extra.weight": np.zeros((2, 3), np.float32)}
-
-    change_arrays(copy, change)
-    with pytest.raises(ConfigError) as error:
-        load_decoder(copy, MESHES["fsdp8"]())
-    text = str(error.value)
-    assert "(3 differences)" in text and "model.norm.weight: only in the model, f32[16]" in text
-    assert "model.layers.0.mlp.up_proj.weight: folder f32[23,16], model f32[24,16]" in text
-    assert "extra.weight: only in the folder, f32[2,3]" in text
 
 
 def test_ignore_takes_keys_and_arrays_without_effect(copy):

@@ -91,11 +91,8 @@ def run(graphdef, state: Any, x, probe):
 
 
 def layout_of(layer, mesh):
-    rules = [
-        ("router", ("embed", "expert_gate")),
-        ("gate|up", ("experts", "embed", "mlp")),
-        ("down", ("experts", "mlp", "embed")),
-    ]
+    rules = [("router", ("embed", "expert_gate"))]
+    rules += [("gate|up", ("experts", "embed", "mlp")), ("down", ("experts", "mlp", "embed"))]
     return abstract_state(lambda: layer, mesh, PartitionRules(rules, layer.axes))
 
 

@@ -15,6 +15,7 @@ from flax_mesh.mpmd import MpmdArray, MpmdMesh
 from tests.mpmd.fakes import seen_from
 
 P = PartitionSpec
+remote = functools.partial(MpmdArray, (8,), jnp.float32)
 
 
 @pytest.fixture
@@ -36,10 +37,6 @@ def there():
 @pytest.fixture
 def x(here):
     return mpmd.device_put(np.arange(8, dtype=np.float32), here)
-
-
-def remote(sharding, shape=(8,), dtype=jnp.float32):
-    return MpmdArray(shape, dtype, sharding)
 
 
 def test_a_program_runs_on_the_devices_of_its_inputs(mpmd_mesh, here, x):

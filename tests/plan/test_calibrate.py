@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.common import DONE
 from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
@@ -232,27 +232,6 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monke
         (line,) = lines
         assert line.startswith("forecast: ") and "none" not in line
         assert ("per step" in line) == timed
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        ("--calibrate {tmp}", "cannot be written"),
-        ("--calibrate {tmp}/none/chip.toml", "cannot be written"),
-        ("--calibrate {tmp}/chip.toml recipes/tiny.py", "no RECIPE"),
-        ("--calibrate {tmp}/chip.toml run.steps=1", "run.steps=1"),
-        ("--calibrate {tmp}/chip.toml run.platform=cpu:0", "cpu:0"),
-        ("--calibrate {tmp}/chip.toml --topology v5p:2x2x2", "leave out --topology"),
-        ("--calibrate {tmp}/chip.toml --json", "not allowed"),
-        ("", "RECIPE"),
-    ],
-)
-def test_bad_input_is_one_line_before_anything_is_measured(words, problem, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "measure", lambda *_: pytest.fail("measured"))
-    assert main(["plan", *words.format(tmp=tmp_path).split()]) == BAD_INPUT
-    (line,) = capsys.readouterr().err.splitlines()
-    assert problem in line
-    assert not (tmp_path / "chip.toml").exists()
 
 
 # --- the benchmark ---

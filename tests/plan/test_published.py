@@ -15,10 +15,6 @@ PARAMETERS = {"6-8B-8": 8.03e9, "6-70B-256": 70.55e9, "6-405B-2x256": 405.8e9, "
 PARAMETERS |= {"5e-64B-01": 65.1e9, "5p-32B-01": 32.9e9, "5p-128B-01": 129.5e9, "5p-512B-01": 516.7e9}
 
 
-def error(run) -> float:
-    return plan(run.config(), run.topology).time.seconds / run.seconds - 1
-
-
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_shapes_have_the_published_number_of_parameters(name):
     assert num_parameters(BY_ID[name].model) == pytest.approx(PARAMETERS[name], rel=0.005)
@@ -39,7 +35,7 @@ def test_without_the_fitted_constants_step_times_are_not_predicted():
 
 @pytest.mark.slow
 def test_most_published_step_times_that_were_not_fitted_are_predicted():
-    errors = {run.id: error(run) for run in held_out()}
+    errors = {run.id: plan(run.config(), run.topology).time.seconds / run.seconds - 1 for run in held_out()}
     within = [name for name, value in errors.items() if abs(value) <= LIMIT]
     assert len(within) >= SHARE * len(errors), errors
     assert max(map(abs, errors.values())) <= OUTLIER, errors

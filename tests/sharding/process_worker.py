@@ -1,4 +1,4 @@
-"""One process of the tests of placement and of fingerprints, started by `run_workers`."""
+"""One process of the tests of meshes, of placement and of fingerprints, started by `run_workers`."""
 
 import jax
 import numpy as np
@@ -6,8 +6,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
+from flax_mesh.mesh import describe_mesh
 from flax_mesh.sharding import check_same_on_all_processes
 from tests.multiprocess.processes import run_case
+
+
+def mesh() -> None:
+    """Two processes with 4 devices each."""
+    processes_of = np.vectorize(lambda device: device.process_index)
+    mesh = fm.create_mesh((2, 2, 2), ("tp", "fsdp", "dp"))
+    hosts = processes_of(mesh.devices)
+    assert hosts.shape == (2, 2, 2) and (hosts == np.array([0, 1])).all(), hosts  # dp, the last axis, is split
+    assert processes_of(fm.create_mesh((4, 2), ("fsdp", "tp")).devices).tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    assert fm.calculate_host_mesh_shape((2, 4)) == (1, 4)
+    assert "2 processes over DCN" in describe_mesh(mesh)
 
 
 def placement() -> None:

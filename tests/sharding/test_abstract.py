@@ -80,12 +80,11 @@ def test_rules_without_layers_use_those_of_the_model(rules):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("maker", [pytest.param(make, marks=pytest.mark.slow), make_both])
-def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh(maker):
+def test_the_state_is_initialized_sharded_with_the_same_bits_on_every_mesh():
     reference = None
     for mesh in meshes().values():
-        abstract = fm.abstract_state(maker, mesh, RULES)
-        state = fm.init_state(maker, abstract)
+        abstract = fm.abstract_state(make_both, mesh, RULES)
+        state = fm.init_state(make_both, abstract)
         for expected, have in zip(jax.tree.leaves(abstract), jax.tree.leaves(state), strict=True):
             assert have.sharding == expected.sharding and have.shape == expected.shape and have.dtype == expected.dtype
         leaves = jax.tree.leaves(fm.gather(state))

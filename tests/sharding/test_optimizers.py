@@ -268,9 +268,8 @@ def test_moments_that_cannot_be_split_further_are_findings():
     with pytest.raises(fm.ShardingError, match=message):
         fm.abstract_state(make, mesh, rules, shard_optimizer_over="dp")
     odd = fm.abstract_state(make, mesh, rules, shard_optimizer_over="dp", on_mismatch="drop", dropped=findings)
-    assert [finding.path.rsplit("/", 2)[-2:] for finding in findings] == [
-        [m, p] for m in ("mu", "nu") for p in ("bias", "kernel")
-    ]
+    found = [finding.path.rsplit("/", 2)[-2:] for finding in findings]
+    assert found == [[m, p] for m in ("mu", "nu") for p in ("bias", "kernel")]
     assert specs_of(odd)["optimizer/opt_state/0/mu/kernel"] == P("fsdp", "tp")  # the spec of its parameter
     small = fm.abstract_state(make, mesh, rules, shard_optimizer_over="dp", min_size=61)
     assert set(specs_of(small).values()) == {P()}

@@ -7,31 +7,22 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import abstract_state, create_mesh
 from flax_mesh.step.loss import run_loss, traced_loss
 from flax_mesh.step.parameter_flow import DEPENDS, flow
-from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.train import make_train_step
 from flax_mesh.tree import named_leaves
+from tests.mpmd.zoo.base import initial_state
 from tests.step import changed
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 OPTIMIZER = optax.adamw(1e-2, eps=1e-2)
 
 
-def start(make_model, optimizer=OPTIMIZER):
-    def make():
-        model = make_model()
-        return model, nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    mesh = create_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
-    return init_train_state(make, abstract_state(make, mesh, [(".*", ())]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("make_model", [lambda: changed.Net(nnx.Rngs(0)), lambda: changed.Stack(nnx.Rngs(0))])
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_step_equals_a_loop_of_value_and_grad(make_model, count):
-    state = start(make_model)
+    state = initial_state(make_model, OPTIMIZER)
     step = make_train_step(changed.loss_fn, state, num_microbatches=count)
     model = make_model()
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
@@ -60,7 +51,7 @@ def test_a_step_equals_a_loop_of_value_and_grad(make_model, count):
 
 
 def test_the_optimizer_updates_the_changed_value():
-    state = start(lambda: changed.Net(nnx.Rngs(0), (changed.Clipped,)), optax.sgd(0.0))
+    state = initial_state(lambda: changed.Net(nnx.Rngs(0), (changed.Clipped,)), optax.sgd(0.0))
     kernel = np.asarray(state.merge()[0].layers[0].linear.kernel[...])
     state, _ = make_train_step(changed.loss_fn, state)(state, changed.make_batch(4))
     assert np.abs(kernel).max() > 0.2
@@ -76,7 +67,7 @@ def test_a_change_of_shape_or_dtype_is_refused_with_all_paths():
             bias.set_value(jnp.zeros(()))
             return x
 
-    state = start(lambda: changed.Net(nnx.Rngs(0), (Cast,)))
+    state = initial_state(lambda: changed.Net(nnx.Rngs(0), (Cast,)), OPTIMIZER)
     message = r"linear/bias changed from f32\[8\] to f32\[\], .*linear/kernel changed from f32\[8,8\] to bf16\[8,8\]"
     with pytest.raises(ValueError, match=message):
         make_train_step(changed.loss_fn, state)(state, changed.make_batch(4))

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
@@ -67,10 +68,11 @@ def rules_of(style: str) -> fm.PartitionRules | None:
     return None if style == "annotated" else fm.PartitionRules("fsdp", layers=layers_of(style))
 
 
-def train(state: TrainState, step) -> Trajectory:
-    losses, leaves = [], []
+def train(state: TrainState, step, rows=None) -> Trajectory:
+    losses, leaves, shardings = [], [], [x.sharding for x in state.leaves]
     for _ in range(STEPS):
-        state, metrics = step(state, batch())
+        state, metrics = step(state, batch() if rows is None else rows)
+        assert [x.sharding for x in state.leaves] == shardings
         losses.append(float(metrics["loss"]))
         leaves.append(leaves_of(state.to_nnx()["model"]))
     return losses, leaves
@@ -79,12 +81,13 @@ def train(state: TrainState, step) -> Trajectory:
 @pytest.mark.sampled
 @pytest.mark.parametrize(("style", "mode"), MATRIX)
 def test_a_train_step_equals_plain_jax_on_one_device(style, mode, mesh):
-    expected = reference(style)
+    """Also statistics of a batch whose rows are split."""
+    expected, rows = reference(style), jax.device_put(batch(), NamedSharding(mesh, P("fsdp")))
     with MODES[mode]():
         make = lambda: make_both(style)  # noqa: E731
         state = init_train_state(make, fm.abstract_state(make, mesh, rules_of(style)))
         step = make_train_step(loss_fn, state, layers=layers_of(style), **STEP)
-        assert_equal(train(state, step), expected)
+        assert_equal(train(state, step, rows), expected)
 
 
 @pytest.mark.sampled

@@ -49,25 +49,6 @@ def test_a_batch_of_weight_zero_has_a_zero_gradient():
 
 
 @pytest.mark.slow
-def test_batch_statistics_are_the_same_on_a_mesh_as_on_one_device():
-    mesh = create_mesh((2, 2, 1, 2, 1))
-    place = NamedSharding(mesh, PartitionSpec(("fsdp", "dp")))
-    batches = [batch(seed=i) for i in range(3)]
-    # Not Adam: the gradient of a bias before a norm is zero but for rounding errors, which Adam scales to full steps.
-    maker = make(norm=True, optimizer=optax.sgd(0.1, momentum=0.9))
-    one, _ = run(weighted_loss, start(maker), batches)
-    sharded = [jax.device_put(b, place) for b in batches]
-    eight, _ = run(weighted_loss, start(maker, mesh), sharded)
-    for (path, x), (_, y) in zip(named_leaves(one.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
-        if "rngs" not in path:
-            np.testing.assert_allclose(x, y, err_msg=path, atol=2e-6)
-    first = start(maker, mesh)
-    assert not np.allclose(first.merge()[0].norm.mean[...], eight.merge()[0].norm.mean[...])
-    for (path, a), (_, b) in zip(named_leaves(first.to_nnx()), named_leaves(eight.to_nnx()), strict=True):
-        assert a.sharding.is_equivalent_to(b.sharding, a.ndim), path  # no sharding changes
-
-
-@pytest.mark.slow
 def test_dropout_masks_depend_on_seed_step_and_microbatch_but_not_on_the_mesh():
     def masks(model, b):
         kept = model.drop(jnp.ones_like(b["x"])) > 0

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh import PartitionRules, abstract_state, named_leaves
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import batch_sharding, build_program, fit_mesh, make_mesh, run_rules
+from flax_mesh.train.build import build_program, fit_mesh, make_mesh, run_rules
 from flax_mesh.train.config import AXIS_NAMES
 from flax_mesh.train.explain import explain
 from tests.checkpoint import small_decoder
@@ -144,14 +143,6 @@ SAME = ["data.batch_size=16", "data.sequence_length=8", "pipeline.num_microbatch
 SAME += ["optimizer.clip_norm=inf", "optimizer.b1=0"]
 
 
-def batch_of(program) -> Any:
-    rng = np.random.default_rng(0)
-    rows = program.config.data.batch_size
-    shape = rows, program.config.data.sequence_length
-    batch = {name: rng.integers(0, 32, shape).astype(np.int32) for name in ("inputs", "targets")}
-    return batch if program.pipeline else jax.device_put(batch, batch_sharding(program.mesh, program.rules.axes))
-
-
 def two_steps(mesh: str, model: str, axis_types: str) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
     """(metrics of two steps, gradients of the first step by path)."""
     program = program_of(*MODELS[model], *SAME, f"mesh.shape={MESHES[mesh]}", f"mesh.axis_types={axis_types}")
@@ -159,7 +150,7 @@ def two_steps(mesh: str, model: str, axis_types: str) -> tuple[list[dict[str, np
     assert set(program.mesh.axis_types) == kinds
     state, rows, gradients = program.init(), [], {}
     for _ in range(2):
-        state, metrics = program.step(state, batch_of(program))
+        state, metrics = program.step(state, decoder.batch_of(program))
         rows.append({name: np.asarray(x) for name, x in metrics.items()})
         # With b1 = 0 and without clipping the first moment is the gradient.
         gradients = gradients or {path: np.asarray(x) for path, x in named_leaves(state.to_nnx()) if "/mu/" in path}

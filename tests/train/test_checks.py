@@ -1,6 +1,5 @@
 """Invalid settings and options that the compiler rejects: one line each, before anything large compiles."""
 
-import re
 from dataclasses import make_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -78,9 +77,8 @@ def test_a_vocabulary_beyond_uint16_needs_files_of_uint32(tmp_path):
     large = replace(recipe(), model=BigramConfig(vocab_size=128_256))
     large = apply_overrides(large, [f"data.source={tmp_path / 'tokens.bin'}"])
     (problem,) = check_on_corpus(large, load_corpus(large.data))
-    assert re.match(
-        r"model.vocab_size=128256 is more than the 65536 ids of uint16, .* Set data.bin_dtype=uint32", problem
-    )
+    assert problem.startswith("model.vocab_size=128256 is more than the 65536 ids of uint16, ")
+    assert "Set data.bin_dtype=uint32" in problem
     large = apply_overrides(large, ["data.bin_dtype=uint32"])
     assert check_on_corpus(large, load_corpus(large.data)) == []
     small = apply_overrides(recipe(), [f"data.source={tmp_path / 'tokens.bin'}"])

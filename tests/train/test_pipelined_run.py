@@ -139,19 +139,6 @@ def test_a_run_searches_after_three_steps_and_resumed_runs_take_the_file_and_hav
     assert (folder / "schedule.txt").read_text() == before
 
 
-@pytest.mark.slow
-def test_another_mesh_or_a_damaged_file_is_searched_again(tmp_path, text):
-    folder, file = tmp_path / "run", tmp_path / "run" / "schedule.txt"
-    run(config_of(folder, text, *SEARCH, "run.steps=3"))
-    assert file.read_text().startswith("# pp:2, 4 microbatches\n")
-    wider = ("mesh.shape=pp:2,fsdp:2", *SEARCH[1:])
-    for steps in (6, 9):
-        (line,) = said(run(config_of(folder, text, *wider, f"run.steps={steps}")).lines)
-        assert "searched for the measured stages" in line
-        assert file.read_text().startswith("# pp:2,fsdp:2, 4 microbatches\n")
-        file.write_text(file.read_text().replace("0F0", "0F9"))
-
-
 def test_the_slowest_process_of_a_group_and_all_groups_count():
     first = json.dumps([["F", 0, 1.0], ["B", 0, 2.0], ["W", 0, 3.0]])
     second = json.dumps([["F", 0, 1.5], ["B", 0, 1.0], ["W", 0, 3.5], ["F", 1, 4.0], ["B", 1, 5.0]])

@@ -19,6 +19,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import next_token_loss
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.data.iterators import IteratorBatches, decode, encode
+from tests.train import bigram
 from tests.train.data import own_recipe
 from tests.train.data.own_recipe import MAKERS, Windows
 from tests.train.support.runs import checkpoints, rows_of, run, state_of
@@ -48,7 +49,7 @@ def own(make: Any) -> TrainConfig:
 
 
 DATA: dict[str, Callable[[], TrainConfig]] = {
-    "bigram": own_recipe.iterator_recipe,
+    "bigram": lambda: replace(bigram.recipe(), make_batches=Windows, sample=None),
     "tokens": own_recipe.recipe,
     **{name: lambda name=name: own(MAKERS[name]) for name in MAKERS},
     "bad batch": lambda: replace(own(with_a_bad_batch), loss_fn=loss_fn),
@@ -193,11 +194,3 @@ def test_a_state_that_is_saved_one_batch_too_late_is_found(tmp_path, text, monke
     monkeypatch.setattr(IteratorBatches, "state", one_batch_later)
     resumed(case, tmp_path / "killed", text)
     assert numbers(rows_of(tmp_path / "killed")) != numbers(rows_of(tmp_path / "whole"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp", "pp"])
-def test_own_batches_of_the_tokens_have_the_losses_of_the_built_in_ones(mesh, tmp_path, text):
-    runs = [run(config_of((data, "adamw", "", mesh, ""), tmp_path / data, text)) for data in ("tokens", "function")]
-    assert runs[0].losses == runs[1].losses and len(runs[0].losses) == STEPS
-    assert any(line.startswith("data: make_batches of ") and "inputs i32[8,16]" in line for line in runs[1].lines)

@@ -221,12 +221,10 @@ def rejected(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("found", OTHERS)
 def test_entries_of_another_kind_are_listed_and_stay(found, tmp_path):
-    OTHERS[found](tmp_path / "run")
+    OTHERS[found](run := tmp_path / "run")
     if WANTED[""] != found:
-        (problem,) = rejected(tmp_path / "run")
-        assert problem.startswith(
-            f"run.folder: {tmp_path / 'run'} must be a folder, found {found}; rename or remove it"
-        )
+        (problem,) = rejected(run)
+        assert problem.startswith(f"run.folder: {run} must be a folder, found {found}; rename or remove it")
     assert os.listdir(tmp_path) == ["run"]
     folder, wrong = tmp_path / "other", [name for name in WANTED if name and WANTED[name] != found]
     folder.mkdir()
@@ -269,9 +267,8 @@ def test_entries_without_rights_are_an_error(name, mode, tmp_path):
             os.chown(path, NOBODY, NOBODY)
     with without_rights(folder / name, mode):
         problems = rejected(folder)
-    assert problems == [
-        f"run.folder: {folder / name} must be readable and writable; change its rights, or use another run.folder"
-    ]
+    wrong = f"run.folder: {folder / name} must be readable and writable"
+    assert problems == [f"{wrong}; change its rights, or use another run.folder"]
 
 
 def test_folders_are_removed_as_far_as_they_were_created(tmp_path):

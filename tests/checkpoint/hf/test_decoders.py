@@ -85,16 +85,6 @@ def test_a_mistake_changes_the_logits(mistake):
     assert difference(decoder_of(DATA / case, names, **change), DATA / case) > 100 * TOLERANCE
 
 
-def test_rotary_pairs_are_halves_and_not_neighbours():
-    """The other convention of Llama checkpoints orders the dims of q and k differently, which changes the logits."""
-    model = decoder_of(DATA / "llama")
-    order = np.arange(8).reshape(2, 4).T.ravel()
-    for layer in model.layers:
-        for part in (layer.attention.q, layer.attention.k):
-            part.kernel[...] = part.kernel[...][..., order]
-    assert difference(model, DATA / "llama") > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_loading_and_saving_a_folder_of_transformers_is_bitwise(case, tmp_path):
     model, read = decoder_of(DATA / case, scan=True), read_config(DATA / case)

@@ -102,9 +102,7 @@ def test_the_search_is_exact(mesh_shape):
     matrices = [[]]
     for options in columns:
         matrices = [[*chosen, option] for chosen in matrices for option in options]
-    valid = [
-        tuple(zip(*matrix, strict=True)) for matrix in matrices if (np.array(matrix).prod(axis=0) == torus.shape).all()
-    ]
+    valid = [tuple(zip(*each, strict=True)) for each in matrices if (np.array(each).prod(axis=0) == torus.shape).all()]
     found = best_assignment(torus, mesh_shape, [1.0] * len(mesh_shape), allow_split=True)
 
     def key(assignment):

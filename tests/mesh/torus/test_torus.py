@@ -27,13 +27,10 @@ def ids(devices):
     return np.vectorize(lambda device: device.id, otypes=[int])(devices)
 
 
-def coords(devices):
-    return [device.coords for device in devices.flat]
-
-
 def test_a_cuboid_may_start_at_any_coordinates():
     devices = tpu_slice("TPU v4", (2, 2, 1), origin=(2, 2, 3))
-    assert coords(physical_mesh(devices)[0]) == [(2, 2, 3), (2, 3, 3), (3, 2, 3), (3, 3, 3)]
+    found = [device.coords for device in physical_mesh(devices)[0].flat]
+    assert found == [(2, 2, 3), (2, 3, 3), (3, 2, 3), (3, 3, 3)]
     mesh = create_device_mesh((2, 2), devices)
     assert np.array_equal(ids(mesh), ids(mesh_utils.create_device_mesh((2, 2), devices)))
 
@@ -68,7 +65,7 @@ FAMILY = [
 ]
 
 
-def compare_with_mesh_utils(devices: list, arranged) -> None:
+def compare_with_jax(devices: list, arranged) -> None:
     """Compare the arrays of devices of `arranged(mesh_shape, split)` with those of JAX, for up to three axes.
 
     Both may raise NotImplementedError instead.
@@ -91,9 +88,7 @@ def compare_with_mesh_utils(devices: list, arranged) -> None:
 def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
     """No assignment is strictly better on these slices: the mesh is the same as JAX's, or both raise an error."""
     devices = tpu_slice(kind, shape, cores=cores)
-    compare_with_mesh_utils(
-        devices, lambda sizes, split: create_device_mesh(sizes, devices, allow_split_physical_axes=split)
-    )
+    compare_with_jax(devices, lambda sizes, split: create_device_mesh(sizes, devices, allow_split_physical_axes=split))
 
 
 @pytest.mark.slow
@@ -101,9 +96,7 @@ def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
 def test_known_assignments_agree_with_mesh_utils_on_large_slices(shape):
     """The search starts from `known_assignment`, which is that of JAX."""
     physical, _ = physical_mesh(devices := tpu_slice("TPU v4", shape))
-    compare_with_mesh_utils(
-        devices, lambda sizes, split: arrange(physical, known_assignment(shape, sizes, allow_split=split))
-    )
+    compare_with_jax(devices, lambda sizes, split: arrange(physical, known_assignment(shape, sizes, allow_split=split)))
 
 
 CUBE, SQUARE, TWO = tpu_slice("TPU v4", (4, 4, 4)), tpu_slice("TPU v4", (2, 2, 1)), tpu_slices(2, "TPU v4", (2, 2, 1))

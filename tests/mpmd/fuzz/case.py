@@ -101,9 +101,8 @@ class Case:
 
 
 def random_case(seed: int) -> Case:
-    return _random_pipeline(
-        random.Random(f"pipeline {seed}"), _random_model(random.Random(f"model {seed // VARIANTS}"))
-    )
+    model = _random_model(random.Random(f"model {seed // VARIANTS}"))
+    return _random_pipeline(random.Random(f"pipeline {seed}"), model)
 
 
 def _random_model(rng: random.Random) -> Case:

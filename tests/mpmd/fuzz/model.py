@@ -32,9 +32,7 @@ class Model(nnx.Module):
     def __init__(self, case: Case):
         rngs = nnx.Rngs(0)
         kernel = nnx.Param(0.3 * jax.random.normal(rngs.params(), (WIDTH, WIDTH)))
-        shared = operations.Shared(
-            rngs, kernel, operations.Variable(jnp.zeros(WIDTH)), operations.Variable(jnp.zeros(WIDTH))
-        )
+        shared = operations.Shared(rngs, kernel, *(operations.Variable(jnp.zeros(WIDTH)) for _ in range(2)))
         self.table, self.head = operations.weight(shared, VOCAB, WIDTH), operations.weight(shared, VOCAB, WIDTH)
         self.tied = case.head == "tied"
         self.strength, self.rule = nnx.Param(jnp.asarray(0.9)), case.table

@@ -101,9 +101,8 @@ def differences(want: Values, have: Values, case: Case) -> list[str]:
             found.append(f"{name}: {a.dtype}{a.shape} and {b.dtype}{b.shape}")
         elif not np.isfinite(b).all() or np.abs(a - b).max(initial=0.0) > bound:
             at = np.unravel_index(np.abs(a - b).argmax(), a.shape)
-            found.append(
-                f"{name}: {a[at]} on one device, {b[at]} here" + ("" if not a.shape else f", at {tuple(map(int, at))}")
-            )
+            place = f", at {tuple(map(int, at))}" if a.shape else ""
+            found.append(f"{name}: {a[at]} on one device, {b[at]} here{place}")
     return sorted(found)
 
 

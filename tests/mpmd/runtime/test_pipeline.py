@@ -268,10 +268,8 @@ def test_explicit_stages_run_in_the_same_pipeline():
 
     staged = chain_stages(loss_of, stages, net_batch(2))
     case = Case("chained", staged.make, staged.loss_fn, net_batch, layers="stages")
-    schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    pipeline = Pipeline(
-        staged, OPTIMIZER, mesh=groups(pp=2), schedule=schedule, seed=seed_of(case), compiler_options=FAST
-    )
+    plan = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+    pipeline = Pipeline(staged, OPTIMIZER, mesh=groups(pp=2), schedule=plan, seed=seed_of(case), compiler_options=FAST)
     have = run_steps(pipeline.step, pipeline.init_state(), net_batch(4))
     assert differences(plain_run(case, microbatches=2), have) == []
     with pytest.raises(CutError, match=r"stage 1, Back, cannot take .*f32\[2,3,8\].*dot_general"):

@@ -1,6 +1,7 @@
 """Timelines: every action once and in order, the same step, files that parse, and costs for the search."""
 
 import json
+import re
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from flax_mesh.mpmd.runtime import search
 from flax_mesh.mpmd.runtime.profile import (
     Timeline,
     chrome_trace,
@@ -139,6 +141,37 @@ def test_an_unsplit_backward_is_measured_as_one_action(interleaved):
     assert all(cost.forward > 0 and cost.backward > 0 and cost.weights == 0 for cost in costs)
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         measure_costs(pipeline, state, BATCH, repeats=0)
+
+
+def test_steps_are_measured_before_the_search_and_a_file_of_the_same_settings_is_used(split, tmp_path, monkeypatch):
+    monkeypatch.setattr(search, "SECONDS", 0.05)
+    pipeline, initial = split
+    monkeypatch.setattr(pipeline, "fuses", pipeline.fuses)
+    said, file, before = [], tmp_path / search.FILE, pipeline.schedule
+
+    def losses(steps):
+        state, found = fresh(initial), []
+        for _ in range(4):
+            state, metrics = steps.step(state, BATCH)
+            found.append(float(metrics["loss"]))
+        return found
+
+    plain = losses(pipeline)
+    searched = r"searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the f"
+    for setting, damaged, text in (
+        ("pp:2", "", searched),
+        ("pp:2", "", re.escape(str(file))),
+        ("pp:2", "0F0", searched),
+        ("pp:4", "", searched),
+    ):
+        if damaged:
+            file.write_text(file.read_text().replace(damaged, "0F9"))
+        pipeline.use_schedule(before)
+        steps = search.ScheduleSearch(pipeline, 8, tmp_path, setting, said.append)
+        assert losses(steps) == plain and pipeline.schedule.name == search.SEARCHED
+        assert re.match(f"schedule: {text}", said[-1]) and file.read_text().startswith(f"# {setting}\n")
+    assert len(said) == 4
+    pipeline.use_schedule(before)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)

@@ -204,9 +204,7 @@ def test_ctrl_c_ends_the_search_with_the_best_schedule_so_far(monkeypatch):
 
 
 def test_ctrl_c_while_the_bound_is_computed_leaves_a_valid_bound(monkeypatch):
-    monkeypatch.setattr(
-        "flax_mesh.mpmd.schedules.search.lower_bound", lambda problem: signal.raise_signal(signal.SIGINT)
-    )
+    monkeypatch.setattr("flax_mesh.mpmd.schedules.search.lower_bound", lambda _: signal.raise_signal(signal.SIGINT))
     found = search_schedule([(1, 1, 1), (2, 2, 2)], 2, num_microbatches=4)
     assert found.interrupted and found.best_named == "zb-h1"
     assert found.lower_bound == pytest.approx(4 * 6) and found.lower_bound < found.makespan
@@ -227,9 +225,8 @@ def test_known_optimal_schedules_meet_the_lower_bound():
 @settings(max_examples=60, deadline=None)
 def test_no_simulated_schedule_is_faster_than_the_bound_or_ends_before_a_tail(schedule_seed, name):
     draw = random.Random(schedule_seed)
-    schedule = make_schedule(
-        name, num_groups=(groups := draw.randint(1, 4)), num_microbatches=groups * draw.randint(2, 4)
-    )
+    groups = draw.randint(1, 4)
+    schedule = make_schedule(name, num_groups=groups, num_microbatches=groups * draw.randint(2, 4))
     costs = [StageCost(*(draw.uniform(0, 2) for _ in range(4))) for _ in range(schedule.num_stages)]
     result = simulate(schedule, costs)
     problem = make_problem(

@@ -1,6 +1,7 @@
 """The search with two stages per group: brute force, the V schedules at every memory limit, random costs, periods."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -56,24 +57,16 @@ def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part)
         costs[-1] = StageCost(*[draw.randint(1, 4) * number for number in costs[-1][:3]])
         sizes = [draw.choice((1e9, 1.5e9, 3e9)) for _ in costs]
         limit = draw.uniform(1, 2 * groups) * max(sizes) * virtual
-        found = search_schedule(
-            costs,
-            limit,
-            num_microbatches=microbatches,
-            num_groups=groups,
-            activation_sizes=sizes,
-            seconds=0.002,
-            objective=(objective := draw.choice(("makespan", "period"))),
-        )
+        counts: dict[str, Any] = {"num_groups": groups, "num_microbatches": microbatches}
+        objective = draw.choice(("makespan", "period"))
+        found = search_schedule(costs, limit, **counts, activation_sizes=sizes, seconds=0.002, objective=objective)
         check_schedule(found.schedule, limit, activation_sizes=sizes)
         result = simulate(found.schedule, costs)
         assert (found.makespan, found.period) == (result.makespan, result.period)
         assert found.lower_bound <= getattr(found, objective) * (1 + 1e-9)
         for name in (*SCHEDULE_NAMES, f"v-{limit // max(sizes):.0f}", f"v-{limit // max(sizes) + 1:.0f}"):
             try:
-                schedule = make_schedule(
-                    name, num_groups=groups, num_microbatches=microbatches, num_virtual_stages=virtual
-                )
+                schedule = make_schedule(name, **counts, num_virtual_stages=virtual)
             except ValueError:
                 continue
             if max(peak_memory(schedule, sizes)) <= limit:

@@ -1,5 +1,3 @@
 """Compiles as the tests of the zoo, whose models these tests run: equal operations share compiled programs."""
 
-from tests.mpmd.zoo.conftest import compile_quickly
-
-__all__ = ["compile_quickly"]
+from tests.mpmd.zoo.conftest import compile_quickly as compile_quickly

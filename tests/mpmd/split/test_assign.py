@@ -165,9 +165,8 @@ def test_a_wrong_order_of_stages_raises():
     model = traced(Net((0, 1), (("matmul",), ("matmul",))))
     _, stages, _ = staged(model, 2)
     with pytest.raises(assign.CutError, match=r"is computed in stage 1 but used in stage 0, which runs before it"):
-        assign.stage_programs(
-            model.program, [1 - s if s >= 0 else s for s in stages], [(1,), (1,)], 2, [False] * 3 + [True]
-        )
+        exchanged = [1 - s if s >= 0 else s for s in stages]
+        assign.stage_programs(model.program, exchanged, [(1,), (1,)], 2, [False] * 3 + [True])
 
 
 # F, B and W

@@ -86,3 +86,19 @@ def test_layers_that_the_loss_does_not_call_are_reported():
 
     staged = split(ListedElsewhere, "layers", 2, first_three)
     assert str(staged).splitlines()[-1] == "layers: a list of 4, of which the loss calls 3"
+
+
+def test_one_layer_that_is_in_the_list_several_times_is_split_between_its_calls():
+    class Shared(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))] * 4)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    staged = split(Shared, "layers", 2)
+    assert set(stages_of(staged).values()) == {(0, 1)} and str(staged).count("receives") == 1
+    forwards = [stage.forward for stage in staged.cut(vectors(2)).stages]
+    assert [sum(eqn.primitive.name == "dot_general" for eqn in one.eqns) for one in forwards] == [2, 2]

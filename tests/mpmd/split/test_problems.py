@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -15,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import create_mesh
 from flax_mesh.mpmd import CutError, split_stages
-from flax_mesh.train import make_train_step
-from tests.mpmd.zoo.base import WIDTH, initial_state, squared_loss, vectors
+from tests.mpmd.zoo.base import WIDTH, squared_loss, vectors
 from tests.mpmd.zoo.calls import Attributes
 from tests.mpmd.zoo.variables import Layer, Memory, Model
 
@@ -162,9 +160,6 @@ def test_trained_variables_without_sums_in_float32_are_refused(dtype):
     message = rf"at least 16 bits, .*: layers/\{{0..3\}}/scale \({jnp.dtype(dtype)}\)\. Make them Variables of another"
     with pytest.raises(ValueError, match=message):
         split(quantized(dtype))
-    state = initial_state(quantized(dtype), optax.sgd(1.0))
-    with pytest.raises(ValueError, match=message):
-        make_train_step(squared_loss, state)(state, vectors(2))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])

@@ -1,4 +1,4 @@
-"""Residuals that F stores for B and W: fewer bytes, and nothing expensive twice."""
+"""Residuals that F stores for B and W: fewer bytes, and nothing expensive twice; the products of B and of W."""
 
 import weakref
 from dataclasses import replace
@@ -15,7 +15,7 @@ from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.split import remat
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import inline, num_bytes, trace, variables
+from flax_mesh.mpmd.split.jaxpr import bodies, flops, inline, num_bytes, trace, variables
 from tests.mpmd.runtime.pipelines import CONFIG, PLAIN_SGD, build, decoder_batch
 
 MLP, SEQUENCE = 56, 16  # differ from all other sizes
@@ -28,14 +28,39 @@ def stages(make, loss_fn, batch, **kinds):
     return [differentiate(stage, trained, **kinds) for stage in staged.cut(batch).stages]
 
 
-def decoder(dtype="bfloat16", **kinds):
-    config = replace(CONFIG, mlp_size=MLP, dtype=dtype)
+def decoder(dtype="bfloat16", change=None, **kinds):
+    """`change`: of the config."""
+    config = replace(CONFIG, mlp_size=MLP, dtype=dtype, **(change or {}))
     batch = dict.fromkeys(("inputs", "targets"), np.zeros((2, SEQUENCE), np.int32))
     return stages(lambda: make_decoder(config, nnx.Rngs(0)), next_token_loss, batch, **kinds)
 
 
 def residuals(stage):
     return [v.aval for v in stage.forward.outputs[len(stage.sent) + len(stage.outputs) :]]
+
+
+def matmul_flops(part):
+    """FLOPs of the matrix products of a slice. Scans count once per iteration."""
+
+    def count(eqns):
+        own = sum(flops(e) for e in eqns if e.primitive.name == "dot_general")
+        return own + sum(e.params.get("length", 1) * count(body.eqns) for e in eqns for body in bodies(e))
+
+    return count(part.eqns)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_b_and_w_sum_to_the_unsplit_backward_pass(scan, policy):
+    """Together they have its matrix products, each a part of them."""
+    one, two = (decoder("float32", {"scan": scan, "remat": policy}, split=split) for split in (False, True))
+    for number, (whole, split) in enumerate(zip(one, two, strict=True)):
+        assert matmul_flops(split.forward) == matmul_flops(whole.forward)
+        b, w = matmul_flops(split.backward), matmul_flops(split.weights)
+        assert b + w == matmul_flops(whole.backward)
+        assert (b > 0) == (number > 0)  # the first stage has no inputs to differentiate
+        assert w >= 0.9 * matmul_flops(whole.forward)  # W has one product for every product of F with a weight
 
 
 @pytest.mark.sampled

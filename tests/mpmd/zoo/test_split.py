@@ -9,7 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from flax_mesh.step.state import TrainState
@@ -51,12 +51,6 @@ RUNS = [(case.name, 2, "1f1b") for case in CASES]
 RUNS += [(name, 4, "1f1b") for name in sorted(SHARING | COPYING | {"bfloat16_stream"})]
 RUNS += [(name, 2, "interleaved-1f1b") for name in sorted(COPYING)]
 RUNS += [(name, 2, "zb-h1") for name in sorted(SPLIT_BACKWARD)]
-
-
-def cut(case: Case, num_stages: int) -> StagedModel:
-    return split_stages(
-        case.loss_fn, case.make, case.batch(ROWS), layers=case.layers, num_stages=num_stages, wrt=case.wrt
-    )
 
 
 def pipeline_of(case: Case, mesh: MpmdMesh, name: str = "1f1b", count: int = 4, optimizer=OPTIMIZER) -> Pipeline:
@@ -163,7 +157,8 @@ def test_an_optimizer_whose_scalars_depend_on_all_groups_equals_the_plain_step(n
 @pytest.mark.parametrize("num_stages", [4, 1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=BY_NAME)
 def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(case: Case, num_stages: int):
-    staged = cut(case, num_stages)
+    kinds: dict[str, Any] = {"layers": case.layers, "wrt": case.wrt, "num_stages": num_stages}
+    staged = split_stages(case.loss_fn, case.make, case.batch(ROWS), **kinds)
     stages = [staged.stage_of(layer) for layer in staged.ranks]
     assert stages == sorted(stages) and set(stages) == set(range(num_stages))  # in the order of the calls
     for leaf, users in zip(staged.leaves, staged.users, strict=True):

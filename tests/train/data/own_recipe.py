@@ -12,7 +12,6 @@ from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.config import data_seed
 from flax_mesh.train.data.batches import batch_rows
 from flax_mesh.train.data.data import load_corpus
-from tests.train import bigram
 from tests.train.support import decoder
 
 MESHES = {"plain": ("mesh.shape=dp:2",), "pp": ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")}
@@ -23,11 +22,6 @@ def recipe() -> TrainConfig:
     """The built-in batches of tokens."""
     same = ("data.batch_size=8", "run.steps=7", "run.eval_every=0", "run.platform=auto", "pipeline.num_microbatches=1")
     return replace(apply_overrides(decoder.config_of("runs/default", "stdlib"), same), sample=None)
-
-
-def iterator_recipe() -> TrainConfig:
-    """The bigram recipe on the batches of an iterator."""
-    return replace(bigram.recipe(), make_batches=Windows, sample=None)
 
 
 def config_of(folder: Path, text: Path, make: Any, *settings: str, **functions: Any) -> TrainConfig:

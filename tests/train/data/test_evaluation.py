@@ -35,7 +35,7 @@ def accuracy_loss(model: Any, batch: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_the_metrics_are_those_of_the_built_in_evaluation(mesh, tmp_path, text):
+def test_losses_and_metrics_are_those_of_the_built_in_batches_and_evaluation(mesh, tmp_path, text):
     functions = {"first": held_out, "second": lambda config, evaluate: {"half": held_out(config, evaluate)["loss"] / 2}}
     words = [*MESHES[mesh], *EVERY_2]
     built_in = run(config_of(tmp_path / "a", text, None, *words, eval_fns=functions)).rows
@@ -44,10 +44,11 @@ def test_the_metrics_are_those_of_the_built_in_evaluation(mesh, tmp_path, text):
     expected = [row["eval_loss"] for row in built_in[1:]]  # summed in float32
     assert [row["first/loss"] for row in built_in[1:]] == pytest.approx(expected, rel=1e-6)
     for row, other in zip(own, built_in, strict=True):
-        assert ("first/loss" in row) == (row["step"] > 1) and "eval_loss" not in row
+        assert ("first/loss" in row) == (row["step"] > 1) and "eval_loss" not in row and row["loss"] == other["loss"]
         if row["step"] > 1:
             assert row["first/loss"] == other["first/loss"] == 2 * row["second/half"]
     assert not [line for line in ran.lines if line.startswith("note: run.eval_every")]
+    assert any(line.startswith("data: make_batches of ") and "inputs i32[8,16]" in line for line in ran.lines)
     assert rows_of(tmp_path / "b")[1]["first/loss"] == own[1]["first/loss"]
 
 
@@ -59,10 +60,8 @@ def test_the_rates_are_those_of_examples_unless_the_flops_of_tokens_are_known(tm
     assert rows[0]["examples_per_s_per_device"] == rows[0]["examples_per_s"] / 2
     assert "tokens_per_s" not in rows[0] and rows[0]["mfu"] is None
     assert "examples/s" in step_line(rows[0]) and "tok/s" not in step_line(rows[0])
-    nothing = (
-        "note: run.eval_every=5 evaluates nothing: make_batches has no held-out part, and the recipe has no eval_fns"
-    )
-    assert nothing in ran.lines
+    note = "evaluates nothing: make_batches has no held-out part, and the recipe has no eval_fns"
+    assert f"note: run.eval_every=5 {note}" in ran.lines
     config = config_of(tmp_path / "b", text, token_batches, *PLAIN, "run.steps=1")
     rows = run(replace(config, flops_per_token=lambda model, count, length: 6.0)).rows
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * rows[0]["examples_per_s"])
@@ -101,9 +100,7 @@ def evaluated(config: Any) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_before_the_run_the_functions_are_called_once_with_ones_and_nothing_compiles(
-    mesh, tmp_path, text, compilations
-):
+def test_before_a_run_the_functions_are_called_once_with_ones_and_nothing_compiles(mesh, tmp_path, text, compilations):
     config = config_of(tmp_path, text, token_batches, *MESHES[mesh], *EVERY_2, loss_fn=accuracy_loss)
     assert evaluated(config) == [{"loss": 1.0, "weight": 1.0, "ones": 1.0}]
     assert len(compilations) <= 1, "only the check of the compiler's options may compile"

@@ -34,9 +34,8 @@ def test_the_shapes_are_those_of_the_first_batch_with_the_dtypes_of_devices():
     assert found["images"].shape == (ROWS, 4, 4, 1) and found["images"].dtype == np.float32
     assert found["labels"].shape == (ROWS,) and found["labels"].dtype == np.int32
     tokens = batch_shapes(recipe())
-    assert {name: (x.shape, x.dtype) for name, x in tokens.items()} == dict.fromkeys(
-        ("inputs", "targets"), ((8, 16), np.int32)
-    )
+    kinds = {name: (x.shape, x.dtype) for name, x in tokens.items()}
+    assert kinds == dict.fromkeys(("inputs", "targets"), ((8, 16), np.int32))
 
 
 def test_a_batch_is_any_tree_and_is_placed_as_rows_and_sequence():
@@ -122,9 +121,7 @@ def test_a_state_is_the_same_after_it_was_saved_or_one_line():
     for state in (3, None, "text", b"", b"\xff\0", {"a": [1, 2.5, {"b": True}]}, 2**127):
         assert is_state(encode(state)) and decode(encode(state)) == state
     for state in ((1, 2), {1: 2}, float("nan"), np.int64(3), np.zeros(3), object(), {"a": {3}}):
-        with pytest.raises(
-            ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or a"
-        ) as e:
+        with pytest.raises(ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or") as e:
             encode(state)
         assert len(e.value.problems) == 1
 

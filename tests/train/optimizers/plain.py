@@ -138,9 +138,8 @@ def plain(optimizer, is_trained=lambda path: True, steps=STEPS):
     def loss(tree, batch):
         values = {**frozen, **dict(named_leaves(tree))}
         leaves = [values[path] for path in named]
-        loss_sum, weight = next_token_loss(
-            nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves)), batch
-        )[:2]
+        model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), leaves))
+        loss_sum, weight = next_token_loss(model, batch)[:2]
         return loss_sum / weight
 
     @jax.jit
@@ -156,6 +155,14 @@ def plain(optimizer, is_trained=lambda path: True, steps=STEPS):
         history.append({**frozen, **dict(named_leaves(tree))})
         losses.append(float(value))
     return history, losses
+
+
+def average_of(history, decay):
+    """The mean of the parameters after every step with the weights decay^0, decay^1 ... from the last one back."""
+    state = optax.ema(decay, debias=True).init(history[0])
+    for values in history:
+        found, state = optax.ema(decay, debias=True).update(values, state)
+    return found
 
 
 def assert_close(found, expected, tolerance=1e-6):

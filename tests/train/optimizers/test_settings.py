@@ -60,9 +60,7 @@ def part(step):
 
 
 FORMULAS = {
-    "cosine": lambda step: (
-        END + (PEAK - END) * (1 + math.cos(math.pi * min((step - WARMUP) / (DECAY - WARMUP), 1))) / 2
-    ),
+    "cosine": lambda step: END + (PEAK - END) * (1 + math.cos(math.pi * part(step))) / 2,
     "linear": lambda step: line(step, WARMUP),
     "constant": lambda step: PEAK,
     "wsd": lambda step: PEAK if step < 21 else line(step, 21),  # 90% of 24
