@@ -133,10 +133,11 @@ def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, 
 
 def _forward_output(index: int, child: subprocess.Popen[str], printing: threading.Lock) -> None:
     assert child.stdout is not None
-    for line in child.stdout:
-        with printing:
-            stream = sys.stderr if reader_has_ended(sys.stdout) else sys.stdout
-            print(f"[{index}] {line}", end="" if line.endswith("\n") else "\n", file=stream, flush=True)
+    with child.stdout as lines:
+        for line in lines:
+            with printing:
+                stream = sys.stderr if reader_has_ended(sys.stdout) else sys.stdout
+                print(f"[{index}] {line}", end="" if line.endswith("\n") else "\n", file=stream, flush=True)
 
 
 @contextmanager

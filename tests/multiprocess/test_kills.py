@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from flax_mesh.processes.launch import launch
 from tests.multiprocess.processes import ROOT, Running, all_killed, assert_all_end, children, listed
 
 LIMIT_S = 30  # after a kill
@@ -149,3 +150,26 @@ def test_the_code_of_the_process_that_failed_goes_before_that_of_those_that_lost
     assert done.returncode == 1, done.stderr
     assert "first, process 1 ended with exit code 5" in done.stderr
     assert "process 0 ended with exit code 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected", "text"),
+    [
+        ((0, 0), 0, ""),
+        ((4, 4), 4, "exit code 4\nflax-mesh launch: stopped"),
+        ((3, 0), 3, "first, process 0 ended with exit code 3"),
+        ((-9, 0), 5, "first, process 0 was terminated by SIGKILL"),
+        ((7, 5), 7, "ended with exit code 7"),
+    ],
+)
+def test_the_exit_code_of_a_launch_is_that_of_its_cause(codes, expected, text, capfd):
+    program = f"""
+import os, sys
+code = {codes}[int(sys.argv[1].removeprefix("--process=")[0])]
+print("own", sys.argv[2], flush=True)
+os.kill(os.getpid(), -code) if code < 0 else sys.exit(code)
+"""
+    assert launch(["-S", "-c", program], 2, ["last"]) == expected
+    out, errors = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] own last", "[1] own last"]
+    assert text in errors and bool(errors) == bool(text)

@@ -24,7 +24,7 @@ class Exits:
         self.found: dict[int, tuple[int, str]] = {}
         self.printed: defaultdict[int, list[str]] = defaultdict(list)  # by thread
         self.connections: defaultdict[int, list[socket.socket]] = defaultdict(list)
-        self.has_ended: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+        self.has_ended = [threading.Event() for _ in range(3)]  # by process
 
     def write(self, text: str) -> None:
         self.printed[threading.get_ident()].append(text)
