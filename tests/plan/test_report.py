@@ -10,6 +10,7 @@ import pytest
 
 from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
+from flax_mesh.plan.advice import summary
 from flax_mesh.plan.html import thinned
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
@@ -97,6 +98,15 @@ def test_the_text_of_a_pipeline_has_all_numbers():
         r"1 finding:",
         r"- data\.batch_size=8: too small .*",
     )
+
+
+@pytest.mark.parametrize(("bubble", "limit"), [(0.4, "compute (60%)"), (0.6, "the idle time of the pipeline (60%)")])
+def test_the_summary_names_what_takes_the_most_time(bubble, limit):
+    part = Part("step", 1, 1e12, 1e9, 1.0, 0.1, 0.1, 1.0)
+    time = Time(1.0, (part,), None, None, 0.0, bubble)
+    plan = make_plan()
+    text = summary(plan.topology, plan.memory, time, (), None)
+    assert text.startswith(f"The step is limited by {limit};"), text
 
 
 def test_the_verdict_names_what_is_missing():
