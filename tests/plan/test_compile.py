@@ -49,6 +49,7 @@ def check_walk(found: Compiled, fixed: int = 0) -> None:
 # Compiled for CPUs
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_and_compared_with_its_plan():
     said: list[str] = []
     found = compile_recipe(TINY, [*SMALL, "model.remat=full"], "cpu:8", say=said.append)
@@ -131,7 +132,16 @@ def recipe():
 def test_rematerialized_and_gathered_activations_are_findings_with_their_module(tmp_path):
     recipe = tmp_path / "surprises.py"
     recipe.write_text(SURPRISES)
-    found = [f for f in compile_recipe(str(recipe), [], "cpu:8").findings if f.path.startswith("Swap (surprises.py:")]
+    said: list[str] = []
+    compiled = compile_recipe(str(recipe), [], "cpu:8", say=said.append)
+    assert said == ["tracing", "lowering", "compiling", "reading the program"]
+    check_walk(compiled)
+    assert compiled.fits and compiled.peak == compiled.programs[0].peak == compiled.groups[0]
+    assert compiled.programs[0].arguments == compiled.plan.memory.arguments
+    assert any(array.place.startswith("Swap (surprises.py:") for array in compiled.programs[0].live)
+    text = compiled.to_text()
+    assert "fits: " in text and "the largest arrays at the peak" in text and max(map(len, text.splitlines())) <= 80
+    found = [f for f in compiled.findings if f.path.startswith("Swap (surprises.py:")]
     assert any("involuntary full rematerialization" in finding.problem for finding in found), found
     assert any("exchanges an activation here (all-gather" in finding.problem for finding in found), found
 
