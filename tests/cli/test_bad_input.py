@@ -215,7 +215,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     settings = ("run.steps=2", "checkpoint.every=1", "run.eval_every=0", "run.sample_tokens=0")
     assert main(["train", str(recipe), f"run.folder={run}", *settings]) == DONE
     write_files(root, run)
-    named = {path.stem: str(path) for path in root.iterdir()}
+    named = {path.stem: str(path) for path in root.iterdir() if path.name != "__pycache__"}
     missing = {"out": str(root / "out"), "nothing": str(root / "nothing"), "long": str(root / ("x/" * 2500))}
     return named | missing | {"root": str(root)}
 
