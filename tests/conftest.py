@@ -5,6 +5,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -69,6 +70,14 @@ def _share_compilation_cache(config: pytest.Config) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The text that runs of bigram models train on."""
+    from tests.train.bigram import write_text
+
+    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import jax
 import pytest
 
 import tests.benchmarks
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.compiler_options import check_compiler_options, parse_compiler_options
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.checks import check_compiler_options, check_config
-from flax_mesh.train.config import parse_compiler_options
 from tests.benchmarks import gpu
 from tests.benchmarks.common.profile import kernels_text, summarize
 

@@ -26,7 +26,9 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
-    ("models", "train.data", "train.optimizers", "train.hooks"),
+    ("models", "data", "recipe.optimizers"),
+    ("recipe",),
+    ("train.hooks",),
     ("train",),
     ("inference",),
     ("plan.program",),
@@ -47,14 +49,15 @@ ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it i
 # Modules that other folders import although no name of them is public.
 SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
-    inference.evaluate inference.memory inference.open inference.prompts inference.source inference.tokenizer
-    mesh.shape mesh.torus.assign mesh.torus.torus models.cache models.kernels mpmd.schedules.file
-    mpmd.runtime.placement mpmd.runtime.search mpmd.runtime.compile mpmd.split.jaxpr mpmd.split.remat
-    mpmd.transport.ordered plan.calibrate plan.topology plan.compile.target plan.search.chips plan.search.confirm
-    plan.search.report plan.search.space plan.report processes.launch processes.output processes.store
-    sharding.annotations sharding.memory sharding.report.hlo sharding.report.html sharding.explicit
-    step.batch step.loss step.parameter_flow train.checks train.explain train.data.own train.export train.metadata
-    train.metrics train.optimizers.groups train.warm_start train.run_folder
+    data.batches data.corpus data.iterators data.run_data data.user_batches inference.evaluate inference.memory
+    inference.open inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus
+    models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file
+    mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report
+    plan.search.chips plan.search.confirm plan.search.report plan.search.space plan.topology processes.launch
+    processes.output processes.store recipe.checks recipe.compiler_options recipe.explain recipe.model recipe.optimizer
+    recipe.optimizers.average recipe.optimizers.groups recipe.saved recipe.schedule recipe.target sharding.annotations
+    sharding.explicit sharding.memory sharding.report.hlo sharding.report.html step.batch step.loss step.parameter_flow
+    train.export train.metadata train.metrics train.run_folder
 """
 
 

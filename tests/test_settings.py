@@ -9,10 +9,10 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.overrides import flat_fields, read_overrides, value_to_text
 from flax_mesh.settings import MAX_FLOAT32, MAX_NAME_BYTES, path_problem, type_problems, value_problems
 from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.overrides import flat_fields, read_overrides, value_to_text
 
 
 @pytest.mark.parametrize(

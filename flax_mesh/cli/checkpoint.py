@@ -19,15 +19,17 @@ from flax_mesh.cli.common import DONE, FINDINGS, config_of, report_failure, tabl
 from flax_mesh.cli.text import checkpoint as text
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.config import TrainConfig, shard_over
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.optimizer import make_modules
+from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.saved import saved_record
+from flax_mesh.recipe.target import abstract_mesh, mesh_shape
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
-from flax_mesh.train.build import make_modules, run_rules
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.config import TrainConfig, mesh_shape, shard_over
-from flax_mesh.train.explain import abstract_mesh
 from flax_mesh.train.export import export, import_huggingface, reshard
-from flax_mesh.train.metadata import layout_of, layout_record, saved_record
-from flax_mesh.train.overrides import to_texts
+from flax_mesh.train.metadata import layout_of, layout_record
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
 DIR = "a run folder, its checkpoints/, or one step in it"

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli.common import DONE, Mistakes, table_width, use_platform, with_files
 from flax_mesh.cli.generate import add_source, check_counts
+from flax_mesh.data.config import STDLIB
+from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, set_problems, text_set
 from flax_mesh.inference.open import load_trained
@@ -20,7 +22,6 @@ from flax_mesh.inference.source import Settings, Source, find_source, read_setti
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
 from flax_mesh.settings import path_problem
 from flax_mesh.text import mesh_text, table_text
-from flax_mesh.train.data.data import STDLIB, load_documents
 
 NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 LENGTH = 1024  # of sequences, unless the model was trained on, or supports, only shorter ones

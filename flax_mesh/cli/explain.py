@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, write_file
-from flax_mesh.train.explain import explain
+from flax_mesh.recipe.explain import explain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

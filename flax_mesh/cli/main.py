@@ -17,8 +17,8 @@ from flax_mesh.cli import checkpoint, evaluate, explain, generate, launch, mesh,
 from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes.output import tolerant_output
+from flax_mesh.recipe.saved import versions
 from flax_mesh.text import shortened
-from flax_mesh.train.metadata import versions
 
 COMMANDS = {
     "train": (train, "train a recipe, or resume its run"),

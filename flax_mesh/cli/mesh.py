@@ -8,7 +8,8 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import describe_mesh, draw_mesh_svg
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mesh.shape import parse_mesh_shape
-from flax_mesh.train.config import AXIS_NAMES, PLATFORM
+from flax_mesh.recipe.config import PLATFORM
+from flax_mesh.recipe.target import AXIS_NAMES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

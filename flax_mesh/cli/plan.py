@@ -33,11 +33,10 @@ from flax_mesh.plan.search.confirm import confirm
 from flax_mesh.plan.search.search import PLANS
 from flax_mesh.plan.search.space import SEARCHED
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.config import PLATFORM, TrainConfig
+from flax_mesh.recipe.overrides import setting_of
 from flax_mesh.text import shortened
-from flax_mesh.train import TrainConfig
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.config import PLATFORM
-from flax_mesh.train.overrides import setting_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,7 @@ from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.text import summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
-from flax_mesh.train.explain import Measured, measure_recipe
+from flax_mesh.recipe.explain import Measured, measure_recipe
 
 SEARCH = "search"
 DEFAULT_SECONDS = 5.0

@@ -32,10 +32,10 @@ from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import TrainProgram, TrainResult, train
-from flax_mesh.train.checks import check_config
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import to_lines
 from flax_mesh.train.run_folder import COMPILED
 
 STEP_TIMEOUT_S = 1800.0

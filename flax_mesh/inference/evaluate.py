@@ -4,7 +4,7 @@
     window 0  t0 t1 t2               targets t1 t2 t3
     window 1           t3 t4         targets       t4 t5, and padding without a target
 
-Window w starts at token w * sequence_length, as in training (train/data/batches.py), but the last one is padded and no
+Window w starts at token w * sequence_length, as in training (data/batches.py), but the last one is padded and no
 window is left out.
 """
 
@@ -21,6 +21,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.corpus import Documents, Tokens
+from flax_mesh.data.user_batches import place_batch
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
@@ -28,8 +30,6 @@ from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
 from flax_mesh.models.kernels import LANES
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text
-from flax_mesh.train.data.data import Documents, Tokens
-from flax_mesh.train.data.own import place_batch
 
 NO_TARGET = -1
 CHUNK = 2**24  # tokens whose largest id is determined at a time

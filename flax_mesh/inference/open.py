@@ -20,11 +20,13 @@ from flax_mesh.inference.source import DECODER, Settings, Source, find_source, i
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
+from flax_mesh.mpmd.runtime.placement import MODEL
+from flax_mesh.recipe.checks import check_model_on_mesh
+from flax_mesh.recipe.model import make_model, run_rules
+from flax_mesh.recipe.saved import averages
+from flax_mesh.recipe.target import make_mesh
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.text import mesh_text
-from flax_mesh.train.build import make_mesh, make_model, run_rules
-from flax_mesh.train.checks import check_model_on_mesh
-from flax_mesh.train.export import MODEL, averages
 
 Say = Callable[[str], None]
 

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.checkpoint.read import plain, read_record
+from flax_mesh.data.corpus import is_text_description
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.config import MeshConfig, TrainConfig
+from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
+from flax_mesh.recipe.saved import saved_record
+from flax_mesh.recipe.target import mesh_shape
 from flax_mesh.settings import path_problem
 from flax_mesh.text import at_most
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.config import MeshConfig, TrainConfig, mesh_shape
-from flax_mesh.train.data.data import is_text_description
-from flax_mesh.train.metadata import saved_record
-from flax_mesh.train.overrides import flat_fields, read_overrides, setting_of
-from flax_mesh.train.warm_start import is_huggingface
 
 DECODER = "flax_mesh.models.Decoder"
 # Fields of DecoderConfig that every version has saved; later ones have defaults.

@@ -9,9 +9,9 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.data.corpus import decode
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
-from flax_mesh.train.data.data import decode
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.user_batches import abstract_batch, batch_shapes
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
-from flax_mesh.mesh.create import normalize_axis_types
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
 from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
@@ -44,23 +44,18 @@ from flax_mesh.plan.pipeline import (
 )
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
+from flax_mesh.recipe.checks import check_config, check_on_mesh
+from flax_mesh.recipe.config import TrainConfig, shard_over, tokens_per_step
+from flax_mesh.recipe.model import model_notes, run_rules
+from flax_mesh.recipe.optimizer import make_modules, transformation_of
+from flax_mesh.recipe.optimizers.groups import trained_filter
+from flax_mesh.recipe.program import TrainProgram, split_model, train_program
+from flax_mesh.recipe.schedule import schedule_memory
+from flax_mesh.recipe.target import group_mesh, make_mesh, mesh_shape
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.train.build import (
-    TrainProgram,
-    make_mesh,
-    make_modules,
-    run_rules,
-    split_model,
-    train_program,
-    transformation_of,
-)
-from flax_mesh.train.checks import check_config, check_on_mesh, model_notes
-from flax_mesh.train.config import TrainConfig, mesh_shape, schedule_memory, shard_over, tokens_per_step
-from flax_mesh.train.data.own import abstract_batch, batch_shapes
-from flax_mesh.train.optimizers.groups import trained_filter
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -105,14 +100,6 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
     roles = _roles(arguments, _vocabulary(config))
     stated, notes = _stated(config, program.num_parameters), tuple(model_notes(config, mesh))
     return replace(_assemble(found, shape, one, roles, stated, config.model, limit), notes=notes)
-
-
-def group_mesh(config: TrainConfig, shape: Mapping[str, int], platform: str) -> AbstractMesh:
-    """The mesh of a step, or of one group of a pipeline, without devices, of which only the platform is known."""
-    sizes = {name: size for name, size in shape.items() if name != "pp"}
-    types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
-    device = AbstractDevice(platform, None, platform)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
 def step_of(

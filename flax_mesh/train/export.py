@@ -23,21 +23,21 @@ from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, 
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
 from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
+from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.create import create_mesh
+from flax_mesh.mpmd.runtime.placement import MODEL
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.model import method_of, run_rules
+from flax_mesh.recipe.overrides import apply_overrides, parse_value, to_texts
+from flax_mesh.recipe.program import build_program
+from flax_mesh.recipe.saved import FORMAT, averages, saved_record, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text
-from flax_mesh.train.build import build_program, run_rules
-from flax_mesh.train.checks import method_of
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.metadata import FORMAT, layout_of, layout_record, saved_record, versions
-from flax_mesh.train.optimizers.average import AVERAGE, COUNT, average_factor
-from flax_mesh.train.overrides import apply_overrides, parse_value, to_texts
+from flax_mesh.train.metadata import layout_of, layout_record
 from flax_mesh.tree import named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings from config.json -> config
-MODEL = "model/"
 FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file
 HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
 
@@ -61,21 +61,6 @@ def export(
         more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
-
-
-def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
-    """Path of a parameter -> its moving average, and what that is multiplied by; {} before the first update."""
-    found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
-    counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
-    if not found or len(counts) != 1:
-        return {}
-    (steps,) = read_batch(step, counts).values()
-    decay = parse_value(str(record["config"].get("optimizer.ema")), float | str)
-    if not isinstance(decay, float) or not 0 < decay < 1:
-        raise CheckpointCorruptedError(
-            f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
-        )
-    return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
 
 
 def _with_averages(

@@ -15,30 +15,32 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.retention import has_finite_numbers
+from flax_mesh.data.batches import prefetch
+from flax_mesh.data.corpus import Corpus, decode, load_corpus
+from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
+from flax_mesh.data.run_data import RunData, own_data, token_data
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
+from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
+from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
+from flax_mesh.recipe.optimizers.average import with_average
+from flax_mesh.recipe.overrides import Change
+from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
+from flax_mesh.recipe.saved import run_metadata
+from flax_mesh.recipe.schedule import schedule_memory
 from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text, mesh_text
-from flax_mesh.train.build import TrainProgram, batch_sharding, build_program
-from flax_mesh.train.checks import check_on_corpus, check_trace
-from flax_mesh.train.config import CheckpointConfig, TrainConfig, data_seed, schedule_memory
-from flax_mesh.train.data.batches import prefetch
-from flax_mesh.train.data.data import decode, load_corpus
-from flax_mesh.train.data.evaluation import host_evaluate, run_eval_fns
-from flax_mesh.train.data.run_data import RunData, own_data, token_data
 from flax_mesh.train.hooks.load import Hooks, find_hooks
 from flax_mesh.train.hooks.profile import Profile, profile_problem
-from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata, run_record, step_record
+from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
-from flax_mesh.train.optimizers.average import with_average
-from flax_mesh.train.overrides import Change
-from flax_mesh.train.run import Run, Say, describe
+from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
 from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
 from flax_mesh.user_code import place_of, user_code
@@ -453,3 +455,34 @@ def _sample(run: Run, state: TrainState) -> str:
         run.say(f"warning: no text was sampled: {error}")
         return ""
     return decode(np.asarray(tokens))
+
+
+def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
+    found = []
+    if pipeline is None:
+        found.append(f"--trace {path}: only a pipeline can be traced; add pp to mesh.shape={shape}")
+    elif pipeline.channel is not None:
+        found.append(f"--trace {path}: all groups must be in one process; this run has {jax.process_count()} processes")
+    if path.suffix == ".svg":
+        found.append(
+            f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
+        )
+    if not path.parent.is_dir():
+        found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
+    return found
+
+
+def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
+    """One line if the vocabulary is smaller than that of the text, or larger than the dtype of the files."""
+    ids, found, source = getattr(config.model, "vocab_size", None), corpus.vocab_size, config.data.source
+    if isinstance(ids, int) and found is not None and ids < found:
+        return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {found}"]
+    if isinstance(ids, int) and corpus.bin_dtype == "uint16" and ids > UINT16_IDS:
+        return [
+            f"model.vocab_size={ids} is more than the {UINT16_IDS} ids of uint16, which data.source={source} is read "
+            "as. Set data.bin_dtype=uint32 if its tokens are uint32; save tokens of another type as .npy"
+        ]
+    return []
+
+
+UINT16_IDS = 2**16

@@ -1,29 +1,24 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
 import dataclasses
-import importlib.metadata
 import json
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.checkpointer import arrays_on_disk
-from flax_mesh.checkpoint.read import is_number, mesh_of, read_metadata, read_record
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.data.run_data import RunData
+from flax_mesh.errors import ConfigError
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.overrides import Change, changes, to_texts
+from flax_mesh.recipe.program import TrainProgram
+from flax_mesh.recipe.saved import FORMAT, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
-from flax_mesh.train.build import TrainProgram
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.data.iterators import is_state
-from flax_mesh.train.data.run_data import RunData
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import Change, changes, complete_settings, to_texts
 
-FORMAT = 1
-PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
 AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so one decay must be that of all updates
 
 
@@ -49,71 +44,7 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
     return {**run, "step": step, "data": data.record(step), "metrics": metrics, **check}
 
 
-def saved_record(step: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint saved by any version, with all settings under their current names.
-
-    A checkpoint that no run has saved has no settings.
-    """
-    record = read_record(step)
-    return record | {"config": complete_settings(record["config"]) if record["config"] else {}}
-
-
-def run_metadata(step: Path) -> dict[str, Any]:
-    """The metadata of a checkpoint that a run resumes from.
-
-    Raises ConfigError if no run has saved it, and CheckpointCorruptedError if a field is not what runs write.
-    """
-    record = read_metadata(step)
-    if "config" not in record:
-        raise ConfigError(
-            f"{step} was not saved by a run (its metadata has no settings), so that no run can resume from it. Use "
-            f"another run.folder, and checkpoint.start_from={step} to start from its parameters."
-        )
-    problems = [
-        f"  {name} must be {what}, got {reprlib.repr(record.get(name))}"
-        for name, (what, is_valid) in RUN_FIELDS.items()
-        if not is_valid(record.get(name))
-    ]
-    if problems:
-        raise CheckpointCorruptedError([f"{step}: its metadata is not that of a run:", *problems])
-    return record
-
-
-def _is_table(value: Any, kind: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _is_rows(value: Any) -> bool:
-    rows = value if isinstance(value, list) else [None]
-    return all(isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in rows)
-
-
 # Fields of the metadata that a resumed run uses -> what they must be, and whether a value is.
-RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "step": ("the number of the step", _is_count),
-    "config": ("settings as text", lambda value: _is_table(value, str)),
-    "data": (
-        "an object with content_hash and, of an iterator, its state",
-        lambda value: (
-            _is_table(value, object) and _is_text(value, "content_hash") and is_state(value.get("state", {"json": 0}))
-        ),
-    ),
-    "mesh": ("an object", lambda value: _is_table(value, list)),
-    "layout": ("an object of text", lambda value: value is None or _is_table(value, str)),
-    "metrics": (
-        "an object of numbers",
-        lambda value: _is_table(value, int | float | None) and _is_count(value.get("skipped", 0)),
-    ),
-    "recent": ("a list of (step, loss, gradient norm)", lambda value: value is None or _is_rows(value)),
-}
-
-
-def _is_text(value: dict[str, Any], name: str) -> bool:
-    return isinstance(value.get(name), str)
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
@@ -125,10 +56,6 @@ def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mappi
         "layout": dict(layout),
     }
     return json.loads(json.dumps(found, default=dict))
-
-
-def versions() -> dict[str, str]:
-    return {name: _version(name) for name in PACKAGES}
 
 
 STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text
@@ -184,10 +111,3 @@ def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
     return lines + [
         f"{path}: {old[path]} -> {spec}" for path, spec in now["layout"].items() if old.get(path, spec) != spec
     ]
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"

@@ -15,9 +15,9 @@ import numpy as np
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import SaveError
 from flax_mesh.hardware import load_chip, peak_flops
+from flax_mesh.recipe.config import RunConfig, tokens_per_step
+from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.step.loss import Limits
-from flax_mesh.train.build import TrainProgram
-from flax_mesh.train.config import RunConfig, tokens_per_step
 from flax_mesh.train.run_folder import MetricsFile, Row
 
 WINDOW, LEAST = 64, 16  # values of the running median: at most, and before there is a limit

@@ -22,9 +22,9 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.processes import assert_equal, broadcast_from_process_0
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.text import count_text
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.overrides import to_lines
 
 Row = dict[str, Any]
 METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"

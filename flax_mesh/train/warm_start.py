@@ -10,18 +10,18 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.kept import KEPT, keep_files
+from flax_mesh.checkpoint.hf.kept import KEPT, is_huggingface, keep_files
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import broadcast_from_process_0
+from flax_mesh.recipe.checks import MAY_DIFFER
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.overrides import Change, changes, default_texts
 from flax_mesh.step.state import TrainState
-from flax_mesh.train.config import TrainConfig
-from flax_mesh.train.overrides import Change, changes, default_texts
 from flax_mesh.tree import named_leaves
 
 # Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
-MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 
 
 class Start(NamedTuple):
@@ -93,8 +93,3 @@ def keep_other_files(start: Start, checkpoints: Path) -> None:
         keep_files(source, checkpoints)
     except OSError as error:
         raise ConfigError(f"the files of {source} cannot be copied to {checkpoints / KEPT}: {error}") from error
-
-
-def is_huggingface(folder: str) -> bool:
-    path = user_path(folder)
-    return path.is_dir() and any(path.glob("*.safetensors"))

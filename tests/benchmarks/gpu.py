@@ -28,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh import create_mesh
+from flax_mesh.data.batches import make_batch_fn, prefetch
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import peak_flops
+from flax_mesh.recipe.checks import check_config, check_on_mesh
+from flax_mesh.recipe.compiler_options import check_compiler_options, options_text, parse_compiler_options
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.program import batch_sharding, train_program
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import batch_sharding, run_rules, train_program
-from flax_mesh.train.checks import check_compiler_options, check_config, check_on_mesh
-from flax_mesh.train.config import options_text, parse_compiler_options
-from flax_mesh.train.data.batches import make_batch_fn, prefetch
 from flax_mesh.train.metrics import peak_memory
 from flax_mesh.tree import named_leaves
 from tests.benchmarks.common.plain_llama import make_optimizer, make_step

@@ -24,7 +24,7 @@ from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
-from flax_mesh.train.build import run_rules
+from flax_mesh.recipe.model import run_rules
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors

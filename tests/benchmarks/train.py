@@ -23,12 +23,12 @@ import jax
 import optax
 from flax import nnx
 
+from flax_mesh.data.batches import make_batch_fn
+from flax_mesh.data.corpus import load_corpus
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.config import data_seed
+from flax_mesh.recipe.program import TrainProgram, batch_sharding
 from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig, train
-from flax_mesh.train.build import TrainProgram, batch_sharding
-from flax_mesh.train.config import data_seed
-from flax_mesh.train.data.batches import make_batch_fn
-from flax_mesh.train.data.data import load_corpus
 from tests.benchmarks.common.plain_llama import make_optimizer
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
 

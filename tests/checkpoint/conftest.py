@@ -7,7 +7,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
-from flax_mesh.train.data.run_data import RunData
+from flax_mesh.data.run_data import RunData
 from flax_mesh.train.metadata import run_record, step_record
 from tests.checkpoint.small_decoder import RECIPE, changed, program_of
 from tests.checkpoint.states import random_values

@@ -8,8 +8,8 @@ import numpy as np
 
 from flax_mesh import named_leaves
 from flax_mesh.models import make_decoder, next_token_loss
+from flax_mesh.recipe.program import build_program
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import build_program
 from tests.checkpoint.states import SMALL
 
 RECIPE = __file__

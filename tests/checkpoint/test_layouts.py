@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.data.batches import BatchFn, make_batch_fn
 from flax_mesh.models import make_decoder, next_token_loss
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.program import TrainProgram, batch_sharding, train_program
+from flax_mesh.recipe.target import make_mesh
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TrainState, apply_overrides
-from flax_mesh.train.build import TrainProgram, batch_sharding, make_mesh, run_rules, train_program
-from flax_mesh.train.data.batches import BatchFn, make_batch_fn
 from tests.checkpoint.states import SMALL, by_layer, check_same
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

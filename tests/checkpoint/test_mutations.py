@@ -19,7 +19,8 @@ from flax_mesh.checkpoint.checksums import write_checksums
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.errors import ConfigError
-from flax_mesh.train.metadata import check_resume, layout_changes, run_metadata
+from flax_mesh.recipe.saved import run_metadata
+from flax_mesh.train.metadata import check_resume, layout_changes
 from flax_mesh.train.metrics import StepCheck
 from tests.checkpoint.small_decoder import QWEN, RECIPE, program_of
 

@@ -10,9 +10,9 @@ import pytest
 
 from flax_mesh.cli import evaluate as cli
 from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.data.corpus import load_corpus
 from flax_mesh.inference.tokenizer import Bytes
 from flax_mesh.train import apply_overrides, train
-from flax_mesh.train.data.data import load_corpus
 from tests.inference.small_run import recipe
 from tests.train.bigram import write_text
 

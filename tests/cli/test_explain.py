@@ -21,8 +21,9 @@ import flax_mesh as fm
 from flax_mesh import explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.recipe.explain import explain
+from flax_mesh.recipe.target import abstract_mesh
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.explain import abstract_mesh, explain
 from tests.golden_text import golden_text
 from tests.mpmd.runtime.pipelines import build, make_net, net_batch, net_loss
 

@@ -18,9 +18,9 @@ from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.cli.text.forecast import compiled_bytes
 from flax_mesh.plan import plan
 from flax_mesh.plan.topology import parse_topology
+from flax_mesh.recipe.program import batch_sharding, build_program
 from flax_mesh.text import bytes_text
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import batch_sharding, build_program
 from tests.train import bigram
 from tests.train.bigram import count_compilations
 

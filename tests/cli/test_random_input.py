@@ -12,9 +12,9 @@ import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.overrides import flat_fields, read_overrides, to_texts
 from flax_mesh.train import load_recipe
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.overrides import flat_fields, read_overrides, to_texts
 from tests.inference.small_run import recipe, save_run
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")

@@ -19,9 +19,9 @@ from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.text.generated import printable
 from flax_mesh.cli.train import _display, step_line
 from flax_mesh.processes.launch import SIGNALS
+from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
-from flax_mesh.train.overrides import to_lines
 from tests.train import bigram
 from tests.train.bigram import count_compilations, snapshot, write_text
 from tests.train.support.runs import rows_of

@@ -12,9 +12,10 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.saved import FORMAT
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, build_program
-from flax_mesh.train.metadata import FORMAT, layout_of, layout_record
-from flax_mesh.train.overrides import to_texts
+from flax_mesh.train.metadata import layout_of, layout_record
 
 RECIPE = __file__
 TEXT = "squares.txt: 1 file, 18,780 bytes; trains on the first 17,841, holds out the last 939"

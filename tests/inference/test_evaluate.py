@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import evaluate as module
 from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch, window_length
 from flax_mesh.inference.open import TrainedModel, open_trained
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
 from flax_mesh.models import DecoderConfig
-from flax_mesh.train.data.data import load_documents
 from tests.inference.small_run import save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

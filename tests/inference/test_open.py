@@ -13,9 +13,9 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.open import default_mesh, open_trained
 from flax_mesh.models import DecoderConfig, Sampling, generate, load_decoder, make_decoder, next_token_loss
+from flax_mesh.recipe.optimizers.average import with_average
 from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.export import export, import_huggingface, reshard
-from flax_mesh.train.optimizers.average import with_average
 from tests.inference.small_run import recipe, save_run
 from tests.train import bigram
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.train.build import make_mesh, run_rules, train_program
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.program import train_program
+from flax_mesh.recipe.target import make_mesh
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess.cases import make_pipeline, parse_sizes, results
 from tests.multiprocess.processes import assert_all_done, run_workers

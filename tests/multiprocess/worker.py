@@ -24,8 +24,10 @@ from flax_mesh.errors import ConfigError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.transport.ordered import OrderedTransport
 from flax_mesh.processes import Watch
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.program import train_program
+from flax_mesh.recipe.target import make_mesh
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import make_mesh, run_rules, train_program
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
 from tests.multiprocess.cases import end_at_once, error_of, put_and_get_all

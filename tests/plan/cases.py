@@ -12,10 +12,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.program import batch_sharding, train_program
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import abstract_train_state
 from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig, make_train_step
-from flax_mesh.train.build import batch_sharding, run_rules, train_program
 
 SMALL = DecoderConfig(
     vocab_size=4096, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=128, mlp_size=1536

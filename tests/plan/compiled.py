@@ -23,9 +23,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from flax_mesh.plan.compile import stages
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.recipe import Split, split_recipe
+from flax_mesh.recipe.model import run_rules
 from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import PipelineConfig
-from flax_mesh.train.build import run_rules
 from tests.plan.cases import CASES, Case, decoder_config
 
 # The third lets several processes use libtpu, none of which has a TPU.

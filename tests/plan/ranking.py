@@ -21,8 +21,8 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
 from flax_mesh.plan.results import Time
 from flax_mesh.plan.topology import topology_of_devices
+from flax_mesh.recipe.program import batch_sharding
 from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig, build_program
-from flax_mesh.train.build import batch_sharding
 
 MODEL = DecoderConfig(vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=8, mlp_size=768)
 DATA = DataConfig(sequence_length=128, batch_size=32)

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh.plan import plan
+from flax_mesh.recipe.model import make_model
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import make_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,8 +7,8 @@ import pytest
 from flax_mesh.cli.text.forecast import compiled_bytes
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts
+from flax_mesh.recipe.program import build_program
 from flax_mesh.train import apply_overrides, load_recipe
-from flax_mesh.train.build import build_program
 
 SETTINGS = ("model.num_layers=8", "mesh.shape=fsdp:8", "data.batch_size=16", "model.hidden_size=64")
 FALLING = ("none", "full:2,none", "full:4,none", "full:6,none", "full")  # with the number of full layers

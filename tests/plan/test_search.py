@@ -22,7 +22,6 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
 from flax_mesh.plan.compile import Compiled
 from flax_mesh.plan.compile.results import CompiledProgram
-from flax_mesh.plan.recipe import group_mesh
 from flax_mesh.plan.search import confirm as confirm_module
 from flax_mesh.plan.search import search as module
 from flax_mesh.plan.search import search_layouts
@@ -32,11 +31,11 @@ from flax_mesh.plan.search.search import Planned
 from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.recipe.checks import check_config, check_on_mesh
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.target import group_mesh, mesh_shape
 from flax_mesh.text import bytes_text
 from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig, apply_overrides
-from flax_mesh.train.build import run_rules
-from flax_mesh.train.checks import check_config, check_on_mesh
-from flax_mesh.train.config import mesh_shape
 from tests.plan.cases import PLANNED
 
 MODEL = DecoderConfig(hidden_size=256, num_layers=4, num_heads=8, mlp_size=1024, scan=True, dtype="bfloat16")

@@ -3,11 +3,11 @@
 # (file, text that occurs there once, what replaces it)
 PLANTED = (
     # The state of the batches is saved one batch too late: a resumed run skips one.
-    ("flax_mesh/train/data/iterators.py", "return self._states[step]", "return self._states[max(self._states)]"),
+    ("flax_mesh/data/iterators.py", "return self._states[step]", "return self._states[max(self._states)]"),
     # The thread that prefetches batches returns the last one twice.
-    ("flax_mesh/train/data/batches.py", "pending = pool.submit(fn, step + 1)", "pending = pool.submit(fn, step)"),
+    ("flax_mesh/data/batches.py", "pending = pool.submit(fn, step + 1)", "pending = pool.submit(fn, step)"),
     # Every epoch has the order of the first.
-    ("flax_mesh/train/data/batches.py", "size, seed, int(epoch))", "size, seed, 0)"),
+    ("flax_mesh/data/batches.py", "size, seed, int(epoch))", "size, seed, 0)"),
     # Microbatches of unequal weight: the mean of means.
     ("flax_mesh/step/loss.py", "divisor = jnp.where(weight == 0, 1.0, weight)", "divisor = jnp.ones_like(weight)"),
     # A loss that is not finite is applied.
@@ -15,7 +15,7 @@ PLANTED = (
     # Every microbatch has the dropout masks of the first.
     ("flax_mesh/step/step.py", "part, (seed, count, index), layers)", "part, (seed, count, 0), layers)"),
     # The moving average is not divided by 1 - decay^steps.
-    ("flax_mesh/train/optimizers/average.py", "return 1 / (1 - decay**steps)", "return 1.0"),
+    ("flax_mesh/recipe/optimizers/average.py", "return 1 / (1 - decay**steps)", "return 1.0"),
     # Damaged bytes after the first block of a file have no effect on its checksum.
     ("flax_mesh/checkpoint/checksums.py", "value.update(buffer[:count])", "value.update(buffer[: count // 2])"),
     # A schedule without one of its backward actions trains with a wrong gradient.

@@ -22,6 +22,7 @@ GUARDS = {
     "mpmd/runtime": ("mpmd/zoo", "mpmd/fuzz"),
     "mpmd/transport": ("multiprocess",),
     "processes": ("multiprocess",),
+    "recipe": ("train",),
 }
 
 

@@ -1,6 +1,6 @@
 """A run folder of the first version, whose settings and checkpoints have old names, resumes bit for bit.
 
-tests/data/first_version was created by commit 6591be0 with JAX 0.10.2 on x86-64, restricted to one instruction set
+tests/train/first_version was created by commit 6591be0 with JAX 0.10.2 on x86-64, restricted to one instruction set
 (xla_cpu_max_isa=SSE4_2) so that any x86-64 computes the same bits. `run.tar.xz` is the folder of
 
     flax-mesh train recipe.py pipeline.microbatches=2 pipeline.residuals=lean \
@@ -30,7 +30,7 @@ from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.export import read_values
 from flax_mesh.train.warm_start import check_start_settings, find_start
 
-DATA = Path(__file__).parents[1] / "data" / "first_version"
+DATA = Path(__file__).parent / "first_version"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 OLD = {"pipeline.microbatches=2", "pipeline.virtual=none", "pipeline.residuals=lean"}
 CURRENT = {"pipeline.num_microbatches=2", "pipeline.num_virtual_stages=none", "pipeline.remat=cheap"}

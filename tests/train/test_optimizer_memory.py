@@ -13,10 +13,10 @@ from flax import nnx
 import flax_mesh as fm
 from flax_mesh.errors import ConfigError
 from flax_mesh.plan import plan
+from flax_mesh.recipe.program import TrainProgram, build_program
 from flax_mesh.sharding.memory import is_on_host, memory_problem
 from flax_mesh.step.step import make_eval_step
 from flax_mesh.train import init_train_state, make_train_step
-from flax_mesh.train.build import TrainProgram, build_program
 from flax_mesh.tree import named_leaves
 from tests.train.support.decoder import batch_of, config_of
 

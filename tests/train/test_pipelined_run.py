@@ -14,9 +14,10 @@ from flax_mesh.mpmd.runtime.search import costs_of_processes
 from flax_mesh.mpmd.schedules import check_schedule
 from flax_mesh.mpmd.schedules.file import read_schedule
 from flax_mesh.mpmd.split import check as split_check
+from flax_mesh.recipe.config import PipelineConfig
+from flax_mesh.recipe.explain import measure_recipe
+from flax_mesh.recipe.schedule import pipeline_schedule
 from flax_mesh.train import TrainResult, loop, train
-from flax_mesh.train.config import PipelineConfig, pipeline_schedule
-from flax_mesh.train.explain import measure_recipe
 from tests.train.support.decoder import config_of
 from tests.train.support.runs import run
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.data.iterators import IteratorBatches, decode, encode
 from flax_mesh.models import next_token_loss
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.data.iterators import IteratorBatches, decode, encode
+from tests.data import user_recipe
+from tests.data.user_recipe import MAKERS, Windows
 from tests.train import bigram
-from tests.train.data import own_recipe
-from tests.train.data.own_recipe import MAKERS, Windows
 from tests.train.support.runs import checkpoints, rows_of, run, state_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,18 +39,18 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def with_a_bad_batch(config: TrainConfig) -> Callable[[int], Any]:
     """The built-in batches, but for that of the third step."""
-    batches = own_recipe.token_batches(config)
+    batches = user_recipe.token_batches(config)
     return lambda step: {"inputs": BAD_TOKENS, "targets": BAD_TOKENS} if step == 2 else batches(step)
 
 
 def own(make: Any) -> TrainConfig:
     evaluated = {"held_out": lambda config, evaluate: evaluate({"inputs": FIXED_TOKENS, "targets": FIXED_TOKENS})}
-    return replace(own_recipe.recipe(), make_batches=make, eval_fns=evaluated)
+    return replace(user_recipe.recipe(), make_batches=make, eval_fns=evaluated)
 
 
 DATA: dict[str, Callable[[], TrainConfig]] = {
     "bigram": lambda: replace(bigram.recipe(), make_batches=Windows, sample=None),
-    "tokens": own_recipe.recipe,
+    "tokens": user_recipe.recipe,
     **{name: lambda name=name: own(MAKERS[name]) for name in MAKERS},
     "bad batch": lambda: replace(own(with_a_bad_batch), loss_fn=loss_fn),
     "images": lambda: load_recipe(str(RECIPES / "vit.py")),

@@ -11,10 +11,10 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.program import build_program
 from flax_mesh.train import apply_overrides, train
-from flax_mesh.train.build import build_program
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.overrides import to_texts
 from flax_mesh.train.warm_start import check_start_settings, find_start, start_from
 from tests.models.folders import change_arrays
 from tests.train.support.llama import LLAMA, config_of

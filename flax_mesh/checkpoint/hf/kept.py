@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, decoder_config_from_hf, huggingface_config
-from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.errors import ConfigError
 
 KEPT = "huggingface"
@@ -103,3 +103,8 @@ def _settings_of(kept: Mapping[str, Any]) -> dict[str, Any]:
     except ConfigError as error:
         unknown = {key for key in kept if any(f"  {key}=" in line for line in error.problems)}
         return decoder_config_from_hf(kept, ignore=unknown)
+
+
+def is_huggingface(folder: str) -> bool:
+    path = user_path(folder)
+    return path.is_dir() and any(path.glob("*.safetensors"))

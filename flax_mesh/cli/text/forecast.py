@@ -5,14 +5,14 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from flax_mesh.data.user_batches import abstract_batch, batch_shapes, zero_batches
 from flax_mesh.hardware import load_chip
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.plan import plan
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
-from flax_mesh.train import TrainProgram
-from flax_mesh.train.data.own import abstract_batch, batch_shapes, zero_batches
+from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.train.metrics import Row
 
 

@@ -19,9 +19,10 @@ from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.recipe import plan
 from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.load import load_recipe
+from flax_mesh.recipe.overrides import apply_overrides, setting_of
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.overrides import setting_of
 
 LIMIT_S = 600.0
 ATTENTION = "model.attention"

@@ -30,13 +30,16 @@ from flax_mesh.plan.compile.stages import compiled_stages
 from flax_mesh.plan.compile.target import make_mesh
 from flax_mesh.plan.forecast import Estimate
 from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
-from flax_mesh.plan.recipe import Split, group_mesh, split_recipe, step_of
+from flax_mesh.plan.recipe import Split, split_recipe, step_of
 from flax_mesh.plan.report import ranges
 from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.load import load_recipe
+from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.overrides import apply_overrides
+from flax_mesh.recipe.target import group_mesh
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import plural
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.build import run_rules
 from flax_mesh.tree import named_leaves
 
 FRAMES = 40  # of the stack of each operation, so that the path of modules is complete

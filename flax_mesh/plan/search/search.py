@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flax_mesh.data.user_batches import batch_shapes, zero_batches
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.plan import Plan
@@ -17,10 +18,9 @@ from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
 from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import Topology
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.config import TrainConfig, tokens_per_step
 from flax_mesh.text import listed
-from flax_mesh.train.checks import check_config
-from flax_mesh.train.config import TrainConfig, tokens_per_step
-from flax_mesh.train.data.own import batch_shapes, zero_batches
 
 Rows = NDArray[np.intp]
 PLANS = 20

@@ -15,19 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from flax_mesh.data.user_batches import batch_shapes
 from flax_mesh.mpmd.split.remat import REMAT_MODES
-from flax_mesh.plan.recipe import group_mesh
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
+from flax_mesh.recipe.checks import check_config, check_on_mesh
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.model import method_of, run_rules
+from flax_mesh.recipe.optimizer import make_modules
+from flax_mesh.recipe.overrides import apply_overrides, to_texts
+from flax_mesh.recipe.target import AXIS_NAMES, group_mesh, mesh_shape
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
-from flax_mesh.train.build import make_modules, run_rules
-from flax_mesh.train.checks import check_config, check_on_mesh, method_of
-from flax_mesh.train.config import AXIS_NAMES, TrainConfig, mesh_shape
-from flax_mesh.train.data.own import batch_shapes
-from flax_mesh.train.overrides import apply_overrides, to_texts
 
 MESH, BATCH, MICROBATCHES = "mesh.shape", "data.batch_size", "pipeline.num_microbatches"
 SCHEDULE, STAGES, STAGE_REMAT = "pipeline.schedule", "pipeline.num_virtual_stages", "pipeline.remat"

@@ -8,8 +8,8 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.recipe.schedule import pipeline_schedule
 from flax_mesh.train import PipelineConfig
-from flax_mesh.train.config import pipeline_schedule
 
 
 @pytest.fixture

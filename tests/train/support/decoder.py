@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss, sample
+from flax_mesh.recipe.program import TrainProgram, batch_sharding
 from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig, apply_overrides
-from flax_mesh.train.build import TrainProgram, batch_sharding
 
 
 def config_of(folder: Path | str, text: Path | str, *settings: str, **kinds: Any) -> TrainConfig:

@@ -1,0 +1,44 @@
+"""The `data` section of a recipe."""
+
+from dataclasses import dataclass, field
+
+from flax_mesh.settings import MAX_SIZE, type_problems, value_problems
+
+AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
+STDLIB = "stdlib"
+NO_SOURCE = f"data.source must be {STDLIB!r}, a file, a folder or a glob; got an empty string."
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The `data` section of a recipe.
+
+    Attributes:
+        source: "stdlib" (the source code of Python's standard library) or a path:
+            a file: text, or tokens if its suffix is .npy or .bin;
+            a folder: its text files at any depth (suffix .txt .md .py .rst .json .csv, or no suffix and UTF-8), without
+            hidden files and folders;
+            a glob: all matching files ("**" for any depth), either all text or all token files.
+        sequence_length: Tokens per row.
+        batch_size: Rows of the global batch, over all devices and processes.
+        held_out: Share of the files that is held out for evaluation; of a single file, the share of its end.
+        seed: Seed of the order of the windows. None: the run's seed.
+        eval_batches: Maximum number of held-out batches per evaluation.
+        bin_dtype: dtype of the tokens in .bin files, which do not contain it: "uint16" or "uint32", little-endian.
+    """
+
+    source: str = field(default=STDLIB, metadata={"path": True})
+    sequence_length: int = field(default=128, metadata=AT_LEAST_1)
+    batch_size: int = field(default=16, metadata=AT_LEAST_1)
+    held_out: float = field(default=0.05, metadata={"above": 0, "below": 1})
+    seed: int | None = field(default=None, metadata={"at_least": 0})
+    eval_batches: int = field(default=4, metadata=AT_LEAST_1)
+    bin_dtype: str = field(default="uint16", metadata={"one_of": ("uint16", "uint32")})
+
+
+def check_data_config(config: DataConfig) -> list[str]:
+    """One line for every invalid setting. Does not access files."""
+    problems = [*type_problems(config, "data."), *value_problems(config, "data.")]
+    if config.source == "":
+        problems.append(NO_SOURCE)
+    return problems

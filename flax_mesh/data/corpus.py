@@ -1,0 +1,409 @@
+"""Reading files as tokens: the training part, the held-out part, and a hash that detects changes of the data.
+
+Text is read as bytes, one token each (UTF-8, 256 ids). Token files are memory-mapped: `.npy` (1-D, integers) and `.bin`
+(little-endian, no header; uint16, or uint32 with `data.bin_dtype`). Batches are formed in batches.py.
+"""
+
+import codecs
+import difflib
+import glob
+import hashlib
+import itertools
+import mmap
+import os
+import platform
+import re
+import sysconfig
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from flax_mesh.data.config import STDLIB, DataConfig, check_data_config
+from flax_mesh.errors import ConfigError
+from flax_mesh.text import count_text
+
+TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
+TOKEN_SUFFIXES = (".npy", ".bin")
+NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+TEXT_PROBE_BYTES = 64 * 1024
+MAPPED_BYTES = 64 * 1024**2
+FULL_HASH_BYTES = 1024**3
+HASH_BLOCK_BYTES = 64 * 1024
+NUM_HASH_BLOCKS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFiles:
+    """The concatenation of several memory-mapped token files of one dtype. A slice reads only the tokens it covers."""
+
+    pieces: tuple[np.ndarray, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.pieces[0].dtype
+
+    def __len__(self) -> int:
+        return sum(len(piece) for piece in self.pieces)
+
+    def __getitem__(self, window: slice) -> np.ndarray:
+        start, stop, _ = window.indices(len(self))
+        found, offset = [np.empty(0, self.dtype)], 0
+        for piece in self.pieces:
+            if offset < stop and start < offset + len(piece):
+                found.append(piece[max(start - offset, 0) : stop - offset])
+            offset += len(piece)
+        return np.concatenate(found)
+
+
+Tokens = np.ndarray | TokenFiles
+FileStamp = tuple[int, int, int]  # size, mtime_ns, inode
+_CHANGED = (
+    "data.source: {} {} while the run read it; its tokens must not change under a run. Restore the file and resume "
+    "from the newest checkpoint, or start a new run; write new data to another file."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Training tokens and held-out tokens. No file is in both, except that a single file is divided between them."""
+
+    train: Tokens  # 1-D integers, at least one window
+    held_out: Tokens
+    description: str  # one line, printed by the run
+    content_hash: str  # SHA-256 of both parts, sampled above 1 GiB
+    vocab_size: int | None  # 256 for text; None for token files: the largest id is unknown
+    bytes_per_token: float | None  # 1.0 for text; None for token files
+    bin_dtype: str | None = None  # of .bin files, which do not contain it; None for other files
+    stamps: dict[str, FileStamp | None] = field(default_factory=dict)  # of the memory-mapped files, by path
+
+    def check_unchanged(self) -> None:
+        """Raise ConfigError if a memory-mapped file was rewritten since the corpus was read.
+
+        The tokens are hashed again only if size, time or inode of a file differ from those that were last seen. A file
+        that was replaced by another of the same name stays mapped as it was.
+        """
+        stamps = {path: _stamp(path) for path in self.stamps}
+        changed = [path for path, stamp in stamps.items() if stamp != self.stamps[path]]
+        if not changed:
+            return
+        for part in (self.train, self.held_out):
+            check_sizes(part)
+        if _hash_tokens([self.train, self.held_out]) != self.content_hash:
+            raise ConfigError([_CHANGED.format(path, "was rewritten") for path in changed])
+        self.stamps.update(stamps)
+
+
+def check_sizes(part: Tokens) -> None:
+    """Raise ConfigError if a file is shorter than its memory map: reading past its end would end the process."""
+    for piece in part.pieces if isinstance(part, TokenFiles) else (part,):
+        if isinstance(piece, np.memmap):
+            base = piece.base
+            while isinstance(base, np.ndarray):
+                base = base.base
+            if isinstance(base, mmap.mmap) and base.size() < len(base):
+                what = f"was shortened from {len(base):,} to {base.size():,} bytes"
+                raise ConfigError(_CHANGED.format(piece.filename, what))
+
+
+def load_corpus(config: DataConfig) -> Corpus:
+    """Read or memory-map the files of `config.source`, and divide them into a training part and a held-out part.
+
+    Text files are concatenated in the order of their relative paths, separated by a zero byte; empty files are left
+    out. Token files are concatenated without a separator. Token files, and a single text file of 64 MiB or more, are
+    memory-mapped.
+
+    The end of a single file is held out. Of several files, a file is held out if the hash of its path (relative to the
+    folder or to the fixed part of the glob) is below `held_out`: a share of the files, not of the tokens. The file with
+    the lowest hash is always held out, the file with the highest never.
+
+    Raises ConfigError if no file is found, a file is unreadable or of the wrong kind, or a part is shorter than one
+    window.
+    """
+    if problems := check_data_config(config):
+        raise ConfigError(problems)
+    corpus = _read_corpus(config)
+    window = config.sequence_length + 1
+    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
+        if len(part) < window:
+            problems.append(
+                f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window "
+                f"requires {window}. Use more text, change data.held_out ({config.held_out}) "
+                "or lower data.sequence_length."
+            )
+    if problems:
+        raise ConfigError(problems)
+    return corpus
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The files of a source that are not empty, as tokens."""
+
+    tokens: dict[str, np.ndarray]  # by name; bytes if `is_text`
+    is_text: bool
+    paths: dict[str, Path]  # of all files, empty ones too
+
+    def join(self, names: Sequence[str] | None = None) -> Tokens:
+        """All of them, or those of some names, as one sequence: text with a zero byte between two files."""
+        chosen = [self.tokens[name] for name in (self.tokens if names is None else names)]
+        return _join_text(chosen) if self.is_text else _join_tokens(chosen)
+
+
+def load_documents(source: str, bin_dtype: str, *, option: str = "data.bin_dtype") -> Documents:
+    """Read or memory-map the files of `source`, as `load_corpus` does, without a division into parts.
+
+    Errors do not name the setting of the source, and call that of `bin_dtype` `option`.
+    """
+    try:
+        files = _stdlib_files() if source == STDLIB else _find_files(source)
+        return _open_files(files, source, bin_dtype, option)
+    except OSError as error:
+        raise _unreadable(error.filename or source, error) from error
+
+
+def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str) -> Documents:
+    tokenized = [path.suffix.lower() in TOKEN_SUFFIXES for path in files.values()]
+    if any(tokenized) and not all(tokenized):
+        raise ConfigError(
+            f"{source} matches {sum(tokenized)} token files ({', '.join(TOKEN_SUFFIXES)}) and "
+            f"{tokenized.count(False)} others. Use a pattern that matches one kind."
+        )
+    is_text = not any(tokenized)
+    opened = {name: _open(path, is_text, bin_dtype, option) for name, path in files.items()}
+    documents = {name: tokens for name, tokens in opened.items() if len(tokens)}
+    if not documents:
+        raise ConfigError(f"{source} is empty: {count_text(len(files), 'file')} without content.")
+    return Documents(documents, is_text, files)
+
+
+def is_text_description(description: str) -> bool:
+    """Whether the `description` of a corpus is that of text, not of token files."""
+    return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", description) is not None
+
+
+@contextmanager
+def _of_source() -> Iterator[None]:
+    """Add the name of the setting to errors."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"data.source: {problem}" for problem in error.problems]) from error
+
+
+def _read_corpus(config: DataConfig) -> Corpus:
+    with _of_source():
+        found = load_documents(config.source, config.bin_dtype)
+    documents, is_text, files = found.tokens, found.is_text, found.paths
+    # Before the tokens are hashed: a file that is written after that has another stamp.
+    stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
+    with _of_source():
+        train, held_out, split = _split(found, config.held_out)
+
+    label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
+    size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
+    return Corpus(
+        train=train,
+        held_out=held_out,
+        description=f"{label}: {count_text(len(documents), 'file')}, {size}; {split}",
+        content_hash=_hash_tokens([train, held_out]),
+        vocab_size=256 if is_text else None,
+        bytes_per_token=1.0 if is_text else None,
+        bin_dtype=config.bin_dtype if any(path.suffix.lower() == ".bin" for path in files.values()) else None,
+        stamps=stamps,
+    )
+
+
+def _stamp(path: str | Path) -> FileStamp | None:
+    """None if the file is gone. Its memory map remains valid."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def _split(found: Documents, share: float) -> tuple[Tokens, Tokens, str]:
+    """(training tokens, held-out tokens, description of the division)."""
+    documents = found.tokens
+    if len(documents) == 1:
+        (tokens,) = documents.values()
+        cut = len(tokens) - round(len(tokens) * share)
+        return tokens[:cut], tokens[cut:], f"trains on the first {cut:,}, holds out the last {len(tokens) - cut:,}"
+    names = _held_out_names(documents, share)
+    train = found.join([name for name in documents if name not in names])
+    held_out = found.join([name for name in documents if name in names])
+    trains = f"trains on {count_text(len(documents) - len(names), 'file')} ({len(train):,})"
+    holds_out = f"holds out {count_text(len(names), 'file')} ({len(held_out):,})"
+    return train, held_out, f"{trains}, {holds_out}, by a hash of their paths"
+
+
+def _held_out_names(names: Sequence[str] | dict[str, np.ndarray], share: float) -> set[str]:
+    """Names of the held-out files of two or more. They are the same on every machine and in every process."""
+    score = {n: int.from_bytes(hashlib.blake2b(os.fsencode(n), digest_size=8).digest(), "big") / 2**64 for n in names}
+    ranked = sorted(names, key=lambda name: (score[name], name))
+    return {ranked[0]} | {name for name in ranked[:-1] if score[name] < share}
+
+
+def _hash_tokens(parts: Sequence[Tokens]) -> str:
+    """SHA-256 of the dtype, length and bytes of every part, as hex.
+
+    Above a total of 1 GiB, only 256 blocks of 64 KiB of each part are hashed, evenly spaced from its first to its last
+    byte: a change of size is always detected, a change between the blocks is not.
+    """
+    digest = hashlib.sha256()
+    sampled = sum(len(part) * part.dtype.itemsize for part in parts) > FULL_HASH_BYTES
+    for part in parts:
+        digest.update(f"{part.dtype.str} {len(part)}\n".encode())
+        block = HASH_BLOCK_BYTES // part.dtype.itemsize
+        last = max(len(part) - block, 0)
+        starts = np.linspace(0, last, NUM_HASH_BLOCKS).astype(int) if sampled else range(0, len(part), block)
+        for start in starts:
+            digest.update(part[start : start + block].tobytes())
+    return digest.hexdigest()
+
+
+def decode(tokens: np.ndarray) -> str:
+    """Decode byte tokens of any integer dtype as UTF-8. Invalid bytes and ids above 255 become U+FFFD."""
+    tokens = np.asarray(tokens)
+    not_a_byte = (tokens < 0) | (tokens > 255)
+    return np.where(not_a_byte, 0xFF, tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+# --- finding files: relative posix path -> path, sorted ---
+
+
+def _stdlib_files() -> dict[str, Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
+    if not files:
+        raise ConfigError(f"{root} contains no .py files (Python without sources). Use a text file instead.")
+    return files
+
+
+def _find_files(source: str) -> dict[str, Path]:
+    path = Path(os.path.expanduser(source))
+    if os.path.isfile(path):
+        return {path.name: path}
+    if os.path.isdir(path):
+        return _text_files(path)
+    fixed = Path(*itertools.takewhile(lambda part: glob.escape(part) == part, path.parts))
+    if fixed == path or not os.path.isdir(fixed):
+        raise _missing(fixed)
+    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    if not matches:
+        raise ConfigError(f"no file in {fixed.absolute()} matches {source}.")
+    return _distinct({match.relative_to(fixed).as_posix(): match for match in matches})
+
+
+def _text_files(root: Path) -> dict[str, Path]:
+    def is_text(path: Path) -> bool:
+        return path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
+
+    found = _walk(root, excluded=set())
+    texts = {name: path for name, path in found.items() if is_text(path)}
+    if not texts:
+        tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
+        hint = "".join(f" For its token files, use {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
+        raise ConfigError(
+            f"{root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
+            f"among its {count_text(len(found), 'file')}.{hint}"
+        )
+    return texts
+
+
+def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
+    def fail(error: OSError) -> None:  # by default os.walk skips folders that cannot be read
+        raise error
+
+    found = {}
+    for folder, folders, names in os.walk(root, onerror=fail):
+        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found |= {path.relative_to(root).as_posix(): path for path in paths if os.path.isfile(path)}
+    return _distinct(found)
+
+
+def _distinct(files: dict[str, Path]) -> dict[str, Path]:
+    """Sort by name. A file with several names (links) is kept once, so that it cannot be in both parts."""
+    by_target = {os.path.realpath(files[name]): name for name in sorted(files, reverse=True)}
+    return {name: files[name] for name in sorted(by_target.values())}
+
+
+def _missing(path: Path) -> ConfigError:
+    path = path.absolute()
+    folder = next(parent for parent in path.parents if os.path.isdir(parent))
+    first_missing = path.relative_to(folder).parts[0]
+    similar = difflib.get_close_matches(first_missing, os.listdir(folder), n=3)
+    hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
+    return ConfigError(f"{path} does not exist; the nearest folder that does is {folder}{hint}")
+
+
+# --- reading one file, and joining several ---
+
+
+def _decodes(path: Path) -> bool:
+    """Whether the first 64 KiB are UTF-8. A character may be incomplete at their end."""
+    with path.open("rb") as file:
+        head = file.read(TEXT_PROBE_BYTES)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _open(path: Path, is_text: bool, bin_dtype: str, option: str) -> np.ndarray:
+    try:
+        if is_text:
+            return _open_text(path, option)
+        return _open_tokens(path, np.dtype(bin_dtype).newbyteorder("<"), option)
+    except OSError as error:  # read errors of the disk have no file name
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(what: object, error: OSError) -> ConfigError:
+    return ConfigError(f"{what} cannot be read: {error.strerror or error}.")
+
+
+def _open_text(path: Path, option: str) -> np.ndarray:
+    if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
+        raise ConfigError(
+            f"{path} is not UTF-8 text. Convert it, or use token files: .npy (1-D integers) or .bin ({option})."
+        )
+    if path.stat().st_size >= MAPPED_BYTES:
+        return np.memmap(path, np.uint8, mode="r")
+    return np.frombuffer(path.read_bytes(), np.uint8)
+
+
+def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
+    size = path.stat().st_size
+    if path.suffix.lower() == ".bin":
+        if size % bin_dtype.itemsize:
+            raise ConfigError(
+                f"{path} has {size} bytes; {bin_dtype.name} tokens ({option}) require a multiple of "
+                f"{bin_dtype.itemsize}."
+            )
+        return np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
+    try:
+        tokens = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError) as error:
+        raise ConfigError(f"{path} is not a readable .npy file: {' '.join(str(error).split())}") from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ConfigError(
+            f"{path} must contain token ids as a 1-D array of integers, got shape {tokens.shape} of {tokens.dtype}."
+        )
+    return tokens
+
+
+def _join_text(documents: list[np.ndarray]) -> np.ndarray:
+    return np.frombuffer(b"\0".join(tokens.data for tokens in documents), np.uint8)
+
+
+def _join_tokens(documents: list[np.ndarray]) -> TokenFiles:
+    dtypes = sorted({str(tokens.dtype) for tokens in documents})
+    if len(dtypes) > 1:
+        raise ConfigError(f"the token files must have the same integer dtype, found {', '.join(dtypes)}.")
+    return TokenFiles(tuple(documents))

@@ -1,0 +1,119 @@
+"""Evaluation functions of a recipe (`eval_fns`): what they call, and what they must return."""
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.user_batches import abstract_batch, batch_problems, on_device_dtypes, place_batch, split_problems
+from flax_mesh.errors import ConfigError
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
+
+Sums = dict[str, float]
+Evaluate = Callable[[Any], Sums]
+EvalFns = Mapping[str, Callable[..., Any]]
+
+
+def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]:
+    """Loss and metrics of `loss_fn` over held-out batches, for an `eval_fn`: sums divided by the total weight.
+
+    Args:
+        evaluate: The function that an `eval_fn` is called with.
+        batches: Batches on the host, at least one.
+
+    Returns:
+        "loss" and the metrics of `loss_fn`, means over all batches.
+
+    Raises:
+        ConfigError: There is no batch, or their weights add up to 0.
+    """
+    totals: Sums = {}
+    for batch in batches:
+        for name, value in evaluate(batch).items():
+            totals[name] = totals.get(name, 0.0) + value
+    weight = totals.pop("weight", 0.0)
+    if not weight:
+        found = "the weights that loss_fn returned add up to 0" if totals else "there is no batch"
+        raise ConfigError(f"mean_metrics needs batches with a weight, but {found}")
+    return {name: total / weight for name, total in totals.items()}
+
+
+def eval_fn_problems(eval_fns: EvalFns) -> list[str]:
+    """One line for every entry that is no function under a valid name."""
+    found = []
+    for name, function in eval_fns.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            found.append(f"eval_fns: a name must be text without '/', got {name!r}")
+        elif not callable(function):
+            found.append(f"eval_fns[{name!r}] must be a function, got {type(function).__name__}")
+    return found
+
+
+def run_eval_fns(eval_fns: EvalFns, config: Any, evaluate: Evaluate) -> dict[str, float]:
+    """The metrics of all functions, as "NAME/METRIC". ConfigError for what is no dict of real numbers."""
+    found: dict[str, float] = {}
+    for name, function in eval_fns.items():
+        what, place = f"eval_fns[{name!r}]", place_of(function)
+        check_arguments(what, function, "config", "evaluate")
+        try:
+            with user_code(what, place):
+                metrics = function(config, evaluate)
+        except ConfigError as error:
+            raise ConfigError([p if p.startswith(what) else f"{what}: {p}" for p in error.problems]) from error
+        if problem := _problem(metrics):
+            raise ConfigError(joined(what, place, f"it must return a dict of real numbers, got {problem}"))
+        found |= {f"{name}/{metric}": float(value) for metric, value in metrics.items()}
+    return found
+
+
+def _problem(metrics: Any) -> str:
+    if not isinstance(metrics, Mapping):
+        return type(metrics).__name__
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name or "/" in name:
+            return f"the name {name!r}; a name must be text without '/'"
+        if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
+            return f"{name!r} of type {type(value).__name__}; convert it by float(...)"
+    return ""
+
+
+def host_evaluate(sums: Callable[[Any], Any], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
+    """`evaluate(batch)` for batches on the host: `sums` of the batch on the devices, as floats.
+
+    The rows are divided into `parts` microbatches of a pipeline; 1 without one.
+    """
+
+    def evaluate(batch: Any) -> Sums:
+        batch = _checked(batch, mesh, axes, parts)
+        return {name: float(value) for name, value in jax.device_get(sums(place_batch(batch, mesh, axes))).items()}
+
+    return evaluate
+
+
+def traced_evaluate(trace: Callable[[Any], Iterable[str]], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
+    """`evaluate(batch)` that returns 1.0 for every sum: `trace` is called with the abstract batch for their names."""
+
+    def evaluate(batch: Any) -> Sums:
+        batch = _checked(batch, mesh, axes, parts)
+        return dict.fromkeys(trace(abstract_batch(batch, mesh, axes)), 1.0)
+
+    return evaluate
+
+
+def _checked(batch: Any, mesh: Mesh, axes: PartitionAxis, parts: int) -> Any:
+    if problems := batch_problems(batch) or split_problems(batch, mesh, axes, parts):
+        raise ConfigError([f"evaluate(batch) of an eval_fn: {problem}" for problem in problems])
+    return on_device_dtypes(batch, "evaluate(batch) of an eval_fn")
+
+
+def token_metrics(sums: Iterable[Mapping[str, Any]], bytes_per_token: float | None) -> dict[str, float | None]:
+    """`eval_loss` and, for text, `bits_per_byte` of the held-out tokens."""
+    found = list(sums)
+    # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
+    loss = float(sum(s.get("cross_entropy", s["loss"]) for s in found) / sum(s["weight"] for s in found))
+    return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token if bytes_per_token else None}

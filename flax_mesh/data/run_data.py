@@ -1,0 +1,82 @@
+"""The data of a run, with one interface for tokens of files and for batches of the recipe."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.batches import batch_rows, make_batch_fn, make_eval_fn, num_eval_batches
+from flax_mesh.data.config import DataConfig
+from flax_mesh.data.corpus import Corpus
+from flax_mesh.data.evaluation import token_metrics
+from flax_mesh.data.iterators import IteratorBatches
+from flax_mesh.data.user_batches import OwnBatches, place_batch
+
+PROMPT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The batches of a run, and what its checkpoints record of them."""
+
+    name: str  # what `content_hash` is the hash of
+    description: str  # one line, printed by the run
+    content_hash: str
+    first: Callable[[], Any]  # the batch of step 0 on the host
+    batch: Callable[[int], Any]  # step -> global arrays on the devices; the steps of a run in order
+    check_unchanged: Callable[[], None] = lambda: None  # raises ConfigError if files changed under the run
+    # (state -> sums of a batch) -> metrics of the held-out tokens; None without them.
+    held_out: Callable[[Callable[[Any], Mapping[str, Any]]], dict[str, float | None]] | None = None
+    prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
+    iterator: IteratorBatches | None = None
+
+    def record(self, step: int) -> dict[str, Any]:
+        """The field "data" of the metadata of the checkpoint of `step`."""
+        record = {"name": self.name, "description": self.description, "content_hash": self.content_hash}
+        # The position is the step, since batches are a function of the step.
+        state = {} if self.iterator is None else {"state": self.iterator.state(step)}
+        return {**record, "position": step, **state}
+
+    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
+        """Continue after `step` steps, from the field "data" of a checkpoint."""
+        if self.iterator is not None:
+            self.iterator.resume(step, saved.get("state"))
+
+
+def own_data(batches: OwnBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
+    return RunData(
+        "first batch of make_batches",
+        batches.description,
+        batches.content_hash,
+        first=lambda: batches.first,
+        batch=lambda step: place_batch(batches(step), mesh, axes),
+        iterator=batches.iterator,
+    )
+
+
+def token_data(
+    corpus: Corpus, config: DataConfig, seed: int, sharding: NamedSharding, vocab_size: int | None, *, evaluates: bool
+) -> RunData:
+    """The tokens of files. Raises ConfigError if they are evaluated, and the held-out part has no full batch."""
+
+    def held_out(sums: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | None]:
+        return token_metrics((jax.device_get(sums(eval_fn(k))) for k in range(count)), corpus.bytes_per_token)
+
+    if evaluates:
+        eval_fn = make_eval_fn(corpus.held_out, config=config, sharding=sharding, vocab_size=vocab_size)
+        count = num_eval_batches(corpus.held_out, config)
+    is_text = corpus.bytes_per_token == 1
+    return RunData(
+        "content of data.source",
+        corpus.description,
+        corpus.content_hash,
+        first=lambda: batch_rows(corpus.train, seed, config, 0, vocab_size=vocab_size),
+        batch=make_batch_fn(corpus.train, seed=seed, config=config, sharding=sharding, vocab_size=vocab_size),
+        check_unchanged=corpus.check_unchanged,
+        held_out=held_out if evaluates else None,
+        prompt=np.asarray(corpus.held_out[:PROMPT_BYTES], np.int32) if is_text else None,
+    )

@@ -1,0 +1,205 @@
+"""Batches of a recipe's `make_batches`: checked against the first one, and placed on the devices."""
+
+import hashlib
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.config import DataConfig
+from flax_mesh.data.iterators import METHODS, IteratorBatches
+from flax_mesh.errors import ConfigError
+from flax_mesh.step.batch import microbatch_spec, shapes_of
+from flax_mesh.text import array_text, at_most, count_text
+from flax_mesh.tree import path_of
+from flax_mesh.user_code import check_arguments, joined, place_of, user_code
+
+
+class Config(Protocol):
+    """The fields of a TrainConfig, which is on a higher floor, that are read here."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def make_batches(self) -> Callable[[Any], Any] | None: ...
+
+
+class OwnBatches:
+    """step -> batch on the host. Every batch must have the tree, shapes and dtypes of batch 0.
+
+    Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for what is no batch.
+    """
+
+    def __init__(self, config: Config):
+        make = config.make_batches
+        assert make is not None
+        self.place = place_of(make)
+        check_arguments("make_batches", make, "config")
+        with user_code("make_batches", self.place):
+            made = make(config)
+        missing = [name for name in METHODS if not hasattr(made, name)]
+        if missing and (not callable(made) or "__next__" not in missing):
+            has_no = "" if len(missing) == len(METHODS) else f", which has no {' and no '.join(missing)}"
+            problem = "it must return a function of the step, or an iterator with get_state and set_state"
+            raise ConfigError(joined("make_batches", self.place, f"{problem}, got {type(made).__name__}{has_no}"))
+        self.iterator = None if missing else IteratorBatches(made, self.place)
+        self._function = made
+        first = self.iterator.first(batch_problems) if self.iterator else self._call(0)
+        rows = config.data.batch_size
+        if problems := [*batch_problems(first), *_row_problems(first, rows)]:
+            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
+        self.shapes = shapes_of(first)
+        self.first = on_device_dtypes(first, "make_batches: batch 0")
+
+    @cached_property
+    def content_hash(self) -> str:
+        """SHA-256 of the first batch: paths, dtypes, shapes and values."""
+        digest = hashlib.sha256()
+        for path, x in _named(self.first):
+            digest.update(f"{path} {x.dtype} {x.shape}\n".encode())
+            digest.update(np.ascontiguousarray(x).tobytes())
+        return digest.hexdigest()
+
+    @property
+    def description(self) -> str:
+        """`make_batches of FILE, line N: 16 rows; images f32[16,8,8,1], labels i32[16]`."""
+        arrays = [f"{path or 'one array'} {array_text(x)}" for path, x in _named(self.shapes)]
+        kind = "iterator of make_batches" if self.iterator else "make_batches"
+        return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}"
+
+    def __call__(self, step: int) -> Any:
+        batch, what = (self.iterator or self._call)(step), f"make_batches: batch {step}"
+        found = batch_problems(batch) or self._differences(batch)
+        if found:
+            raise ConfigError([joined(what, self.place, problem) for problem in found])
+        return on_device_dtypes(batch, what)
+
+    def _call(self, step: int) -> Any:
+        with user_code(f"make_batches: batch {step}", self.place):
+            return self._function(step)
+
+    def _differences(self, batch: Any) -> list[str]:
+        """One line for every leaf that differs from batch 0, or one if the trees differ."""
+        shapes, wanted = shapes_of(batch), self.shapes
+        mine, first = dict(_named(shapes)), dict(_named(wanted))
+        if jax.tree.structure(shapes) != jax.tree.structure(wanted):
+            more = [f"{path!r} is missing" for path in first if path not in mine]
+            more += [f"{path!r} is new" for path in mine if path not in first]
+            return [f"its tree must be that of batch 0, but {', '.join(more) or 'its containers differ'}"]
+        return [
+            f"{path!r} must be {array_text(first[path])} as in batch 0, got {array_text(x)}"
+            for path, x in mine.items()
+            if (x.shape, x.dtype) != (first[path].shape, first[path].dtype)
+        ]
+
+
+def own_batches(config: Config) -> OwnBatches | None:
+    """The batches of the recipe; None if it trains on the tokens of `data.source`."""
+    return None if config.make_batches is None else OwnBatches(config)
+
+
+def batch_shapes(config: Config, own: OwnBatches | None = None) -> Any:
+    """The batch of a recipe as ShapeDtypeStructs: of the tokens, or of batch 0 of `make_batches`.
+
+    `own` are the batches of this config if they exist already; otherwise `make_batches` is called.
+    """
+    if own := own or own_batches(config):
+        return own.shapes
+    rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
+    return {"inputs": rows, "targets": rows}
+
+
+def zero_batches(shapes: Any) -> Callable[[Config], Callable[[int], Any]]:
+    """A `make_batches` for plans: batches of these shapes with `data.batch_size` rows, which take no memory."""
+
+    def make(config: Config) -> Callable[[int], Any]:
+        rows = config.data.batch_size
+        zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), (rows, *x.shape[1:])), shapes)
+        return lambda step: zeros
+
+    return make
+
+
+def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> Any:
+    """`shapes` with the shardings of `place_batch`."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x.shape, mesh, axes)), shapes
+    )
+
+
+def place_batch(batch: Any, mesh: Mesh, axes: PartitionAxis) -> Any:
+    """The global batch on the devices. A process transfers the shards of its own devices only."""
+
+    def place(x: np.ndarray) -> jax.Array:
+        # dtype is required: a process without a shard of the batch cannot infer it.
+        return jax.make_array_from_callback(x.shape, _sharding(x.shape, mesh, axes), x.__getitem__, dtype=x.dtype)
+
+    return jax.tree.map(place, batch)
+
+
+def _sharding(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> NamedSharding:
+    return NamedSharding(mesh, microbatch_spec(shape, mesh, axes))
+
+
+def batch_problems(batch: Any) -> list[str]:
+    """One line for every leaf that is no array of numbers with rows, and one if the numbers of rows differ."""
+    named, found = _named(batch), []
+    for path, x in named:
+        if not isinstance(x, np.ndarray):
+            found.append(f"{path!r} must be a numpy array with the rows as its first dim, got {type(x).__name__}")
+        elif not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            found.append(f"{path!r} must be an array of numbers, got dtype {x.dtype}")
+        elif not x.ndim:
+            found.append(f"{path!r} is a scalar; its first dim must be the rows. Repeat it for every row")
+    if not named:
+        return [f"a batch must have at least one array, got {type(batch).__name__} without any"]
+    if not found and len({len(x) for _, x in named}) > 1:
+        each = ", ".join(f"{path!r} {len(x)}" for path, x in named)
+        found.append(f"the arrays of a batch must have equal numbers of rows, got {each}")
+    return at_most(found)
+
+
+def _row_problems(batch: Any, rows: int) -> list[str]:
+    """One line if the batch has another number of rows than `data.batch_size`."""
+    sizes = {len(x) for _, x in _named(batch) if getattr(x, "ndim", 0)}
+    if len(sizes) != 1 or sizes == {rows}:
+        return []
+    return [f"the batch must be the global one of data.batch_size={rows} rows, got {count_text(sizes.pop(), 'row')}"]
+
+
+def split_problems(batch: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis, parts: int) -> list[str]:
+    """One line if the rows cannot be divided into equal `parts`, each split over the mesh axes of the batch."""
+    names = [name for name in axes.mesh_axes("batch") if mesh.shape.get(name, 1) > 1]
+    ways, rows = parts * math.prod(mesh.shape[name] for name in names), len(jax.tree.leaves(batch)[0])
+    if rows % ways == 0:
+        return []
+    over = [f"{name}={mesh.shape[name]}" for name in names]
+    over += [f"pipeline.num_microbatches={parts}"] * (parts > 1)
+    return [f"the batch of {count_text(rows, 'row')} is not divisible by {ways} ({' * '.join(over)}); use a multiple"]
+
+
+def on_device_dtypes(batch: Any, what: str) -> Any:
+    """The arrays with the dtypes that devices have, int32 for int64. ConfigError for integers that int32 has not."""
+
+    def convert(path: Any, x: np.ndarray) -> np.ndarray:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+        if x.dtype.kind in "iu" and dtype != x.dtype and x.size:
+            least, most, limits = int(x.min()), int(x.max()), np.iinfo(dtype)
+            if least < limits.min or most > limits.max:
+                raise ConfigError(
+                    f"{what}: {path_of(path)!r} is {x.dtype} and must fit {dtype}, got values from {least} to {most}"
+                )
+        return np.asarray(x, dtype)
+
+    return jax.tree_util.tree_map_with_path(convert, batch)
+
+
+def _named(batch: Any) -> list[tuple[str, Any]]:
+    return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]

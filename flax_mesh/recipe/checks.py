@@ -1,0 +1,193 @@
+"""Checks that find every mistake in a config before anything large compiles. Each mistake is one line."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.checkpoint.find import find_step
+from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import is_huggingface
+from flax_mesh.data.config import NO_SOURCE
+from flax_mesh.data.evaluation import eval_fn_problems
+from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import load_chip
+from flax_mesh.recipe.compiler_options import parse_compiler_options
+from flax_mesh.recipe.config import PLATFORM, PipelineConfig, TrainConfig, shard_over
+from flax_mesh.recipe.model import method_of, sequence_length_of
+from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
+from flax_mesh.recipe.target import AXIS_NAMES, mesh_shape
+from flax_mesh.settings import path_problem, type_problems, value_problems
+from flax_mesh.sharding.memory import memory_problem
+from flax_mesh.text import shortened
+
+MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
+
+
+def check_config(config: TrainConfig) -> list[str]:
+    """One line for every mistake that can be found without devices and without tracing the model."""
+    wrong = type_problems(config)
+    found = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
+    if not wrong:  # otherwise values cannot be compared
+        found += _check_together(config)
+    return list(dict.fromkeys(found))  # a model's own check repeats the lines about its fields
+
+
+def _check_together(config: TrainConfig) -> list[str]:
+    """One line for every mistake in the texts of settings, and in settings that depend on each other."""
+    run, found = config.run, []
+    axes = ", ".join(MODEL_AXES)
+    if unknown := [name for name in shard_over(config) if name not in MODEL_AXES]:
+        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
+    if twice := sorted({name for name in shard_over(config) if shard_over(config).count(name) > 1}):
+        found.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
+    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
+        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
+    found += _check_axes("model.axes", getattr(config.model, "axes", None))
+    found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
+    found += check_start(config.checkpoint.start_from, config.model)
+    own = {"own_optimizer": config.make_optimizer is not None, "own_schedule": config.make_schedule is not None}
+    found += config.optimizer.problems(**own)
+    batch, parts = config.data.batch_size, config.pipeline.num_microbatches
+    if parts >= 1 and batch % parts:
+        found.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")
+    if not PLATFORM.fullmatch(run.platform):
+        found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
+    try:
+        if (num_groups := mesh_shape(config)["pp"]) == -1:
+            found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
+        found += _check_pipeline(config.pipeline, num_groups)
+    except ValueError as error:
+        found.append(f"mesh.shape: {error}")
+    try:
+        parse_compiler_options(run.compiler_options)
+    except ConfigError as error:
+        found += error.problems
+    if run.hardware and not path_problem(run.hardware):
+        try:
+            load_chip(run.hardware)
+        except ConfigError as error:
+            found += [f"run.hardware: {problem}" for problem in error.problems]
+    if config.make_batches is not None and config.sample is not None:
+        found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
+    found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
+    if config.data.source == "":
+        found.append(NO_SOURCE)
+    if run.folder == "":
+        found.append("run.folder is empty; name a folder, such as runs/default")
+    return found
+
+
+def _check_axes(prefix: str, axes: Any) -> list[str]:
+    """One line for every field of a PartitionAxis that names an axis which no mesh of a recipe has."""
+    if not isinstance(axes, PartitionAxis):
+        return []
+    values = {item.name: getattr(axes, item.name) for item in dataclasses.fields(axes) if item.name != "extra"}
+    values |= {f"extra[{name!r}]": value for name, value in axes.extra}
+    return [
+        f"{prefix}.{name}: {', '.join(map(repr, unknown))} is not a mesh axis; use {', '.join(MODEL_AXES)} or none"
+        for name, value in values.items()
+        if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
+    ]
+
+
+def _check_filter(wrt: Any) -> list[str]:
+    """One line if `wrt` is no filter of NNX, or selects everything."""
+    if wrt is ... or wrt is True:
+        return [
+            f"wrt={'...' if wrt is ... else wrt} selects all variables, also the counts of random streams, which "
+            "cannot be trained; name the types that are trained, such as nnx.Param"
+        ]
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):  # some versions of Flax fail to format their own message
+        found = shortened(repr(wrt))
+        return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {found}"]
+    return []
+
+
+def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
+    """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
+    found = []
+    try:
+        parse_cut(config.cut)
+    except ConfigError as error:
+        found.append(str(error))
+    if num_groups > 1 and config.num_microbatches >= 1:
+        try:
+            pipeline_schedule(config, num_groups)
+        except ConfigError as error:
+            found += error.problems
+    return found
+
+
+def check_start(folder: str, model: Any) -> list[str]:
+    if not folder or path_problem(folder):
+        return []
+    try:
+        if not is_huggingface(folder):
+            find_step(folder)
+            return []
+        source = open_decoder(folder)
+        problems = [f"checkpoint.start_from: {problem}" for problem in source.problems()]
+    except ConfigError as error:
+        hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
+        found = [f"checkpoint.start_from: {problem}" for problem in error.problems]
+        return found + (hint if "ignore=" in str(error) else [])
+    except OSError as error:
+        return [f"checkpoint.start_from={folder} cannot be read: {error.strerror}"]
+    return problems + [
+        f"model.{name}={getattr(model, name)} differs from {value} in checkpoint.start_from={folder}; "
+        f"set model.{name}={value}"
+        for name, value in source.settings.items()
+        if name not in MAY_DIFFER and getattr(model, name, value) != value
+    ]
+
+
+def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
+    """One line for every dim of the batch and of the model that is not divisible by its mesh axes.
+
+    A model config may define `dims() -> [(setting, logical axis, size)]`: one line about the number of heads is clearer
+    than the error of `abstract_state`, which has one line for every array. `problems_on(mesh, sequence_length)` returns
+    further lines; the length is None for batches of `make_batches`.
+    """
+    data, parts = config.data, config.pipeline.num_microbatches
+    divisor = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
+    dims = [(f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts)]
+    if config.make_batches is None:
+        dims.append((f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length))
+    found = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
+    if problem := memory_problem(mesh, config.optimizer.memory):
+        found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
+    return found
+
+
+def check_model_on_mesh(
+    config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis, sequence_length: int | None = None
+) -> list[str]:
+    """The lines of `check_on_mesh` on the model alone."""
+    dims = []
+    if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
+        model_dims = method_of(config.model, "dims", list)()
+        dims = [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
+    problems_on = method_of(config.model, "problems_on", lambda *_: [])
+    return [*_undivided(dims, mesh, axes), *problems_on(mesh, sequence_length)]
+
+
+def _undivided(dims: Sequence[tuple[str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
+    """One line for every (text, logical axis, size) that is not divisible by its mesh axes."""
+    found = []
+    for text, logical, size in dims:
+        names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
+        ways = math.prod(mesh.shape[name] for name in names)
+        if size % ways:
+            over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
+            found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
+    return found
+
+
+MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}

@@ -1,0 +1,59 @@
+"""XLA options of the training step: their text, and a check on a device."""
+
+import re
+from typing import Any
+
+import jax
+
+from flax_mesh.errors import ConfigError
+
+CompilerOptions = dict[str, bool | int | str]
+
+
+def parse_compiler_options(text: str) -> CompilerOptions:
+    """Parse "NAME=VALUE,NAME=VALUE". The values true and false become bools, integers become ints.
+
+    A value may contain commas: it extends to the next `NAME=`. Raises ConfigError with one line for every malformed
+    part and for every name that is set twice.
+    """
+    found, problems = {}, []
+    for part in re.split(r",(?=[^,=]*=)", text) if text else []:
+        name, equals, value = part.strip().partition("=")
+        if not (name and equals) or name.startswith("-"):
+            problems.append(
+                f"run.compiler_options: {part!r} is not an option; write NAME=VALUE, such as "
+                "xla_gpu_enable_latency_hiding_scheduler=true"
+            )
+        elif name in found:
+            problems.append(f"run.compiler_options: {name} is set twice")
+        else:
+            found[name] = _parse_option(value)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def options_text(options: CompilerOptions) -> str:
+    """The inverse of `parse_compiler_options`."""
+    texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
+    return ",".join(f"{name}={text}" for name, text in texts.items())
+
+
+def _parse_option(value: str) -> bool | int | str:
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return int(value) if value.lstrip("-").isdecimal() else value
+
+
+def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
+    """One line for every option that the compiler of `device` rejects, found by compiling `x + 1` with it."""
+    found, sharding = [], jax.sharding.SingleDeviceSharding(device)
+    for name, value in options.items():
+        add_one = jax.jit(lambda x: x + 1, compiler_options={name: value})
+        try:
+            add_one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            found.append(
+                f"run.compiler_options: {options_text({name: value})} is refused: {str(error).splitlines()[0]}"
+            )
+    return found

@@ -1,0 +1,228 @@
+"""TrainConfig: everything that defines a run, as frozen dataclasses that can be printed, parsed and compared.
+
+The functions after the dataclasses load recipes and parse the settings whose text has a syntax of its own.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from flax_mesh.data.config import DataConfig
+from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.mpmd.transport.ordered import TRANSPORTS
+from flax_mesh.recipe.optimizers.config import OptimizerConfig
+from flax_mesh.settings import MAX_SIZE, SAME_RESULT
+
+PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
+SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
+AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The device mesh.
+
+    Attributes:
+        shape: Axis sizes, such as "dp:2,fsdp:-1,tp:2". One size may be -1: the remaining devices. Axes that are not
+            listed have size 1.
+        rules: Mesh axes such as "fsdp" or "fsdp+dp". Every array is then split over them on its largest dim that
+            divides; the rule table of the recipe or of the model is not used.
+        axis_types: "auto": XLA chooses the shardings of activations. "explicit": the sharding of an array is part of
+            its type, for models that are written so (`jax.sharding.AxisType`).
+    """
+
+    shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
+    rules: str = field(default="", metadata=SAME_RESULT)
+    axis_types: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "explicit")})
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Microbatches and, for a mesh with pp > 1, the pipeline. Every field but the first has no effect with pp = 1.
+
+    Attributes:
+        num_microbatches: Number of equal parts of the batch whose gradients are accumulated, with or without pp.
+        schedule: One of the schedule names in docs/schedules.md; a file that `flax-mesh schedule --out FILE` wrote; or
+            "search": the first steps are measured, and the run continues with the best schedule for them.
+        memory_limit: Of schedule=search: the most activations that a group may store, each of one stage. None: as many
+            as there are stages, the memory of 1f1b's first group.
+        cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
+            number of layers, and "2,5" lists the first layer of every stage but the first.
+        num_virtual_stages: Stages per group. None: the schedule's default.
+        remat: What the backward pass of a stage recomputes: "none" next to nothing, "cheap" every operation except
+            matrix products, loops and random bits, "full" everything from the stage's inputs.
+        transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
+            "auto".
+        check: Whether the stages are compared with the model before the split, on one microbatch and one device:
+            "auto" at the start of a new run, if a microbatch takes less than 1e10 FLOPs and 1 GiB; "always", whatever
+            it takes and also if the run is resumed; or "never".
+    """
+
+    num_microbatches: int = field(default=1, metadata=AT_LEAST_1)
+    schedule: str = field(default="1f1b", metadata=SAME_RESULT)
+    memory_limit: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
+    cut: str = field(default="flops", metadata=SAME_RESULT)
+    num_virtual_stages: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
+    remat: str = field(default="none", metadata=SAME_RESULT | {"one_of": REMAT_MODES})
+    transport: str = field(default="auto", metadata=SAME_RESULT | {"one_of": TRANSPORTS})
+    check: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "always", "never")})
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved and which are kept. The last step is always saved.
+
+    Attributes:
+        every: Steps between checkpoints.
+        keep: Number of newest checkpoints to keep.
+        keep_best: Number of best checkpoints to keep in addition, by `best_metric`.
+        best_metric: Name of a metric in metrics.jsonl; lower is better.
+        keep_every: Keep in addition every checkpoint whose step is a multiple of this. 0: none.
+        compress: Compress with zstd: smaller files, slower saves.
+        on_failure: "stop" the run if a checkpoint cannot be written, or "continue" without it.
+        start_from: A run folder, a checkpoint or a folder of safetensors from which a new run takes its initial
+            parameters, as far as their paths and shapes match. "": random initialization.
+    """
+
+    every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_1)
+    keep: int = field(default=3, metadata=SAME_RESULT | AT_LEAST_1)
+    keep_best: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    best_metric: str = field(default="eval_loss", metadata=SAME_RESULT)
+    keep_every: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    compress: bool = field(default=True, metadata=SAME_RESULT)
+    on_failure: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "continue")})
+    start_from: str = field(default="", metadata={"path": True})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Length, folder and devices of the run.
+
+    Attributes:
+        steps: Step at which training stops. It does not affect the learning rate.
+        folder: The run folder: metrics.jsonl, config.txt and checkpoints/.
+        seed: Seed of parameters, random streams and, unless `data.seed` is set, the order of the data.
+        platform: "auto" (the devices that JAX finds; the mesh is shrunk to fit them), "cpu", "cpu:8" (8 virtual CPU
+            devices), "gpu" or "tpu".
+        eval_every: Steps between evaluations on held-out data. 0: none.
+        sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
+        compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
+        on_nonfinite: What happens after a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
+            the update (the state stays as it is, and the next step takes the next batch), or "continue".
+        spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
+            over up to 64 recent steps, from the 18th step on. 0: no limit.
+        hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
+            `flax_mesh.hardware.load_chip`. "": the table of known chips.
+        hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
+            `make_hook(folder, config, start) -> hook` (see docs/watching.md).
+        profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
+        compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
+            run does not compile them again. A cache that JAX is configured with is used instead.
+    """
+
+    steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
+    folder: str = field(default="runs/default", metadata=SAME_RESULT | {"path": True})
+    seed: int = field(default=0, metadata={"at_least": 0, "below": 2**32})
+    platform: str = field(default="auto", metadata=SAME_RESULT)
+    eval_every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_0)
+    sample_tokens: int = field(default=200, metadata=SAME_RESULT | AT_LEAST_0)
+    compiler_options: str = field(default="", metadata=SAME_RESULT)
+    on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
+    spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
+    hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})
+    hooks: str = field(default="", metadata=SAME_RESULT)
+    profile: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
+    compilation_cache: bool = field(default=True, metadata=SAME_RESULT)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The complete definition of a run: what a recipe returns and what `train` takes.
+
+    The fields of the sections (`model`, `mesh`, `pipeline`, `data`, `optimizer`, `checkpoint`, `run`) can be overridden
+    on the command line as `section.key=value`; see `apply_overrides`. The functions can be set by a recipe only.
+
+    Attributes:
+        make_model: `make_model(model, rngs) -> nnx.Module`. It is only traced: parameters are initialized directly
+            sharded.
+        loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
+            or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
+            sequence_length), or is what `make_batches` defines. If the loss has further terms, return the metric
+            "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real scalars, and
+            their names are no other fields of rows, such as "step" and "seconds".
+        model: The config of the model, a dataclass. Its fields are the settings `model.*`.
+        mesh: Mesh shape, "fsdp:-1" by default.
+        pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
+        data: Text or token files, sequence length, batch size and held-out share.
+        optimizer: The optimizer by name, its learning rate schedule, its parameter groups, and ZeRO-1 sharding.
+        checkpoint: When checkpoints are saved, which are kept, and where a new run takes its parameters from.
+        run: Number of steps, run folder, seed, platform, evaluation.
+        sample: `sample(module, prompt, num_tokens, key) -> tokens`, token ids of shape (P,) -> (P + num_tokens,). None:
+            no text is sampled at the end.
+        flops_per_token: `flops_per_token(model, num_parameters, sequence_length) -> float`. None: no MFU is reported.
+        rules: Rule table for the parameters. None: the table or the annotations of the model.
+        make_optimizer: `make_optimizer(config, parameters) -> optax transformation`, called with this config and the
+            trained parameters as an nnx.State of ShapeDtypeStructs. It replaces the optimizer of `optimizer.name` and
+            its clipping; `optimizer.ema`, `optimizer.shard_over` and frozen groups apply to it too. None: that of
+            `optimizer.name`.
+        make_schedule: `make_schedule(config) -> optax schedule`, the learning rate as a function of the step. With
+            `make_optimizer` it is only reported. None: that of `optimizer.schedule`, which is not reported with
+            `make_optimizer`.
+        wrt: Filter of NNX that selects the trained variables, such as nnx.LoRAParam. All others are constants: they
+            have no gradients and no moments.
+        hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to those of `run.hooks`: the hook is
+            called with every row of metrics, in process 0 only.
+        make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
+            batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
+            of the step, equal in all processes. Or an iterator with `get_state` and `set_state`. None: the tokens of
+            `data.source`.
+        eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
+            "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
+            as floats. Called every `run.eval_every` steps and at the end.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+        >>> from flax_mesh.train import MeshConfig, TrainConfig, apply_overrides
+        >>> config = TrainConfig(make_decoder, next_token_loss, DecoderConfig(), mesh=MeshConfig("fsdp:4,tp:2"))
+        >>> apply_overrides(config, ["run.steps=20"]).run.steps
+        20
+    """
+
+    make_model: Callable[[Any, nnx.Rngs], nnx.Module]
+    loss_fn: Callable[..., Any]
+    model: Any = field(metadata={"of_user": True})
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()  # noqa: RUF009 (a frozen value)
+    optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+    sample: Callable[..., jax.Array] | None = None
+    flops_per_token: Callable[[Any, int, int], float] | None = None
+    rules: Any = None
+    make_optimizer: Callable[["TrainConfig", nnx.State], optax.GradientTransformation] | None = None
+    make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
+    wrt: Any = nnx.Param
+    hooks: tuple[Callable[..., Any], ...] = ()
+    make_batches: Callable[["TrainConfig"], Any] | None = None
+    eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+
+
+def data_seed(config: TrainConfig) -> int:
+    return config.run.seed if config.data.seed is None else config.data.seed
+
+
+def tokens_per_step(config: TrainConfig) -> int | None:
+    """None for batches of a recipe without `flops_per_token`: what a token of them is, is not known."""
+    if config.make_batches is not None and config.flops_per_token is None:
+        return None
+    return config.data.batch_size * config.data.sequence_length
+
+
+def shard_over(config: TrainConfig) -> tuple[str, ...]:
+    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())

@@ -1,0 +1,74 @@
+"""Loads a recipe: a Python file with a function that returns a TrainConfig."""
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.settings import path_problem
+from flax_mesh.text import at_most, listed
+from flax_mesh.user_code import check_arguments, place_of, user_code
+
+
+def load_recipe(name: str) -> TrainConfig:
+    """Run a recipe and return its config.
+
+    A recipe is a Python file with a function without arguments that returns a `TrainConfig`. The file is executed as a
+    module; its directory is not added to `sys.path`.
+
+    Args:
+        name: "FILE.py", for its function `recipe`, or "FILE.py:function".
+
+    Returns:
+        The recipe's config, without overrides.
+
+    Raises:
+        ConfigError: The file does not exist or is not a Python file, the function does not exist or needs arguments, it
+            does not return a `TrainConfig`, or the code raises an exception, whose file and line are reported.
+
+    Example:
+        >>> from flax_mesh.train import apply_overrides, load_recipe
+        >>> config = apply_overrides(load_recipe("recipes/tiny.py"), ["run.steps=20", "mesh.shape=fsdp:8"])
+        >>> config.mesh.shape, config.run.steps
+        ('fsdp:8', 20)
+    """
+    file, _, function = name.partition(":")
+    function = function or "recipe"
+    make = _function_of_file(file, function)
+    place = place_of(make) or file
+    check_arguments(f"recipe {name}", make)
+    with user_code(f"recipe {name}", place):
+        config = make()
+    if not isinstance(config, TrainConfig):
+        got = "the class TrainConfig itself" if config is TrainConfig else type(config).__name__
+        raise ConfigError(f"recipe {name}: {place}: {function}() must return a TrainConfig, got {got}")
+    return config
+
+
+def _function_of_file(file: str, function: str) -> Callable[[], Any]:
+    """Execute a file as a module and return one of its functions."""
+    path = Path(file)
+    if problem := path_problem(file):
+        raise ConfigError(f"recipe {file[:80]}: this text {problem}")
+    if not os.path.isfile(path):
+        siblings = sorted(str(p) for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
+        raise ConfigError(
+            f"recipe {file}: no such file" + (f"; found {listed(at_most(siblings, 5))}" if siblings else "")
+        )
+    spec = importlib.util.spec_from_file_location(f"flax_mesh_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"recipe {file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses resolve the annotations of a recipe's own config there
+    with user_code(f"recipe {file}", place=file):
+        spec.loader.exec_module(module)
+    make = getattr(module, function, None)
+    if not callable(make):
+        found = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
+        raise ConfigError(f"recipe {file} has no function {function!r}; it defines {', '.join(found) or 'none'}")
+    return make

@@ -1,0 +1,256 @@
+"""The text form of a config: `section.key=value`, as used on the command line, in files and in checkpoints."""
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.recipe.config import SECTIONS, TrainConfig
+from flax_mesh.settings import field_types
+
+# Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
+# too). They are accepted wherever settings are parsed from text, and never written.
+RENAMED: dict[str, tuple[str, dict[str, str]]] = {
+    "pipeline.microbatches": ("pipeline.num_microbatches", {}),
+    "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
+    "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
+    "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),  # the same name; only a value changed
+}
+
+
+def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
+    """ "section.key" -> (value, annotated type, whether changing the value changes the result of the run)."""
+    sections = {name: getattr(config, name) for name in SECTIONS}
+    trees = [_flatten(node, name, True) for name, node in sections.items() if dataclasses.is_dataclass(node)]
+    return {key: field for tree in trees for key, field in tree.items()}
+
+
+def to_lines(config: TrainConfig) -> list[str]:
+    """The complete config, one `section.key=value` per line, as `apply_overrides` accepts them."""
+    return [f"{key}={text}" for key, text in to_texts(config).items()]
+
+
+def to_texts(config: TrainConfig) -> dict[str, str]:
+    """ "section.key" -> text of the value, as saved in the metadata of a checkpoint."""
+    return {key: value_to_text(value) for key, (value, _, _) in flat_fields(config).items()}
+
+
+def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
+    """Return `config` with `section.key=value` strings applied.
+
+    Raises one ConfigError with a line for every unknown or repeated setting and for every value of the wrong type.
+    """
+    changed, problems = read_overrides(config, overrides)
+    if problems:
+        raise ConfigError(problems)
+    return changed
+
+
+def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[TrainConfig, list[str]]:
+    """`config` with those of the `section.key=value` strings applied that are valid, and one line for each other."""
+    fields, problems, values = flat_fields(config), [], {}
+    for text in overrides:
+        given, equals, value = text.partition("=")
+        key, renamed_values = RENAMED.get(given, (given, {}))
+        if re.search("[\ud800-\udfff]", text):  # how Python reads other bytes on the command line
+            problems.append(f"{text!r} is not UTF-8, in which settings are saved; use other characters")
+        elif not equals:
+            problems.append(f"{text!r} is not an override; write section.key=value, such as run.steps=20")
+        elif key not in fields:
+            near = _nearest(key, fields)
+            hint = f"; did you mean {near}?" if near else f"; sections are {', '.join(SECTIONS)}"
+            problems.append(f"{key} is not a setting{hint}")
+        elif key in values:
+            problems.append(f"{key} is set twice" + (f", once under its old name {given}" if given != key else ""))
+        elif key != given and renamed_values and value not in renamed_values:
+            old, current = ", ".join(renamed_values), ", ".join(renamed_values.values())
+            problems.append(f"{given} must be one of {old}, got {value!r}; its current name is {key}, one of {current}")
+        else:
+            try:
+                values[key] = parse_value(renamed_values.get(value, value), fields[key][1])
+            except ValueError as error:
+                problems.append(f"{given} must be {error}, got {value!r}")
+    try:
+        return _replace(config, values), problems
+    except (TypeError, ValueError) as error:  # raised by a __post_init__
+        return config, [*problems, f"{', '.join(values)}: {error}"]
+
+
+def _nearest(key: str, fields: Iterable[str]) -> str | None:
+    """The setting that an unknown name probably means: by its last part, by its initials (lr), or by its letters."""
+    last = key.rpartition(".")[2]
+    shorts = {name: name.rpartition(".")[2] for name in fields}
+    same = [name for name, short in shorts.items() if last == short]
+    initials = [name for name, short in shorts.items() if last == "".join(word[:1] for word in short.split("_"))]
+    found = same or initials
+    return max(
+        found or difflib.get_close_matches(key, shorts, n=1, cutoff=0.5),
+        key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(),
+        default=None,
+    )
+
+
+def setting_of(text: str) -> str:
+    """The current name of the setting in `section.key=value`."""
+    key = text.partition("=")[0]
+    return RENAMED[key][0] if key in RENAMED else key
+
+
+def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings saved by any version, under their current names. Unknown values are returned unchanged."""
+    found = {}
+    for key, value in saved.items():
+        name, values = RENAMED.get(key, (key, {}))
+        found[name] = values.get(value, value) if isinstance(value, str) else value
+    return found
+
+
+def default_settings() -> dict[str, str]:
+    """The text of the default value of every setting that has one, those of the model excepted."""
+    sections = [(field.name, field.default) for field in dataclasses.fields(TrainConfig) if field.name in SECTIONS]
+    trees = [_flatten(config, name, True) for name, config in sections if dataclasses.is_dataclass(config)]
+    return {key: value_to_text(value) for tree in trees for key, (value, _, _) in tree.items()}
+
+
+def default_texts(config: TrainConfig, section: str) -> dict[str, str]:
+    """The text of the default value of every field of a section that has one; nested sections are left out."""
+    node = getattr(config, section)
+    fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
+    known = flat_fields(config)
+    return {
+        key: value_to_text(item.default)
+        for item in fields
+        if (key := f"{section}.{item.name}") in known and item.default is not dataclasses.MISSING
+    }
+
+
+def added_settings(config: TrainConfig) -> dict[str, str]:
+    """The settings of the model that earlier versions of its config lacked (ADDED): those models had the default."""
+    fields = dataclasses.fields(config.model) if dataclasses.is_dataclass(config.model) else ()
+    added = {f"model.{item.name}" for item in fields if item.metadata.get("added")}
+    return {key: text for key, text in default_texts(config, "model").items() if key in added}
+
+
+def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """`current_settings`, with defaults for settings that did not exist yet when these were saved.
+
+    The default of a setting that is added must therefore not change the numbers of a run whose numbers are finite.
+    """
+    return {**default_settings(), **current_settings(saved)}
+
+
+class Change(typing.NamedTuple):
+    """A setting whose value differs from the saved one."""
+
+    key: str
+    saved: str
+    now: str
+    changes_result: bool
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.saved} -> {self.now}" + (" (changes the result)" if self.changes_result else "")
+
+
+def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
+    """Differences between the settings saved with a checkpoint, by any version, and `config`."""
+    fields, now, saved = flat_fields(config), to_texts(config), added_settings(config) | complete_settings(saved)
+    keys = [*now, *(key for key in saved if key not in now)]
+    return [
+        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
+        for key in keys
+        if saved.get(key) != now.get(key)
+    ]
+
+
+def parse_value(text: str, kind: Any) -> Any:
+    """Parse `text` as a value of the annotated type. The ValueError's text is what the value must be."""
+    kinds = _kinds(kind)
+    if type(None) in kinds and text.lower() == "none":
+        return None
+    parsers = [(kinds[plain], *parser) for plain, parser in _PARSERS.items() if plain in kinds]
+    for annotation, parse, _ in parsers:
+        if (value := parse(text, annotation)) is not None:
+            return value
+    names = [name for _, _, name in parsers] + ["none"] * (type(None) in kinds)
+    raise ValueError(" or ".join(names))
+
+
+def value_to_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _parse_number(text: str, kind: type) -> int | float | None:
+    try:
+        return kind(text)
+    except ValueError:
+        return None
+
+
+def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
+    try:
+        return tuple(parse_value(part, typing.get_args(kind)[0]) for part in text.split(",") if part)
+    except ValueError:
+        return None
+
+
+# Tried in this order. A parser returns None if the text is not of its type; a tuple requires a comma, str accepts all.
+_PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
+    int: (_parse_number, "an integer"),
+    float: (_parse_number, "a number"),
+    bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
+    tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
+    str: (lambda text, _: text, "text"),
+}
+
+
+def _kinds(hint: Any) -> dict[Any, Any]:
+    """Origin -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return {typing.get_origin(option) or option: option for option in options}
+
+
+def _has_text(hint: Any) -> bool:
+    """Whether every value of the annotation has a text form."""
+    kinds = _kinds(hint)
+    if tuple in kinds:
+        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
+        if rest != [...] or not _has_text(item):
+            return False
+    return kinds.keys() <= {*_PARSERS, type(None)}
+
+
+def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
+    hints = field_types(section)
+    found = {}
+    for item in dataclasses.fields(section):
+        key, value = f"{prefix}.{item.name}", getattr(section, item.name)
+        matters = changes_result and item.metadata.get("changes_result", True)
+        if dataclasses.is_dataclass(value):
+            found |= _flatten(value, key, matters)
+        elif _has_text(hints[item.name]):  # other fields can be set by the recipe only
+            found[key] = (value, hints[item.name], matters)
+    return found
+
+
+def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+    """Replace dotted keys in nested dataclasses.
+
+    All fields of one dataclass are replaced in one call, so that its `__post_init__` checks them together.
+    """
+    own, nested = {}, {}
+    for key, value in values.items():
+        head, dot, rest = key.partition(".")
+        if dot:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            own[head] = value
+    own |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
+    return dataclasses.replace(node, **own)

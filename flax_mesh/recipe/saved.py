@@ -1,0 +1,109 @@
+"""What runs record in the metadata of their checkpoints, as it is read back."""
+
+import importlib.metadata
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax_mesh.checkpoint.diff import read_batch
+from flax_mesh.checkpoint.read import Array, is_number, read_metadata, read_record
+from flax_mesh.data.iterators import is_state
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
+from flax_mesh.recipe.overrides import complete_settings, parse_value
+
+FORMAT = 1
+PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def saved_record(step: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint saved by any version, with all settings under their current names.
+
+    A checkpoint that no run has saved has no settings.
+    """
+    record = read_record(step)
+    return record | {"config": complete_settings(record["config"]) if record["config"] else {}}
+
+
+def run_metadata(step: Path) -> dict[str, Any]:
+    """The metadata of a checkpoint that a run resumes from.
+
+    Raises ConfigError if no run has saved it, and CheckpointCorruptedError if a field is not what runs write.
+    """
+    record = read_metadata(step)
+    if "config" not in record:
+        raise ConfigError(
+            f"{step} was not saved by a run (its metadata has no settings), so that no run can resume from it. Use "
+            f"another run.folder, and checkpoint.start_from={step} to start from its parameters."
+        )
+    problems = [
+        f"  {name} must be {what}, got {reprlib.repr(record.get(name))}"
+        for name, (what, is_valid) in RUN_FIELDS.items()
+        if not is_valid(record.get(name))
+    ]
+    if problems:
+        raise CheckpointCorruptedError([f"{step}: its metadata is not that of a run:", *problems])
+    return record
+
+
+def _is_table(value: Any, kind: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_rows(value: Any) -> bool:
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in rows)
+
+
+def _is_text(value: dict[str, Any], name: str) -> bool:
+    return isinstance(value.get(name), str)
+
+
+RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "step": ("the number of the step", _is_count),
+    "config": ("settings as text", lambda value: _is_table(value, str)),
+    "data": (
+        "an object with content_hash and, of an iterator, its state",
+        lambda value: (
+            _is_table(value, object) and _is_text(value, "content_hash") and is_state(value.get("state", {"json": 0}))
+        ),
+    ),
+    "mesh": ("an object", lambda value: _is_table(value, list)),
+    "layout": ("an object of text", lambda value: value is None or _is_table(value, str)),
+    "metrics": (
+        "an object of numbers",
+        lambda value: _is_table(value, int | float | None) and _is_count(value.get("skipped", 0)),
+    ),
+    "recent": ("a list of (step, loss, gradient norm)", lambda value: value is None or _is_rows(value)),
+}
+
+
+def versions() -> dict[str, str]:
+    return {name: _version(name) for name in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"
+
+
+def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
+    """Path of a parameter -> its moving average, and what that is multiplied by; {} before the first update."""
+    found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
+    counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
+    if not found or len(counts) != 1:
+        return {}
+    (steps,) = read_batch(step, counts).values()
+    decay = parse_value(str(record["config"].get("optimizer.ema")), float | str)
+    if not isinstance(decay, float) or not 0 < decay < 1:
+        raise CheckpointCorruptedError(
+            f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
+        )
+    return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
