@@ -1,6 +1,64 @@
-"""Public exceptions. Errors in user input are ValueErrors, so that one `except` clause catches them."""
+"""Public exceptions, and the problems they list. Errors in user input are ValueErrors: one `except` catches them."""
 
 from collections.abc import Sequence
+from typing import Self
+
+
+class Problem(str):
+    """One problem of a user's input as a line of text, with the parts that the line is made of.
+
+    Code that needs a part reads the field, and never the line:
+
+    >>> problem = Problem("model.num_heads", "is not divisible by 4 (tp=4)", "use a multiple", value="6")
+    >>> problem
+    'model.num_heads=6 is not divisible by 4 (tp=4); use a multiple'
+    >>> problem.renamed("--num-heads")
+    '--num-heads=6 is not divisible by 4 (tp=4); use a multiple'
+
+    Attributes:
+        setting: The setting, option, file or function that is invalid; "" if the problem belongs to none.
+        text: What must hold, and what was found.
+        repair: How to repair it; "" if the text says so.
+        value: The value of the setting, if the line shows it after the name.
+        general: The text without the sizes of one mesh, by which a search counts problems; by default the line.
+        can_ignore: Whether the user may accept it by `ignore`, as an array of a file that has no effect.
+    """
+
+    setting: str
+    text: str
+    repair: str
+    value: str
+    general: str
+    can_ignore: bool
+
+    def __new__(
+        cls,
+        setting: str,
+        text: str,
+        repair: str = "",
+        *,
+        value: object = "",
+        general: str = "",
+        can_ignore: bool = False,
+    ) -> Self:
+        name = f"{setting}={value}" if str(value) else setting
+        space = "" if not name or text.startswith(":") else " "
+        line = super().__new__(cls, f"{name}{space}{text}{repair and f'; {repair}'}")
+        line.setting, line.text, line.repair, line.value = setting, text, repair, str(value)
+        line.general, line.can_ignore = general or str(line), can_ignore
+        return line
+
+    def renamed(self, setting: str) -> "Problem":
+        """The problem of the same value under another name, such as an option of a command."""
+        return Problem(setting, self.text, self.repair, value=self.value, can_ignore=self.can_ignore)
+
+    def within(self, setting: str) -> "Problem":
+        """`data.source: FILE does not exist`, for the problem of a file that a setting names."""
+        return Problem(setting, f": {self}", can_ignore=self.can_ignore)
+
+
+def as_problem(line: str) -> Problem:
+    return line if isinstance(line, Problem) else Problem("", line)
 
 
 class ShardingError(ValueError):
@@ -8,11 +66,28 @@ class ShardingError(ValueError):
 
 
 class ConfigError(ValueError):
-    """A recipe, an override or a run folder is invalid; `problems` contains one line per mistake."""
+    """A recipe, an override or a run folder is invalid.
 
-    def __init__(self, problems: Sequence[str] | str):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+    Attributes:
+        problems: One line per problem, each a `Problem`.
+        head: A line before them, which they are indented below; "" if there is none.
+        repair: A line after them: how to repair them all; "" if there is none.
+        lines: All lines of the message.
+    """
+
+    def __init__(self, problems: Sequence[str] | str, *, head: str = "", repair: str = ""):
+        found = [problems] if isinstance(problems, str) else problems
+        self.problems = [as_problem(problem) for problem in found]
+        self.head, self.repair = head, repair
+        indent = "  " if head else ""
+        self.lines = [*filter(None, [head]), *(indent + line for line in self.problems)]
+        self.lines += [f"  {repair}"] if repair else []
+        super().__init__("\n".join(self.lines))
+
+    @property
+    def can_ignore(self) -> bool:
+        """Whether `ignore` accepts one of the problems."""
+        return any(problem.can_ignore for problem in self.problems)
 
 
 class CheckpointCorruptedError(ConfigError):

@@ -18,6 +18,7 @@ from typing import Any
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.settings import path_problem
+from flax_mesh.text import first_line
 
 GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
@@ -330,7 +331,7 @@ def _read_toml(path: str) -> dict[str, Any]:
         repr(values)  # a ValueError if a number has too many digits to be printed in a message
         return values
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a TOML file: {str(error).splitlines()[0]}") from error
+        raise ConfigError(f"{path} is not a TOML file: {first_line(error)}") from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 

@@ -23,7 +23,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 
 SAME_RESULT = {"changes_result": False}
 ADDED = {"added": True}
@@ -49,7 +49,7 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) -> list[str]:
+def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) -> list[Problem]:
     """One line for every field, also of nested dataclasses, whose value is not of its annotated type.
 
     With `only_limited`, and in a field that is `of_user`, fields without limits may contain anything.
@@ -59,13 +59,13 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
             names = " or ".join(_NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}") for kind in _kinds_of(hint))
-            found.append(f"{key} must be {names}, got {_short(value)}")
+            found.append(Problem(key, f"must be {names}, got {_short(value)}"))
         elif _is_config(value):
             found += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
     return found
 
 
-def value_problems(config: Any, prefix: str = "") -> list[str]:
+def value_problems(config: Any, prefix: str = "") -> list[Problem]:
     """One line for every field, also of nested dataclasses, whose value its metadata does not allow."""
     found, hints = [], field_types(config)
     for item in dataclasses.fields(config):
@@ -73,8 +73,17 @@ def value_problems(config: Any, prefix: str = "") -> list[str]:
         if _is_config(value):
             found += value_problems(value, f"{key}.")
         elif value is not None and _is_limited(item.metadata) and _is_a(value, hints[item.name]):
-            found += [f"{key} {problem}" for problem in _problems(value, item.metadata)]
+            found += [Problem(key, problem) for problem in _problems(value, item.metadata)]
     return found
+
+
+def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int = MAX_SIZE) -> list[Problem]:
+    """One problem for every name whose value is no integer within the limits."""
+    return [
+        Problem(name, f"must be an integer from {at_least} to {at_most}, got {_short(value)}")
+        for name, value in values.items()
+        if not _is_a(value, int) or not at_least <= value <= at_most
+    ]
 
 
 def field_types(config: Any) -> dict[str, Any]:

@@ -35,6 +35,16 @@ def shortened(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of the text of an error, to show it."""
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def one_line(error: BaseException, most: int | None = None) -> str:
+    """The text of an error without line breaks, at most `most` characters of it."""
+    return " ".join(str(error).split())[:most]
+
+
 def at_most(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
     """The lines, or the first `most` of them and the number of the others."""
     return [*lines[:most], *([f"and {len(lines) - most:,} more"] if len(lines) > most else [])]

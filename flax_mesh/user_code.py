@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.errors import ConfigError, Problem, ShardingError
 
 LIBRARIES = {"flax_mesh", "jax", "jaxlib", "flax", "optax", "orbax", "numpy"} | sys.stdlib_module_names
 INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -31,10 +31,10 @@ def user_code(what: str, place: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # code of a user may raise anything
         if found := _place_of_error(error):
-            raise ConfigError(f"{what}: {found}: {_named(error)}{_hint(error, found)}") from error
+            raise ConfigError(Problem(what, f": {found}: {_named(error)}{_hint(error, found)}")) from error
         if not place or not isinstance(error, OF_INPUT):
             raise
-        raise ConfigError(f"{what}: {place}: {_first_line(error)}") from error
+        raise ConfigError(Problem(what, f": {place}: {_first_line(error)}")) from error
 
 
 def check_arguments(what: str, function: Callable[..., Any], *names: str) -> None:

@@ -86,11 +86,9 @@ def reading(step: Path) -> Iterator[None]:
         if not (reason := _refusal(error)):
             raise
         raise UnreadableError(
-            [
-                f"{step} cannot be read, so that it is not known whether it is damaged:",
-                *(f"  {line}" for line in reason),
-                "  Repair the cause (rights, the disk), or move the folder away to use another step.",
-            ]
+            reason,
+            head=f"{step} cannot be read, so that it is not known whether it is damaged:",
+            repair="Repair the cause (rights, the disk), or move the folder away to use another step.",
         ) from error
 
 

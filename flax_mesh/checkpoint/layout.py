@@ -74,12 +74,10 @@ def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, An
     if shared:
         keys = indexed_paths(state)
         raise ConfigError(
-            [
-                "every array of a checkpoint must have its own name, but these have the same one. On disk the names of "
-                "a path are joined with dots, / separates names, and an array cannot contain another one:",
-                *at_most(list(dict.fromkeys(f"  {' and '.join(keys[i] for i in found)}" for found in shared))),
-                "  Rename one of each line.",
-            ]
+            at_most(list(dict.fromkeys(" and ".join(keys[i] for i in found) for found in shared))),
+            head="every array of a checkpoint must have its own name, but these have the same one. On disk the names "
+            "of a path are joined with dots, / separates names, and an array cannot contain another one:",
+            repair="Rename one of each line.",
         )
     return named, stacks
 
@@ -169,16 +167,16 @@ def check_same(
     target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
     """Raise one ConfigError that lists every path on which two trees differ; with `cast` float dtypes may differ."""
-    problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
-    problems += [f"  {p}: only in the checkpoint, {array_text(stored[p])}" for p in stored.keys() - target.keys()]
+    problems = [f"{path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
+    problems += [f"{p}: only in the checkpoint, {array_text(stored[p])}" for p in stored.keys() - target.keys()]
     for path in target.keys() & stored.keys():
         if not fits(stored[path], target[path], cast=cast):
-            problems.append(f"  {path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
+            problems.append(f"{path}: checkpoint {array_text(stored[path])}, model {array_text(target[path])}")
     if problems:
         head = (
             f"{what} does not match the model ({len(problems)} of {len(target.keys() | stored.keys())} leaves differ):"
         )
-        raise ConfigError([head, *path_lines(sorted(problems)), *([f"  {repair}"] if repair else [])])
+        raise ConfigError(path_lines(sorted(problems)), head=head, repair=repair)
 
 
 def fits(stored: Any, target: Any, *, cast: bool) -> bool:

@@ -20,6 +20,7 @@ from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage,
 from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
+from flax_mesh.text import one_line
 
 MOST = sys.float_info.max
 INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
@@ -56,9 +57,9 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         problems = find_damage(step) if verify else None if set_aside else find_other_step(step) or None
         record = read_record(step)
     except UnreadableError as error:
-        unreadable = error.problems
+        unreadable = error.lines
     except CheckpointCorruptedError as error:
-        problems = problems or error.problems
+        problems = problems or error.lines
     return {
         "name": step.name,
         "step": step_number(step),
@@ -125,7 +126,7 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
     except ConfigError:
         raise
     except INVALID as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise CheckpointCorruptedError(
             f"{step}: its tree cannot be read ({type(error).__name__}: {reason}); "
             "flax-mesh checkpoint verify reports all damage"

@@ -33,12 +33,10 @@ def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
         return
     names = list(dict.fromkeys([*layers, *(_stack_of(path, unnamed, named) for path in unnamed)]))
     raise ConfigError(
-        [
-            "these arrays are stacks of layers that `layers` does not name. Saved as they are, a model with a list of "
-            "layers could not restore them; nothing was written:",
-            *path_lines(f"  {path}: {array_text(named[path])}" for path in unnamed),
-            f"  Name the stacks: pass layers={names} to Checkpointer, or to @partitioned of the model's class.",
-        ]
+        path_lines(f"{path}: {array_text(named[path])}" for path in unnamed),
+        head="these arrays are stacks of layers that `layers` does not name. Saved as they are, a model with a list of "
+        "layers could not restore them; nothing was written:",
+        repair=f"Name the stacks: pass layers={names} to Checkpointer, or to @partitioned of the model's class.",
     )
 
 

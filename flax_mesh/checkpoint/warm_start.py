@@ -52,8 +52,8 @@ def restore_partial(
             unchanged |= {part: why for part in parts if part in included and part not in unchanged}
     restored = [path for path in target if path in included and path not in unchanged]
     if not restored:
-        why = [f"  {path}: {reason}" for path, reason in unchanged.items()] or [f"  no path starts with {include!r}"]
-        raise ConfigError(["no array of the checkpoint matches one of the state:", *path_lines(why)])
+        why = [f"{path}: {reason}" for path, reason in unchanged.items()] or [f"no path starts with {include!r}"]
+        raise ConfigError(path_lines(why), head="no array of the checkpoint matches one of the state:")
     read = {path: target[path] for path in restored}
     chosen = [(path, leaf) for path, leaf in named if any(part in read for part in stacks.get(path, [path]))]
     values = dict(zip((path for path, _ in chosen), from_disk(reader(read), chosen, stacks), strict=True))

@@ -234,7 +234,7 @@ def _verified(step: Path) -> dict[str, Any]:
     try:
         problems = find_damage(step)
     except UnreadableError as error:
-        unreadable = error.problems
+        unreadable = error.lines
     return {"name": step.name, "files": files, "bytes": size, "problems": problems, "unreadable": unreadable}
 
 

@@ -58,7 +58,7 @@ class Mistakes:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, ConfigError):
             return False
-        self.problems += error.problems
+        self.problems += error.lines
         self._kinds.append(type(error))
         return True
 

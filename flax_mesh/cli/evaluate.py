@@ -162,7 +162,7 @@ def _read_set(
         found = text_set(documents, tokenizer() if documents.is_text else None, most)
         problems = set_problems(found.tokens, source.model.vocab_size)
     except ConfigError as error:
-        problems = error.problems
+        problems = error.lines
     else:
         if not problems:
             return found

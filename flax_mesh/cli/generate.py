@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_mesh.cli.common import DONE, Mistakes, check_writable, use_platform, with_files, write_file
 from flax_mesh.cli.text.generated import Printer, json_of
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.inference.memory import cache_problem
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
@@ -22,6 +22,7 @@ from flax_mesh.models import Generated, Sampling, generate
 from flax_mesh.models.cache import cache_shape
 from flax_mesh.models.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
+from flax_mesh.settings import integer_problems
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -195,19 +196,13 @@ def _checked(arguments: argparse.Namespace) -> Request:
     return Request(source, settings, tokenizer, prompts, rows, stops, sampling)
 
 
-def as_option(problem: str) -> str:
+def as_option(problem: Problem) -> Problem:
     """`--max-tokens must be ...` for `max_tokens must be ...`."""
-    name, _, rest = problem.partition(" ")
-    return f"--{name.replace('_', '-')} {rest}"
+    return problem.renamed(f"--{problem.setting.replace('_', '-')}")
 
 
 def check_counts(arguments: argparse.Namespace, *names: str) -> None:
     """Raise one ConfigError for the options that are set and not at least 1."""
-    values = {name: getattr(arguments, name) for name in names}
-    problems = [
-        as_option(f"{name} must be an integer from 1 to {2**31 - 1}, got {value}")
-        for name, value in values.items()
-        if value is not None and not 1 <= value < 2**31
-    ]
-    if problems:
-        raise ConfigError(problems)
+    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if problems := integer_problems(values):
+        raise ConfigError([as_option(problem) for problem in problems])

@@ -24,6 +24,7 @@ from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.text import summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.recipe.explain import Measured, measure_recipe
+from flax_mesh.text import one_line
 
 SEARCH = "search"
 DEFAULT_SECONDS = 5.0
@@ -174,7 +175,7 @@ def _find(arguments: argparse.Namespace) -> Found:
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(" ".join(str(error).split())) from error
+        raise ConfigError(one_line(error)) from error
 
 
 def _summary(result: SearchResult) -> str:

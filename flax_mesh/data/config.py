@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from flax_mesh.errors import Problem
 from flax_mesh.settings import MAX_SIZE, type_problems, value_problems
 
 AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"
-NO_SOURCE = f"data.source must be {STDLIB!r}, a file, a folder or a glob; got an empty string."
+NO_SOURCE = Problem("data.source", f"must be {STDLIB!r}, a file, a folder or a glob; got an empty string.")
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DataConfig:
     bin_dtype: str = field(default="uint16", metadata={"one_of": ("uint16", "uint32")})
 
 
-def check_data_config(config: DataConfig) -> list[str]:
+def check_data_config(config: DataConfig) -> list[Problem]:
     """One line for every invalid setting. Does not access files."""
     problems = [*type_problems(config, "data."), *value_problems(config, "data.")]
     if config.source == "":

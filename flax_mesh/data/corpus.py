@@ -12,7 +12,6 @@ import itertools
 import mmap
 import os
 import platform
-import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import numpy as np
 
 from flax_mesh.data.config import STDLIB, DataConfig, check_data_config
 from flax_mesh.errors import ConfigError
-from flax_mesh.text import count_text
+from flax_mesh.text import count_text, one_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -122,8 +121,9 @@ def load_corpus(config: DataConfig) -> Corpus:
     Raises ConfigError if no file is found, a file is unreadable or of the wrong kind, or a part is shorter than one
     window.
     """
-    if problems := check_data_config(config):
-        raise ConfigError(problems)
+    if wrong := check_data_config(config):
+        raise ConfigError(wrong)
+    problems: list[str] = []
     corpus = _read_corpus(config)
     window = config.sequence_length + 1
     for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
@@ -179,18 +179,13 @@ def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str
     return Documents(documents, is_text, files)
 
 
-def is_text_description(description: str) -> bool:
-    """Whether the `description` of a corpus is that of text, not of token files."""
-    return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", description) is not None
-
-
 @contextmanager
 def _of_source() -> Iterator[None]:
     """Add the name of the setting to errors."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError([f"data.source: {problem}" for problem in error.problems]) from error
+        raise ConfigError([f"data.source: {problem}" for problem in error.lines]) from error
 
 
 def _read_corpus(config: DataConfig) -> Corpus:
@@ -390,7 +385,7 @@ def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
-        raise ConfigError(f"{path} is not a readable .npy file: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{path} is not a readable .npy file: {one_line(error)}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
             f"{path} must contain token ids as a 1-D array of integers, got shape {tokens.shape} of {tokens.dtype}."

@@ -64,7 +64,7 @@ def run_eval_fns(eval_fns: EvalFns, config: Any, evaluate: Evaluate) -> dict[str
             with user_code(what, place):
                 metrics = function(config, evaluate)
         except ConfigError as error:
-            raise ConfigError([p if p.startswith(what) else f"{what}: {p}" for p in error.problems]) from error
+            raise ConfigError([p if p.setting == what else p.within(what) for p in error.problems]) from error
         if problem := _problem(metrics):
             raise ConfigError(joined(what, place, f"it must return a dict of real numbers, got {problem}"))
         found |= {f"{name}/{metric}": float(value) for metric, value in metrics.items()}

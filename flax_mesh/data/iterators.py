@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import first_line
 from flax_mesh.tree import path_of
 from flax_mesh.user_code import joined, user_code
 
@@ -104,7 +105,7 @@ def encode(state: Any) -> State:
             return {"json": json.loads(text)}
         reason = "JSON reads it back as another value; tuples, NaN and keys that are not text have no JSON"
     except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
     raise ConfigError(f"get_state of {WHAT} must return bytes or a value of JSON, got {type(state).__name__}: {reason}")
 
 

@@ -17,6 +17,7 @@ from flax_mesh.data.iterators import IteratorBatches
 from flax_mesh.data.user_batches import OwnBatches, place_batch
 
 PROMPT_BYTES = 64
+TEXT, TOKENS, BATCHES = "text", "tokens", "batches"  # bytes of text, ids in files, batches of the recipe
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class RunData:
     name: str  # what `content_hash` is the hash of
     description: str  # one line, printed by the run
     content_hash: str
+    kind: str  # TEXT, TOKENS or BATCHES: checkpoints record it, and it decides the tokenizer
     first: Callable[[], Any]  # the batch of step 0 on the host
     batch: Callable[[int], Any]  # step -> global arrays on the devices; the steps of a run in order
     check_unchanged: Callable[[], None] = lambda: None  # raises ConfigError if files changed under the run
@@ -36,7 +38,7 @@ class RunData:
 
     def record(self, step: int) -> dict[str, Any]:
         """The field "data" of the metadata of the checkpoint of `step`."""
-        record = {"name": self.name, "description": self.description, "content_hash": self.content_hash}
+        record = {name: getattr(self, name) for name in ("name", "kind", "description", "content_hash")}
         # The position is the step, since batches are a function of the step.
         state = {} if self.iterator is None else {"state": self.iterator.state(step)}
         return {**record, "position": step, **state}
@@ -52,6 +54,7 @@ def own_data(batches: OwnBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         "first batch of make_batches",
         batches.description,
         batches.content_hash,
+        BATCHES,
         first=lambda: batches.first,
         batch=lambda step: place_batch(batches(step), mesh, axes),
         iterator=batches.iterator,
@@ -74,6 +77,7 @@ def token_data(
         "content of data.source",
         corpus.description,
         corpus.content_hash,
+        TEXT if is_text else TOKENS,
         first=lambda: batch_rows(corpus.train, seed, config, 0, vocab_size=vocab_size),
         batch=make_batch_fn(corpus.train, seed=seed, config=config, sharding=sharding, vocab_size=vocab_size),
         check_unchanged=corpus.check_unchanged,

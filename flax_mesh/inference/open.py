@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import step_number
 from flax_mesh.checkpoint.read import read_tree
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, as_problem
 from flax_mesh.inference.evaluate import length_problem
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
@@ -84,9 +84,12 @@ def load_trained(
     mesh = make_mesh(config, notes.append)
     rules = run_rules(config, mesh)
     problems = check_model_on_mesh(config, mesh, rules.axes, sequence_length)
-    problems = [line.replace("data.sequence_length", "--sequence-length") for line in problems]
+    problems = [
+        problem.renamed("--sequence-length") if problem.setting == "data.sequence_length" else problem
+        for problem in problems
+    ]
     if sequence_length is not None and (problem := length_problem(config.model.axes, mesh, sequence_length)):
-        problems.append(problem)
+        problems.append(as_problem(problem))
     if problems:
         raise ConfigError(problems)
     make = partial(make_model, config)
@@ -154,7 +157,7 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
             checkpointer.check(tree, step, include=MODEL, cast=True)
         except ConfigError as error:
             head = f"{source.path} is not a checkpoint of {DECODER} with these settings:"
-            raise type(error)([head, *error.problems[1:-1]]) from error
+            raise type(error)(error.problems, head=head) from error
         # `find_source` has verified it.
         state = checkpointer.restore(tree, step, include=MODEL, cast=True, verify=False, scaled=scaled)["model"]
     return state, f"step {step}" + (", moving average of the parameters" if scaled else "")

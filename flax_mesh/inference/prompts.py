@@ -36,7 +36,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
         try:
             found += _read_file(file)
         except ConfigError as error:
-            problems += error.problems
+            problems += error.lines
     if problems:
         raise ConfigError(problems)
     if not found:

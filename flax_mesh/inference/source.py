@@ -14,13 +14,12 @@ from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.checkpoint.read import plain, read_record
-from flax_mesh.data.corpus import is_text_description
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
-from flax_mesh.recipe.saved import saved_record
+from flax_mesh.recipe.saved import is_trained_on_text, saved_record
 from flax_mesh.recipe.target import mesh_shape
 from flax_mesh.settings import path_problem
 from flax_mesh.text import at_most
@@ -87,7 +86,7 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
         found,
         _saved_model(found, record["config"]),
         found.parent / KEPT,
-        is_text=is_text_description(str(record["data"].get("description", ""))),
+        is_text=is_trained_on_text(record),
         sequence_length=int(length) if str(length).isdecimal() and 0 < int(length) < 2**31 else None,
         record=record,
         damaged=tuple(damaged),
@@ -101,10 +100,10 @@ def _huggingface(path: Path) -> Source:
         if problems := [*model.problems(), *decoder.problems()]:
             raise ConfigError(problems)
     except ConfigError as error:
-        if "ignore=" not in str(error):
+        if not error.can_ignore:
             raise
         hint = "  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and then pass OUT"
-        raise type(error)([*error.problems, hint]) from error
+        raise type(error)([*error.lines, hint]) from error
     longest = read_json(path / CONFIG).get(LENGTH)
     longest = longest if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31 else None
     return Source(path, model, path, sequence_length=longest, decoder=decoder)
@@ -136,7 +135,7 @@ def is_decoder(step: Path) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError(
-            [f"{step} is not a checkpoint of {DECODER}: {plain(problem)}" for problem in error.problems]
+            [f"{step} is not a checkpoint of {DECODER}: {plain(problem)}" for problem in error.lines]
         ) from error
 
 

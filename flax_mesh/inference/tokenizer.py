@@ -12,6 +12,7 @@ from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.data.corpus import decode
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
+from flax_mesh.text import one_line
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256
@@ -106,7 +107,7 @@ def _read(path: Path) -> Any:
     except Exception as error:
         if type(error) is not Exception:  # the package raises Exception itself for what it cannot read
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise ConfigError(
             f"{path} is not a tokenizer that the package tokenizers reads: {reason}; replace it by that of the model"
         ) from error
@@ -120,9 +121,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = read_json(path)
     except CheckpointCorruptedError as error:
-        raise ConfigError(
-            f"{path} is{error.problems[-1].removeprefix(' ')}; replace it by that of the model"
-        ) from error
+        raise ConfigError(f"{path} is {error.problems[0]}; replace it by that of the model") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a JSON object; replace it by that of the model")
     return found

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
 from flax_mesh.models.remat import remat_problems
@@ -105,27 +105,26 @@ class DecoderConfig:
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
         return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
 
-    def problems(self) -> list[str]:
-        """Invalid values, one line each."""
+    def problems(self) -> list[Problem]:
+        """Invalid values."""
         if wrong := type_problems(self, "model."):
             return wrong
         found = value_problems(self, "model.")
         if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
-            found.append(
-                f"model.num_heads={self.num_heads} must be a multiple of model.num_kv_heads={self.num_kv_heads}"
-            )
+            text = f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
+            found.append(Problem("model.num_heads", text, value=self.num_heads))
         if self.head_dim % 2:
-            found.append(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+            found.append(Problem("model.head_dim", f"must be even for rotary positions, got {self.head_dim}"))
         low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
         if low >= high:
-            found.append(f"model.rope_low_frequency_factor={low} must be below model.rope_high_frequency_factor={high}")
+            text = f"must be below model.rope_high_frequency_factor={high}"
+            found.append(Problem("model.rope_low_frequency_factor", text, value=low))
         if 0 < self.num_experts < self.experts_per_token:
-            found.append(
-                f"model.experts_per_token={self.experts_per_token} must be at most model.num_experts={self.num_experts}"
-            )
+            text = f"must be at most model.num_experts={self.num_experts}"
+            found.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
         if self.attention in ("cudnn", "splash"):
-            found += problem_lines(self.attention, self._call())
-        return [*found, *remat_problems(self.remat, self.num_layers, self.remat_names())]
+            found += map(as_problem, problem_lines(self.attention, self._call()))
+        return [*found, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""

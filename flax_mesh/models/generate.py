@@ -3,8 +3,8 @@
 Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
 """
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -14,21 +14,23 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from flax_mesh.axes import DEFAULT_AXES
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.models.cache import bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.settings import MAX_SIZE, integer_problems, type_problems, value_problems
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
 
 GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
-ANY_TOKEN = np.iinfo(np.int32).max
 
 
-class Sampling(NamedTuple):
+@dataclass(frozen=True)
+class Sampling:
     """How a token is chosen from its logits.
 
     Attributes:
@@ -39,23 +41,16 @@ class Sampling(NamedTuple):
     Of tokens with equal logits those with smaller ids come first.
     """
 
-    temperature: Any = 0.0
-    top_k: Any = 0
-    top_p: Any = 1.0
+    temperature: float = field(default=0.0, metadata={"at_least": 0})
+    top_k: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
+    top_p: float = field(default=1.0, metadata={"above": 0, "at_most": 1})
 
-    def problems(self) -> list[str]:
-        found = []
-        if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
-            found.append(f"temperature must be a finite number of at least 0 (0: greedy), got {self.temperature!r}")
-        if not (_is_integer(self.top_k) and 0 <= self.top_k <= ANY_TOKEN):
-            found.append(f"top_k must be an integer of at least 0 (0: all tokens), got {self.top_k!r}")
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            found.append(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
-        if not found and self.temperature == 0:
-            without_effect = [name for name, value in (("top_k", 0), ("top_p", 1)) if getattr(self, name) != value]
-            rest = "has no effect with temperature 0 (greedy); set a temperature above 0"
-            found += [f"{name} {rest}" for name in without_effect]
-        return found
+    def problems(self) -> list[Problem]:
+        if found := [*type_problems(self), *value_problems(self)]:
+            return found
+        without_effect = [name for name in ("top_k", "top_p") if getattr(self, name) != getattr(Sampling, name)]
+        rest = "has no effect with temperature 0 (greedy)", "set a temperature above 0"
+        return [Problem(name, *rest) for name in without_effect if self.temperature == 0]
 
 
 class Generated(NamedTuple):
@@ -77,7 +72,7 @@ def generate(
     prompts: Sequence[Any],
     *,
     max_tokens: int = 64,
-    sampling: Sampling = Sampling(),  # noqa: B008 (a frozen value)
+    sampling: Sampling = Sampling(),
     stop_tokens: Sequence[int] = (),
     seed: int = 0,
     batch_size: int = 8,
@@ -176,18 +171,12 @@ def _names(rows: Sequence[np.ndarray]) -> list[str]:
 
 def option_problems(
     max_tokens: Any, seed: Any, batch_size: Any, cache_length: Any, stop_tokens: Sequence[Any], vocab_size: int
-) -> list[str]:
-    limits = {"max_tokens": (max_tokens, 1, ANY_TOKEN), "batch_size": (batch_size, 1, ANY_TOKEN)}
-    limits["seed"] = seed, 0, 2**32 - 1
-    if cache_length is not None:
-        limits["cache_length"] = cache_length, 1, ANY_TOKEN
-    found = [
-        f"{name} must be an integer from {least} to {most}, got {value!r}"
-        for name, (value, least, most) in limits.items()
-        if not _is_integer(value) or not least <= value <= most
-    ]
+) -> list[Problem]:
+    counts = {"max_tokens": max_tokens, "batch_size": batch_size}
+    counts |= {} if cache_length is None else {"cache_length": cache_length}
+    found = [*integer_problems(counts), *integer_problems({"seed": seed}, 0, 2**32 - 1)]
     wrong = [t for t in stop_tokens if not _is_integer(t) or not 0 <= t < vocab_size]
-    return found + [f"stop token {t!r}: the ids of this model are 0 to {vocab_size - 1}" for t in wrong]
+    return found + [Problem(f"stop token {t!r}", f": the ids of this model are 0 to {vocab_size - 1}") for t in wrong]
 
 
 class Programs:
@@ -236,35 +225,37 @@ def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *samp
     keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
 
     def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
-        tokens_B = choose_tokens(logits_BV, keys_B, Sampling(*sampling))
+        tokens_B = choose_tokens(logits_BV, keys_B, *sampling)
         log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
         return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
 
     return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
 
 
-def choose_tokens(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
-    """A token (B,) int32 of every row, by its own random key. `sampling` may be traced."""
+def choose_tokens(
+    logits_BV: jax.Array, keys_B: jax.Array, temperature: ArrayLike, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0
+) -> jax.Array:
+    """A token (B,) int32 of every row, by its own random key; the others are the fields of `Sampling`, or traced."""
 
     def sampled() -> jax.Array:
-        scaled_BV = logits_BV / sampling.temperature
-        is_filtered = (jnp.asarray(sampling.top_k) > 0) | (jnp.asarray(sampling.top_p) < 1)
-        kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, sampling), lambda: scaled_BV)
+        scaled_BV = logits_BV / temperature
+        is_filtered = (jnp.asarray(top_k) > 0) | (jnp.asarray(top_p) < 1)
+        kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, top_k, top_p), lambda: scaled_BV)
         return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
 
-    is_greedy = jnp.asarray(sampling.temperature) < GREEDY_BELOW
+    is_greedy = jnp.asarray(temperature) < GREEDY_BELOW
     return jax.lax.cond(is_greedy, lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), sampled)
 
 
-def _filtered(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+def _filtered(logits_BV: jax.Array, top_k: ArrayLike, top_p: ArrayLike) -> jax.Array:
     """Logits with -inf for the tokens that top_k and top_p exclude."""
     order_BV = jnp.argsort(-logits_BV, axis=-1)  # stable
     sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
     rank_V = jnp.arange(logits_BV.shape[-1])
-    is_top_V = (sampling.top_k == 0) | (rank_V < sampling.top_k)
+    is_top_V = (top_k == 0) | (rank_V < top_k)
     probability_BV = jax.nn.softmax(jnp.where(is_top_V, sorted_BV, -jnp.inf))
     before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV  # of the more probable tokens
-    is_kept_BV = is_top_V & ((before_BV < sampling.top_p) | (rank_V == 0))
+    is_kept_BV = is_top_V & ((before_BV < top_p) | (rank_V == 0))
     is_kept_BV = jnp.take_along_axis(is_kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)  # in the order of the ids
     return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
@@ -363,7 +354,7 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     def add_token(i: jax.Array, carry: Any) -> Any:
         tokens, (logits_BV, cache) = carry
         keys_B = jnp.broadcast_to(jax.random.fold_in(key, i), num_rows)
-        chosen_B = choose_tokens(logits_BV, keys_B, Sampling(temperature))
+        chosen_B = choose_tokens(logits_BV, keys_B, temperature)
         token = jnp.where(temperature >= 0, chosen_B[0], -1)
         return tokens.at[i].set(token), model.decode(jnp.broadcast_to(token, num_rows), cache)
 
@@ -372,7 +363,3 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_integer(value) or isinstance(value, float | np.floating)

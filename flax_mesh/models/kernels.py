@@ -149,7 +149,7 @@ def _splash(call: Call) -> list[Misfit]:
         if call.queries % (LANES * parts):
             over = f" ({LANES} * {call.split_text('query_sequence')})" if parts > 1 else ""
             needs = f"a sequence length that is a multiple of {LANES * parts}{over}"
-            found.append(Misfit(needs, str(call.queries), f"{other}, or such a data.sequence_length"))
+            found.append(Misfit(needs, str(call.queries), f"{other}, or such a sequence length"))
     return found
 
 

@@ -64,7 +64,7 @@ def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
     try:
         value = decide()
     except ConfigError as error:
-        put_text(f"broadcast/{name}", json.dumps({"kind": type(error).__name__, "problems": error.problems}))
+        put_text(f"broadcast/{name}", json.dumps({"kind": type(error).__name__, "problems": error.lines}))
         raise
     put_text(f"broadcast/{name}", json.dumps({"value": value}))
     return value

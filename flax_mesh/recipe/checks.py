@@ -14,7 +14,7 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.data.config import NO_SOURCE
 from flax_mesh.data.evaluation import eval_fn_problems
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.hardware import load_chip
 from flax_mesh.recipe.compiler_options import parse_compiler_options
 from flax_mesh.recipe.config import PLATFORM, PipelineConfig, TrainConfig, shard_over
@@ -116,7 +116,7 @@ def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
     try:
         parse_cut(config.cut)
     except ConfigError as error:
-        found.append(str(error))
+        found += error.problems
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
             pipeline_schedule(config, num_groups)
@@ -133,11 +133,11 @@ def check_start(folder: str, model: Any) -> list[str]:
             find_step(folder)
             return []
         source = open_decoder(folder)
-        problems = [f"checkpoint.start_from: {problem}" for problem in source.problems()]
+        problems = [f"checkpoint.start_from: {line}" for line in source.problems()]
     except ConfigError as error:
         hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
-        found = [f"checkpoint.start_from: {problem}" for problem in error.problems]
-        return found + (hint if "ignore=" in str(error) else [])
+        found = [f"checkpoint.start_from: {line}" for line in error.lines]
+        return found + (hint if error.can_ignore else [])
     except OSError as error:
         return [f"checkpoint.start_from={folder} cannot be read: {error.strerror}"]
     return problems + [
@@ -148,8 +148,8 @@ def check_start(folder: str, model: Any) -> list[str]:
     ]
 
 
-def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
-    """One line for every dim of the batch and of the model that is not divisible by its mesh axes.
+def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[Problem]:
+    """One problem for every dim of the batch and of the model that is not divisible by its mesh axes.
 
     A model config may define `dims() -> [(setting, logical axis, size)]`: one line about the number of heads is clearer
     than the error of `abstract_state`, which has one line for every array. `problems_on(mesh, sequence_length)` returns
@@ -157,36 +157,44 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     """
     data, parts = config.data, config.pipeline.num_microbatches
     divisor = f" / pipeline.num_microbatches={parts}" if parts > 1 else ""
-    dims = [(f"data.batch_size={data.batch_size}{divisor}", "batch", data.batch_size // parts)]
+    dims = [("data.batch_size", f"{data.batch_size}{divisor}", "batch", data.batch_size // parts)]
     if config.make_batches is None:
-        dims.append((f"data.sequence_length={data.sequence_length}", "sequence", data.sequence_length))
+        dims.append(("data.sequence_length", str(data.sequence_length), "sequence", data.sequence_length))
     found = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
     if problem := memory_problem(mesh, config.optimizer.memory):
-        found.append(f"optimizer.memory: {problem}; use optimizer.memory=device")
+        found.append(Problem("optimizer.memory", f": {problem}", "use optimizer.memory=device"))
     return found
 
 
 def check_model_on_mesh(
     config: TrainConfig, mesh: Mesh | AbstractMesh, axes: PartitionAxis, sequence_length: int | None = None
-) -> list[str]:
-    """The lines of `check_on_mesh` on the model alone."""
+) -> list[Problem]:
+    """The problems of `check_on_mesh` with the model alone."""
     dims = []
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
         model_dims = method_of(config.model, "dims", list)()
-        dims = [(f"{setting}={size}", logical, size) for setting, logical, size in model_dims]
+        dims = [(setting, str(size), logical, size) for setting, logical, size in model_dims]
     problems_on = method_of(config.model, "problems_on", lambda *_: [])
-    return [*_undivided(dims, mesh, axes), *problems_on(mesh, sequence_length)]
+    return [*_undivided(dims, mesh, axes), *map(as_problem, problems_on(mesh, sequence_length))]
 
 
-def _undivided(dims: Sequence[tuple[str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> list[str]:
-    """One line for every (text, logical axis, size) that is not divisible by its mesh axes."""
+def _undivided(
+    dims: Sequence[tuple[str, str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+) -> list[Problem]:
+    """One problem for every (setting, its value, logical axis, size) that is not divisible by its mesh axes."""
     found = []
-    for text, logical, size in dims:
+    for setting, value, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
         ways = math.prod(mesh.shape[name] for name in names)
         if size % ways:
             over = " * ".join(f"{name}={mesh.shape[name]}" for name in names if mesh.shape[name] > 1)
-            found.append(f"{text} is not divisible by {ways} ({over}); use a multiple, or another mesh.shape")
+            problem = f"is not divisible by {ways} ({over})"
+            general = f"{setting}={size} is not divisible by its mesh axes"
+            if setting == "data.batch_size":
+                general = f"{setting} is not divisible by its mesh axes and pipeline.num_microbatches"
+            found.append(
+                Problem(setting, problem, "use a multiple, or another mesh.shape", value=value, general=general)
+            )
     return found
 
 

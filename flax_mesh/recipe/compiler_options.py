@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.text import first_line
 
 CompilerOptions = dict[str, bool | int | str]
 
@@ -53,7 +54,5 @@ def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
         try:
             add_one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            found.append(
-                f"run.compiler_options: {options_text({name: value})} is refused: {str(error).splitlines()[0]}"
-            )
+            found.append(f"run.compiler_options: {options_text({name: value})} is refused: {first_line(error)}")
     return found

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from flax_mesh.data.user_batches import batch_shapes
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
@@ -49,7 +49,7 @@ def explain(config: TrainConfig) -> Explanation:
         shard_optimizer_over=shard_over(config),
         optimizer_memory=config.optimizer.memory,
     )
-    settings = [_setting_finding(line) for line in check_on_mesh(config, mesh, explanation.axes)]
+    settings = [_setting_finding(problem) for problem in check_on_mesh(config, mesh, explanation.axes)]
     note, unsplit = ("", []) if settings else _stages(config, explanation, mesh)
     note = "\n".join([*notes, note] if note else notes)
     return explanation._replace(findings=(*settings, *unsplit, *explanation.findings), note=note)
@@ -83,11 +83,10 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     return "\n".join(lines), []
 
 
-def _setting_finding(line: str) -> Finding:
-    """Convert a line of `check_on_mesh`, "SETTING is not divisible by N (AXES); REPAIR", to a finding."""
-    what, _, repair = line.partition("; ")
-    setting, _, problem = what.partition(" is ")
-    return Finding(setting, problem, repair[:1].upper() + repair[1:])
+def _setting_finding(problem: Problem) -> Finding:
+    setting = f"{problem.setting}={problem.value}" if problem.value else problem.setting
+    repair = problem.repair[:1].upper() + problem.repair[1:]
+    return Finding(setting, problem.text.removeprefix("is "), repair)
 
 
 class Measured(NamedTuple):

@@ -1,6 +1,7 @@
 """What runs record in the metadata of their checkpoints, as it is read back."""
 
 import importlib.metadata
+import re
 import reprlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from flax_mesh.checkpoint.diff import read_batch
 from flax_mesh.checkpoint.read import Array, is_number, read_metadata, read_record
 from flax_mesh.data.iterators import is_state
+from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings, parse_value
@@ -38,13 +40,24 @@ def run_metadata(step: Path) -> dict[str, Any]:
             f"another run.folder, and checkpoint.start_from={step} to start from its parameters."
         )
     problems = [
-        f"  {name} must be {what}, got {reprlib.repr(record.get(name))}"
+        f"{name} must be {what}, got {reprlib.repr(record.get(name))}"
         for name, (what, is_valid) in RUN_FIELDS.items()
         if not is_valid(record.get(name))
     ]
     if problems:
-        raise CheckpointCorruptedError([f"{step}: its metadata is not that of a run:", *problems])
+        raise CheckpointCorruptedError(problems, head=f"{step}: its metadata is not that of a run:")
     return record
+
+
+def is_trained_on_text(record: Mapping[str, Any]) -> bool:
+    """Whether the data of a run were text, one token per byte.
+
+    Until 0.2 runs recorded only a description for people, of which the units tell text from files of tokens.
+    """
+    data = record.get("data", {})
+    if "kind" in data:
+        return data["kind"] == TEXT
+    return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", str(data.get("description", ""))) is not None
 
 
 def _is_table(value: Any, kind: Any) -> bool:

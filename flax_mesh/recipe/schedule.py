@@ -37,7 +37,7 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
                 num_virtual_stages=config.num_virtual_stages,
             )
     except ConfigError as error:  # every line starts with the file
-        raise ConfigError([f"pipeline.schedule={line}" for line in error.problems]) from error
+        raise ConfigError([f"pipeline.schedule={line}" for line in error.lines]) from error
     except ValueError as error:
         raise ConfigError(f"pipeline.schedule={config.schedule}: {error}") from error
     virtual = config.num_virtual_stages or schedule.num_stages // num_groups

@@ -33,7 +33,7 @@ from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.saved import FORMAT, averages, saved_record, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
-from flax_mesh.text import mesh_text
+from flax_mesh.text import mesh_text, one_line
 from flax_mesh.train.metadata import layout_of, layout_record
 from flax_mesh.tree import named_leaves, nest
 
@@ -130,8 +130,9 @@ def _errors_name_option() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        lines = [] if "ignore=" not in str(error) else ["  On the command line, ignore= is --ignore NAME."]
-        raise type(error)([*error.problems, *lines]) from error
+        if not error.can_ignore:
+            raise
+        raise type(error)([*error.lines, "  On the command line, ignore= is --ignore NAME."]) from error
 
 
 @contextmanager
@@ -218,7 +219,7 @@ def _export_orbax(
             orbax.save(work, args=ocp.args.StandardSave(nested))
     # Tensorstore raises ValueError for most file errors, Orbax RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
-        raise SaveError(f"{work.name} could not be written: {' '.join(str(error).split())[:300]}") from error
+        raise SaveError(f"{work.name} could not be written: {one_line(error, 300)}") from error
     return {}
 
 

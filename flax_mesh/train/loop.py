@@ -234,7 +234,8 @@ def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, 
         try:
             checkpointer.check(run.program.layout, saved["step"])
         except ConfigError as differing:  # --allow-changes would not help, so its line is left out
-            raise ConfigError([*changed.problems[:-1], *differing.problems]) from differing
+            head = ConfigError(changed.problems, head=changed.head).lines
+            raise ConfigError([*head, *differing.lines]) from differing
         raise
 
 

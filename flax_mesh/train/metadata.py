@@ -94,11 +94,9 @@ def check_resume(
                 "--allow-changes."
             )
         raise ConfigError(
-            [
-                f"the checkpoint of step {saved['step']} was saved with different settings:",
-                *(f"  {change}" for change in refused),
-                f"  {repair}",
-            ]
+            list(map(str, refused)),
+            head=f"the checkpoint of step {saved['step']} was saved with different settings:",
+            repair=repair,
         )
     return found
 

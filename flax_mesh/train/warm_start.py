@@ -62,11 +62,9 @@ def check_start_settings(start: Start, config: TrainConfig, *, allow_changes: bo
     refused = [one for one in found if one.changes_result and one.key.removeprefix("model.") not in MAY_DIFFER]
     if refused and not allow_changes:
         raise ConfigError(
-            [
-                f"checkpoint.start_from={start.folder}: step {step} was saved with other settings of the model:",
-                *(f"  {change}" for change in refused),
-                "  Use the saved settings, or start with these by --allow-changes.",
-            ]
+            list(map(str, refused)),
+            head=f"checkpoint.start_from={start.folder}: step {step} was saved with other settings of the model:",
+            repair="Use the saved settings, or start with these by --allow-changes.",
         )
     return found
 

@@ -29,7 +29,7 @@ def state():
 def saved(state, tmp_path_factory) -> Path:
     """A run folder with the steps 5 and 10, as a run of the recipe writes them."""
     program = program_of()
-    data = RunData("content of data.source", "nine zeros", "c0ffee", lambda: None, lambda step: None)
+    data = RunData("content of data.source", "nine zeros", "c0ffee", "tokens", lambda: None, lambda step: None)
     record = run_record(RECIPE, program, data)
     folder = tmp_path_factory.mktemp("runs") / "small"
     with Checkpointer(folder / "checkpoints", layers=program.rules.layers) as checkpointer:

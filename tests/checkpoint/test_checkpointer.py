@@ -86,7 +86,7 @@ def test_another_model_is_refused_with_the_paths_and_both_shapes(tmp_path):
     assert "model/layers/{0..1}/attention/k/kernel: checkpoint f32[16,2,4], model f32[16,4,4]" in text
     assert "model/layers/2/mlp/up/kernel: only in the checkpoint, f32[16,32]" in text
     assert "model/head/kernel: only in the model, f32[16,32]" in text
-    assert "optimizer/opt_state/0/mu/head/kernel: only in the model" in text and "\nand 12 more\n" in text
+    assert "optimizer/opt_state/0/mu/head/kernel: only in the model" in text and "\n  and 12 more\n" in text
     assert "layers/0/mlp/up" not in text
 
 

@@ -42,7 +42,7 @@ def test_leaves_with_one_name_on_disk_are_refused_with_both_names(tmp_path):
                 arguments = (1, tree) if call == checkpointer.save else (tree, 0)
                 with pytest.raises(ConfigError, match="every array of a checkpoint must have its own name") as error:
                     call(*arguments)
-                found = error.value.problems[1:-1]
+                found = error.value.lines[1:-1]
                 assert all(map(str.startswith, found, names)) and len(found) == len(names), found
         assert checkpointer.steps() == [0]
 

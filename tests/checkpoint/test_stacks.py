@@ -82,8 +82,8 @@ def refused(folder, state, **kinds) -> list[str]:
     with Checkpointer(folder, **kinds) as checkpointer, pytest.raises(ConfigError) as error:
         checkpointer.save(1, state, {})
     assert not folder.exists()  # nothing was written
-    assert error.value.problems[0].endswith("; nothing was written:")
-    return error.value.problems[1:]
+    assert error.value.head.endswith("; nothing was written:")
+    return error.value.lines[1:]
 
 
 def check_restored(checkpointer, state) -> None:

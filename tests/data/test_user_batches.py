@@ -228,7 +228,9 @@ class Strict(Windows):
 def test_a_saved_state_that_no_run_writes_or_that_the_iterator_refuses_is_an_error(tmp_path, text):
     config = run_config(tmp_path / "run", text, Windows, "run.steps=2")
     run(config)
-    with pytest.raises(ConfigError, match=r"^set_state of the iterator .*test_user_batches\.py, line \d+: ValueError: not a"):
+    with pytest.raises(
+        ConfigError, match=r"^set_state of the iterator .*test_user_batches\.py, line \d+: ValueError: not a"
+    ):
         run(run_config(tmp_path / "run", text, Strict))
     path = tmp_path / "run" / "checkpoints" / "2" / "metadata" / "metadata"
     record = json.loads(path.read_text())

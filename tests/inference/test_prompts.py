@@ -13,7 +13,7 @@ from flax_mesh.inference.tokenizer import Bytes
 def refused(call, *arguments) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
-    return caught.value.problems
+    return caught.value.lines
 
 
 def rows_of(path: Path) -> list[list[int]]:

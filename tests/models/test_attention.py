@@ -133,7 +133,7 @@ def test_a_kernel_that_does_not_fit_is_an_error_with_every_reason():
     assert not config.problems() and config.problems_on(mesh, 128) == [
         "model.attention=splash needs head dims that are not split, got tp=2; use model.attention=xla",
         "model.attention=splash needs a sequence length that is a multiple of 256 (128 * sp=2), got 128; use "
-        "model.attention=xla, or such a data.sequence_length",
+        "model.attention=xla, or such a sequence length",
     ]
     for attention in ("auto", "xla"):
         assert dataclasses.replace(SMALL, attention=attention).problems_on(mesh, 100) == []

@@ -136,7 +136,8 @@ def test_a_stop_token_is_the_last_one(plain):
     whole = generate(plain, PROMPTS, max_tokens=12, sampling=RANDOM)
     stop = int(whole[2].tokens[4])
     seen: list[tuple[int, int]] = []
-    sampling = Sampling(np.float32(1.2), np.int64(20), np.float64(0.95))
+    scalars: Any = np.float32(1.2), np.int64(20), np.float64(0.95)
+    sampling = Sampling(*scalars)
     options: dict[str, Any] = {"max_tokens": np.int64(12), "stop_tokens": iter([stop])}
     found = generate(plain, PROMPTS, sampling=sampling, on_token=lambda *each: seen.append(each), **options)
     for n, (one, before) in enumerate(zip(found, whole, strict=True)):
@@ -225,7 +226,11 @@ def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(s
     logits = np.array([0, 0.5, 0.5, -1] * 3, np.float32) if has_ties else logits
     draws = 4000
     keys = jax.random.split(jax.random.key(0), draws)
-    drawn = np.asarray(jax.jit(lambda x, keys: choose_tokens(x, keys, sampling))(np.tile(logits, (draws, 1)), keys))
+    drawn = np.asarray(
+        jax.jit(lambda x, keys: choose_tokens(x, keys, *dataclasses.astuple(sampling)))(
+            np.tile(logits, (draws, 1)), keys
+        )
+    )
     allowed = sorted(reference_choice(logits, sampling))
     assert sorted(set(drawn.tolist())) == allowed
     weights = np.exp(logits[allowed] / sampling.temperature)
@@ -239,10 +244,10 @@ def test_only_the_tokens_of_top_k_and_top_p_are_drawn_with_their_probabilities(s
         ({"max_tokens": 0}, r"^max_tokens must be an integer from 1 to \d+, got 0$"),
         ({"batch_size": 2.0}, r"^batch_size must be an integer from 1 to \d+, got 2.0$"),
         ({"seed": -1}, r"^seed must be an integer from 0 to 4294967295, got -1$"),
-        ({"sampling": Sampling(-1.0)}, r"^temperature must be a finite number of at least 0 \(0: greedy\), got -1.0$"),
+        ({"sampling": Sampling(-1.0)}, r"^temperature must be at least 0, got -1.0$"),
         ({"sampling": Sampling(float("nan"))}, "temperature must be .*, got nan$"),
-        ({"sampling": Sampling(1.0, top_k=-2)}, r"^top_k must be an integer of at least 0 \(0: all tokens\), got -2$"),
-        ({"sampling": Sampling(1.0, top_p=0)}, r"^top_p must be a number above 0 and at most 1, got 0$"),
+        ({"sampling": Sampling(1.0, top_k=-2)}, r"^top_k must be at least 0, got -2$"),
+        ({"sampling": Sampling(1.0, top_p=0)}, r"^top_p must be above 0, got 0$"),
         ({"stop_tokens": [48]}, r"^stop token 48: the ids of this model are 0 to 47$"),
         ({"prompts": [[1], []]}, r"^prompt 1 is empty; it must have at least one token$"),
         ({"prompts": [[1, 48, -3]]}, r"^prompt 0 has the token 48; the ids of this model are 0 to 47$"),

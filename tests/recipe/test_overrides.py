@@ -59,7 +59,7 @@ def config_of(model: Any, **sections: Any) -> TrainConfig:
 def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         apply_overrides(config, overrides)
-    return caught.value.problems
+    return caught.value.lines
 
 
 # --- one value ---

@@ -216,7 +216,7 @@ WANTED = {"metrics.jsonl": "a file", "config.txt": "a file", "checkpoints": "a f
 def rejected(folder: Path) -> list[str]:
     with pytest.raises(ConfigError) as caught, run_folder(folder):
         pass
-    return caught.value.problems
+    return caught.value.lines
 
 
 @pytest.mark.parametrize("found", OTHERS)

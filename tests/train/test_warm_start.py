@@ -57,7 +57,7 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     message = r"(?s)step 7 .*theta: 1000\.0 -> 500\.0.*factor: 8\.0 -> 2\.0.*norm_epsilon: .* -> 0\.1.*--allow-c"
     with pytest.raises(ConfigError, match=message) as error:
         train(config, say=lines.append)
-    assert len(error.value.problems) == 5 and not any("new run" in line for line in lines)
+    assert len(error.value.lines) == 5 and not any("new run" in line for line in lines)
     (tmp_path / "saved" / KEPT).mkdir()
     (tmp_path / "saved" / KEPT / "tokenizer.json").write_text("{}")
     train(config, allow_changes=True, say=lines.append)

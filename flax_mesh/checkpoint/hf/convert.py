@@ -26,13 +26,13 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
 from flax_mesh.tree import named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
-REPAIR = "  Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
+REPAIR = "Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
 BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 NUMBER = "(?:0|[1-9][0-9]*)"  # in a path; "01" would have the name of "1" in the files
 COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
@@ -111,8 +111,9 @@ def load_safetensors(
     stored = open_safetensors(folder)
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
+        head = f"{folder} does not match the model ({len(problems)} differences):"
         raise ConfigError(
-            [f"{folder} does not match the model ({len(problems)} differences):", *path_lines(problems), REPAIR]
+            [Problem("", line, can_ignore=True) for line in path_lines(problems)], head=head, repair=REPAIR
         )
     with ThreadPoolExecutor(threads) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
@@ -156,14 +157,14 @@ def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
     table, params = tuple(names), []
     named = named_leaves(state)
     paths = Counter(path for path, _ in named)
-    problems = [f"  {path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
+    problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
     for path, value in named:
         try:
             params.append(_map_param(path, value, table))
         except ConfigError as error:
             problems += error.problems
     if problems:
-        raise ConfigError(["The table of names does not match these parameters:", *path_lines(problems)])
+        raise ConfigError(path_lines(problems), head="The table of names does not match these parameters:")
     return params
 
 
@@ -172,7 +173,7 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
         lines = ", ".join(mapping.path for mapping, _ in found) or "none"
-        raise ConfigError(f"  {path} {array_text(value)}: exactly one line must match it, but these do: {lines}")
+        raise ConfigError(f"{path} {array_text(value)}: exactly one line must match it, but these do: {lines}")
     (_, name, dims), match = found[0]
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
     layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
@@ -180,10 +181,10 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
     flat = [letter for group in groups for letter in group]
     numbered = here[: len(here) - len(flat)]  # letters that number arrays
     if set(re.findall(r"\{(\w+)\}", name)) != {*match.groupdict(), *numbered}:
-        raise ConfigError(f"  {path}: {name!r} must contain in braces {{{', '.join([*match.groupdict(), *numbered])}}}")
+        raise ConfigError(f"{path}: {name!r} must contain in braces {{{', '.join([*match.groupdict(), *numbered])}}}")
     if len(value.shape) != len(layers) + len(here):
         what = f"{'a stack of ' * len(layers)}{' '.join(here)}"
-        raise ConfigError(f"  {path} {array_text(value)}: its line has the dims {what!r}")
+        raise ConfigError(f"{path} {array_text(value)}: its line has the dims {what!r}")
     counts = dict(zip([*layers, *here], value.shape, strict=True))
     over = {letter: range(counts[letter]) for letter in [*layers, *numbered]}
     split = tuple(counts[letter] for letter in flat)
@@ -231,11 +232,11 @@ def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray]
             found = stored.get(one.name)
             expected = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
             if found is None:
-                problems.append(f"  {one.name}: only in the model, {expected}")
+                problems.append(f"{one.name}: only in the model, {expected}")
             elif found.shape != one.shape or not _can_cast(found.dtype, param.value.dtype):
-                problems.append(f"  {one.name}: folder {array_text(found)}, model {expected}")
+                problems.append(f"{one.name}: folder {array_text(found)}, model {expected}")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
-    return problems + [f"  {name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
+    return problems + [f"{name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
 
 def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
@@ -243,9 +244,7 @@ def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     for param in params:
         sharding = getattr(param.value, "sharding", None)
         if sharding is None or (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
-            found.append(
-                f"  {param.path}: needs a sharding over devices, got {sharding}; use abstract_state with a Mesh"
-            )
+            found.append(f"{param.path}: needs a sharding over devices, got {sharding}; use abstract_state with a Mesh")
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem
 
 Tree = TypeVar("Tree")
 ATTENTION = (
@@ -206,9 +206,13 @@ class DecoderFolder(NamedTuple):
         # Versions of transformers differ in which of the two arrays is the head.
         if self.settings["tied"] and not ignores_head and not _equal(stored.get(HEAD), stored.get(EMBEDDING)):
             found.append(
-                f"{self.path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set "
-                f"tie_word_embeddings to false in config.json to use {HEAD}, or pass ignore=({HEAD!r},) to use "
-                f"{EMBEDDING} as the head"
+                Problem(
+                    str(self.path),
+                    f": tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}",
+                    f"set tie_word_embeddings to false in config.json to use {HEAD}, or pass ignore=({HEAD!r},) to use "
+                    f"{EMBEDDING} as the head",
+                    can_ignore=True,
+                )
             )
         return found
 
@@ -265,7 +269,7 @@ def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] =
     settings["sliding_window"] = _window(config, family, settings["num_layers"], problems)
     problems += _unsupported(config, family)
     if problems:
-        raise ConfigError([f"The decoder does not support this {config['model_type']}:", *sorted(problems)])
+        raise ConfigError(sorted(problems), head=f"The decoder does not support this {config['model_type']}:")
     return settings
 
 
@@ -290,8 +294,8 @@ def huggingface_config(
         (name for name, other in kinds.items() if kind in (other, other | {"sliding_window": False})), None
     )
     if model_type is None:
-        lines = [f"  {name}: {other}" for name, other in kinds.items()]
-        raise ConfigError([f"No family has decoders with {kind}; the families are:", *lines])
+        lines = [f"{name}: {other}" for name, other in kinds.items()]
+        raise ConfigError(lines, head=f"No family has decoders with {kind}; the families are:")
     family = FAMILIES[model_type]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: settings[setting] for key, setting in family.keys.items()}
@@ -324,7 +328,7 @@ def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[s
         value = absent(config) if callable(absent) else absent
     kind = {"tie_word_embeddings": bool, "rms_norm_eps": float}.get(key, int)
     if type(value) is not kind:
-        problems.append(f"  {key} must be of type {kind.__name__}, got {value!r}")
+        problems.append(f"{key} must be of type {kind.__name__}, got {value!r}")
     return value
 
 
@@ -333,7 +337,7 @@ def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         config.get("dtype") or config.get("torch_dtype") or "float32"
     )  # the name since transformers 5, and the one before
     if dtype not in DTYPES:
-        problems.append(f"  torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        problems.append(f"torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return {"dtype": dtype, "param_dtype": dtype}
 
 
@@ -341,25 +345,25 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     """Rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5)."""
     given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
-        problems += [f"  {key} must be an object, got {config[key]!r}" for key in wrong]
+        problems += [f"{key} must be an object, got {config[key]!r}" for key in wrong]
         return {}
     old, new = map(dict, given.values())
     if config.get("rope_theta") is not None:
         old["rope_theta"] = config["rope_theta"]
     if conflicts := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
-        problems.append(f"  rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
+        problems.append(f"rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
     given = old | new
     kind = given.pop("rope_type", given.pop("type", "default"))  # the current name and the oldest one
     settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        problems.append("  partial_rotary_factor must be 1.0")
+        problems.append("partial_rotary_factor must be 1.0")
     expected = {"default": set(), "llama3": set(SCALING)}.get(str(kind))
     if expected is None:
-        problems.append(f"  rope_scaling must be of type default or llama3, got {kind!r}")
+        problems.append(f"rope_scaling must be of type default or llama3, got {kind!r}")
     elif given.keys() != expected:
-        problems.append(f"  rope_scaling of type {kind} must have the keys {sorted(expected)}, got {sorted(given)}")
+        problems.append(f"rope_scaling of type {kind} must have the keys {sorted(expected)}, got {sorted(given)}")
     settings |= {SCALING[key]: value for key, value in given.items() if key in SCALING}
-    problems += [f"  {name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
+    problems += [f"{name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
     return settings
 
 
@@ -373,12 +377,12 @@ def _window(config: Mapping[str, Any], family: Family, num_layers: Any, problems
         if type(first) is int and type(num_layers) is int and first >= num_layers:
             size = None
         elif first != 0:
-            problems.append(f"  {FIRST_WITH_WINDOW} must be 0, so that all layers have the window, got {first!r}")
+            problems.append(f"{FIRST_WITH_WINDOW} must be 0, so that all layers have the window, got {first!r}")
     if size is not None and (type(size) is not int or size < 1):
-        problems.append(f"  {WINDOW} must be a positive integer or null, got {size!r}")
+        problems.append(f"{WINDOW} must be a positive integer or null, got {size!r}")
     wanted = "full_attention" if size is None else "sliding_attention"
     if not isinstance(layer_types, list) or any(kind != wanted for kind in layer_types):
-        problems.append(f"  layer_types must all be {wanted}, got {layer_types!r}")
+        problems.append(f"layer_types must all be {wanted}, got {layer_types!r}")
     return size or 0
 
 
@@ -406,12 +410,15 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     for key, value in family.must.items():
         given = config.get(key, family.absent.get(key, value))
         if given != value and (key, given) != ("hidden_act", "swish"):  # another name for silu
-            found.append(f"  {key} must be {value!r}, got {given!r}")
+            found.append(f"{key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
-        found.append(f"  architectures must be ['{family.architecture}'], got {architectures!r}")
+        found.append(f"architectures must be ['{family.architecture}'], got {architectures!r}")
     known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_SEPARATELY
     known |= {USE_WINDOW} if family.window == USE_WINDOW else set()
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known
-    return found + [f"  {k}={config[k]!r} is an unknown key; if it has no effect: ignore=({k!r},)" for k in unknown]
+    return found + [
+        Problem(k, "is an unknown key", f"if it has no effect: ignore=({k!r},)", value=repr(config[k]), can_ignore=True)
+        for k in unknown
+    ]

@@ -101,7 +101,7 @@ def _settings_of(kept: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return decoder_config_from_hf(kept)
     except ConfigError as error:
-        unknown = {key for key in kept if any(f"  {key}=" in line for line in error.problems)}
+        unknown = {problem.setting for problem in error.problems if problem.can_ignore}
         return decoder_config_from_hf(kept, ignore=unknown)
 
 

@@ -145,14 +145,14 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
         try:
             arrays = _open_file(folder / file)
         except ConfigError as error:
-            problems += error.problems
+            problems += error.lines
             continue
         expected = {name for name, where in weight_map.items() if where == file}
-        problems += [f"  {name}: listed in the index, but not in {file}" for name in expected - arrays.keys()]
-        problems += [f"  {name}: in {file}, but not listed in the index" for name in arrays.keys() - expected]
+        problems += [f"{name}: listed in the index, but not in {file}" for name in expected - arrays.keys()]
+        problems += [f"{name}: in {file}, but not listed in the index" for name in arrays.keys() - expected]
         found |= arrays
     if problems:
-        raise CheckpointCorruptedError([f"{folder / INDEX} and its files do not match:", *sorted(problems)])
+        raise CheckpointCorruptedError(sorted(problems), head=f"{folder / INDEX} and its files do not match:")
     return found
 
 
@@ -259,18 +259,16 @@ def _parse_json(path: Path, text: bytes) -> Any:
 
 
 def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
-    raise CheckpointCorruptedError(
-        [f"{path} is damaged, or not in the expected format:", *path_lines(f"  {problem}" for problem in problems)]
-    )
+    raise CheckpointCorruptedError(path_lines(problems), head=f"{path} is damaged, or not in the expected format:")
 
 
 def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, FileSlice]]:
     """The entries of every file: names in natural order, a new file where the next array would exceed the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
-    wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
-    wrong += [f"  {name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
+    wrong = [f"{name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
+    wrong += [f"{name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
     if wrong:
-        raise ConfigError(["the safetensors format cannot store:", *path_lines(wrong)])
+        raise ConfigError(path_lines(wrong), head="the safetensors format cannot store:")
     groups: list[list[str]] = [[]]
     size = 0
     for name in sorted(arrays, key=_natural):

@@ -13,6 +13,7 @@ from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.recipe.program import TrainProgram
+from flax_mesh.text import first_line
 from flax_mesh.train.metrics import Row
 
 
@@ -37,7 +38,7 @@ class Forecast:
             self._is_timed = self._plan.topology.chip.platform != "cpu" or bool(program.config.run.hardware)
             text = forecast_line(self._plan.memory, self._plan.time if self._is_timed else None)
         except Exception as error:  # whatever the forecast fails with, the run itself may succeed
-            reason = next(iter(str(error).splitlines()), "")
+            reason = first_line(error)
             text = f"forecast: none ({': '.join(filter(None, [type(error).__name__, reason]))})"
         self._say(text)
 

@@ -44,7 +44,7 @@ from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text
+from flax_mesh.text import array_text, bytes_text, first_line
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,7 +411,7 @@ def chain_stages(
                 value = stage(value)
             except (TypeError, ValueError) as error:
                 given = jax.tree.map(array_text, value)
-                reason = str(error).strip().splitlines()[0]
+                reason = first_line(error)
                 raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
         return loss_fn(value, batch)
 

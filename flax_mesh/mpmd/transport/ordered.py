@@ -39,7 +39,7 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
-from flax_mesh.text import processes_text
+from flax_mesh.text import first_line, processes_text
 
 TRANSPORTS = ("auto", "server", "ordered")
 PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
@@ -216,7 +216,7 @@ def _numbers_of(array: Any, end: float) -> dict[Any, int] | str:
     try:
         return {shard.device: int(np.asarray(shard.data)[0]) for shard in array.addressable_shards}
     except jax.errors.JaxRuntimeError as error:
-        return str(error).split("\n")[0]
+        return first_line(error)
 
 
 def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str) -> OrderedTransport | None:

@@ -17,7 +17,7 @@ from flax_mesh.hardware import CHIPS
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mesh.slices import preferred_splits
 from flax_mesh.plan.topology import Topology, parse_topology, placement
-from flax_mesh.text import listed
+from flax_mesh.text import listed, one_line
 
 TPU_NAMES = {"v3": "v3", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # of chips in libtpu
 HOST_SIDES = (2, 2, 1)  # chips of a host, by default
@@ -74,7 +74,7 @@ def make_mesh(topology: Topology, shape: Mapping[str, int], axis_types: Any) -> 
         found = _devices(topology)[: math.prod(sizes.values())]
         return create_mesh(tuple(sizes.values()), tuple(sizes), devices=found, axis_types=axis_types)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        raise ConfigError(f"{topology.text}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{topology.text}: {one_line(error)}") from error
 
 
 def slice_mesh(mesh: Mesh) -> tuple[AbstractMesh, tuple[str, ...]]:

@@ -60,7 +60,7 @@ def main() -> None:
         found = compile_request(request, lambda text: say("progress", text))
         say("result", found | _usage(start))
     except ConfigError as error:
-        say("error", error.problems)
+        say("error", error.lines)
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if OUT_OF_MEMORY.match(text):

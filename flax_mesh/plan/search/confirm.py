@@ -7,6 +7,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.plan.compile import Compiled, compile_recipe
 from flax_mesh.plan.search.search import LayoutSearch, Planned
 from flax_mesh.plan.search.space import overrides
+from flax_mesh.text import first_line
 
 MOST = 3  # layouts to compile
 
@@ -42,7 +43,7 @@ def confirm(
         try:
             compiled = compile_recipe(recipe, words, found.topology.text, limit=limit, say=say)
         except ConfigError as error:
-            confirmed.append(Confirmation(planned, None, str(error).splitlines()[0]))
+            confirmed.append(Confirmation(planned, None, first_line(error)))
         else:
             confirmed.append(Confirmation(planned, compiled))
         if confirmed[-1].fits:

@@ -20,7 +20,7 @@ from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import Topology
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig, tokens_per_step
-from flax_mesh.text import listed
+from flax_mesh.text import first_line, listed
 
 Rows = NDArray[np.intp]
 PLANS = 20
@@ -126,10 +126,10 @@ def search_layouts(
     search.try_changes()
     search.refine(plans)
     if not search.planned:
-        reasons = [f"  {count:,}: {reason}" for reason, count in space.excluded.most_common()]
+        reasons = [f"{count:,}: {reason}" for reason, count in space.excluded.most_common()]
         head = f"no layout over {listed(space.axes) or 'no axes'} works on {topology.text}; number of layouts, and why:"
         raise ConfigError(
-            [head, *(reasons or ["  the batch, the sequence and the model are split over none of the axes"])]
+            reasons or ["the batch, the sequence and the model are split over none of the axes"], head=head
         )
     return LayoutSearch(topology, tuple(_ranked(search.planned)), len(space.layouts), space.excluded, space.axes)
 
@@ -222,7 +222,7 @@ class _Search:
             found = plan(config, self.space.topology)
         except (ConfigError, ShardingError) as error:
             self.failures += 1
-            self.space.excluded[str(error).splitlines()[0]] += 1
+            self.space.excluded[first_line(error)] += 1
             return False
         tokens = tokens_per_step(config)
         count, unit = (config.data.batch_size, "examples") if tokens is None else (tokens, "tok")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -304,17 +303,7 @@ def _problem(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules, bat
         dataclasses.replace(config.pipeline, num_microbatches=parts),
     )
     problems = check_on_mesh(dataclasses.replace(config, data=data, pipeline=pipeline), mesh, rules.axes)
-    return _without_sizes(problems[0]) if problems else ""
-
-
-def _without_sizes(problem: str) -> str:
-    """`model.num_kv_heads=8 is not divisible by its mesh axes`: one text for all meshes."""
-    match = re.match(r"([\w.]+)=(\d+)(?: / \S+)? is not divisible", problem)
-    if match is None:
-        return problem
-    if match[1] == BATCH:
-        return f"{BATCH} is not divisible by its mesh axes and {MICROBATCHES}"
-    return f"{match[1]}={match[2]} is not divisible by its mesh axes"
+    return problems[0].general if problems else ""
 
 
 def _schedule_problem(config: TrainConfig, layout: Layout) -> str:

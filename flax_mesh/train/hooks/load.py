@@ -28,7 +28,7 @@ def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
         try:
             found.append((f"run.hooks={name}", _import(name)))
         except ConfigError as error:
-            problems += error.problems
+            problems += error.lines
     found += [(f"hooks[{at}] of the recipe", factory) for at, factory in enumerate(own)]
     for name, factory in found:
         if not callable(factory):
@@ -37,7 +37,7 @@ def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
         try:
             check_arguments(name, factory, "folder", "config", "start")
         except ConfigError as error:
-            problems += error.problems
+            problems += error.lines
     if problems:
         raise ConfigError(problems)
     return found

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import jax
 
+from flax_mesh.text import one_line
+
 FOLDER = "profile"
 FIRST = 2  # steps of this run before the first one that is recorded: they include compilation
 
@@ -46,7 +48,7 @@ class Profile:
         try:
             yield
         except (OSError, RuntimeError) as error:  # JaxRuntimeError, or RuntimeError if another profile is recorded
-            text = " ".join(str(error).split())
+            text = one_line(error)
             self._say(f"warning: run.profile: nothing is recorded in {self._folder}: {text}")
 
 

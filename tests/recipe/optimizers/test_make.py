@@ -215,5 +215,5 @@ def test_another_decay_is_refused_on_resume(tmp_path, text):
     for allow_changes, changed in ((False, 2), (True, 1)):
         with pytest.raises(ConfigError, match=r"optimizer.ema: 0.7 -> 0.8 \(changes the result\)") as refused:
             run(run_config(tmp_path, text, "optimizer.b1=0.8", ema=0.8), allow_changes=allow_changes)
-        _, *changes, repair = refused.value.problems
+        _, *changes, repair = refused.value.lines
         assert len(changes) == changed and "start a new run" in repair and "needs one decay for all" in repair
