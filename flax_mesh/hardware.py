@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.settings import path_problem
+from flax_mesh.fields import path_problem
 from flax_mesh.text import first_line
 
 GIB = 2**30

@@ -13,7 +13,9 @@ def test_a_problem_is_its_line_and_can_be_renamed():
 
 
 def test_an_error_has_its_problems_without_head_and_repair():
-    error = ConfigError([Problem("key", "is unknown", can_ignore=True), "two"], head="FILE is wrong:", repair="Edit it.")
+    error = ConfigError(
+        [Problem("key", "is unknown", can_ignore=True), "two"], head="FILE is wrong:", repair="Edit it."
+    )
     assert error.problems == ["key is unknown", "two"] and error.can_ignore
     assert error.lines == ["FILE is wrong:", "  key is unknown", "  two", "  Edit it."] == str(error).splitlines()
     plain = ConfigError("one")

@@ -40,7 +40,7 @@ FLOORS = (
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
+PURE = {"errors.py": set(), "hardware.py": set(), "fields.py": set(), "svg.py": set(), "text.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers"}

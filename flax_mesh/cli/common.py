@@ -14,12 +14,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
+from flax_mesh.fields import path_problem
 from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import read_overrides, setting_of
-from flax_mesh.settings import path_problem
 from flax_mesh.text import shortened
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py

@@ -16,11 +16,11 @@ from flax_mesh.cli.generate import add_source, check_counts
 from flax_mesh.data.config import STDLIB
 from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import path_problem
 from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, set_problems, text_set
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
-from flax_mesh.settings import path_problem
 from flax_mesh.text import mesh_text, table_text
 
 NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)

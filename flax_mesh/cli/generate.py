@@ -13,6 +13,7 @@ import numpy as np
 from flax_mesh.cli.common import DONE, Mistakes, check_writable, use_platform, with_files, write_file
 from flax_mesh.cli.text.generated import Printer, json_of
 from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.fields import integer_problems
 from flax_mesh.inference.memory import cache_problem
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
@@ -22,7 +23,6 @@ from flax_mesh.models import Generated, Sampling, generate
 from flax_mesh.models.cache import cache_shape
 from flax_mesh.models.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
-from flax_mesh.settings import integer_problems
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:

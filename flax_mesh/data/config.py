@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from flax_mesh.errors import Problem
-from flax_mesh.settings import MAX_SIZE, type_problems, value_problems
+from flax_mesh.fields import MAX_SIZE, type_problems, value_problems
 
 AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"

@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from flax_mesh.fields import MAX_SIZE
 from flax_mesh.models import DecoderConfig
 from flax_mesh.models.cache import CACHE_DIMS
-from flax_mesh.settings import MAX_SIZE
 from flax_mesh.text import bytes_text, count_text
 
 

@@ -15,13 +15,13 @@ from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.checkpoint.read import plain, read_record
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import path_problem
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
 from flax_mesh.recipe.saved import is_trained_on_text, saved_record
 from flax_mesh.recipe.target import mesh_shape
-from flax_mesh.settings import path_problem
 from flax_mesh.text import at_most
 
 DECODER = "flax_mesh.models.Decoder"

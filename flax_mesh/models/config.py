@@ -9,11 +9,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ConfigError, Problem, as_problem
+from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
 from flax_mesh.models.remat import remat_problems
 from flax_mesh.models.rotary import RopeScaling
-from flax_mesh.settings import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -18,10 +18,10 @@ from jax.typing import ArrayLike
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.fields import MAX_SIZE, integer_problems, type_problems, value_problems
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.models.cache import bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
-from flax_mesh.settings import MAX_SIZE, integer_problems, type_problems, value_problems
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text

@@ -38,12 +38,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import MAX_SIZE
 from flax_mesh.hardware import CHIPS, Chip, chip_of
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mesh.slices import find_granules, preferred_splits
 from flax_mesh.mesh.torus.assign import CORE_LINKS, choose_assignment
 from flax_mesh.mesh.torus.torus import Assignment, Torus, physical_mesh
-from flax_mesh.settings import MAX_SIZE
 from flax_mesh.text import count_text, listed, shortened
 
 EXAMPLES = "v5p:4x4x8, v5p:16x16x16*2 (two slices), h100:2x8 (hosts x GPUs) or cpu:8"

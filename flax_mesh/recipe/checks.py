@@ -15,13 +15,13 @@ from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.data.config import NO_SOURCE
 from flax_mesh.data.evaluation import eval_fn_problems
 from flax_mesh.errors import ConfigError, Problem, as_problem
+from flax_mesh.fields import path_problem, type_problems, value_problems
 from flax_mesh.hardware import load_chip
 from flax_mesh.recipe.compiler_options import parse_compiler_options
 from flax_mesh.recipe.config import PLATFORM, PipelineConfig, TrainConfig, shard_over
 from flax_mesh.recipe.model import method_of, sequence_length_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, mesh_shape
-from flax_mesh.settings import path_problem, type_problems, value_problems
 from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.text import shortened
 

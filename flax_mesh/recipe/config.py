@@ -13,10 +13,10 @@ import optax
 from flax import nnx
 
 from flax_mesh.data.config import DataConfig
+from flax_mesh.fields import MAX_SIZE, SAME_RESULT
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
-from flax_mesh.settings import MAX_SIZE, SAME_RESULT
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")

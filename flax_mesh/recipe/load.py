@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import path_problem
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.settings import path_problem
 from flax_mesh.text import at_most, listed
 from flax_mesh.user_code import check_arguments, place_of, user_code
 

@@ -3,14 +3,13 @@
 import dataclasses
 import difflib
 import re
-import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import field_types, has_text, parse_value, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
-from flax_mesh.settings import field_types
 
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
 # too). They are accepted wherever settings are parsed from text, and never written.
@@ -166,67 +165,6 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     ]
 
 
-def parse_value(text: str, kind: Any) -> Any:
-    """Parse `text` as a value of the annotated type. The ValueError's text is what the value must be."""
-    kinds = _kinds(kind)
-    if type(None) in kinds and text.lower() == "none":
-        return None
-    parsers = [(kinds[plain], *parser) for plain, parser in _PARSERS.items() if plain in kinds]
-    for annotation, parse, _ in parsers:
-        if (value := parse(text, annotation)) is not None:
-            return value
-    names = [name for _, _, name in parsers] + ["none"] * (type(None) in kinds)
-    raise ValueError(" or ".join(names))
-
-
-def value_to_text(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, float) else str(value)
-
-
-def _parse_number(text: str, kind: type) -> int | float | None:
-    try:
-        return kind(text)
-    except ValueError:
-        return None
-
-
-def _parse_tuple(text: str, kind: Any) -> tuple[Any, ...] | None:
-    try:
-        return tuple(parse_value(part, typing.get_args(kind)[0]) for part in text.split(",") if part)
-    except ValueError:
-        return None
-
-
-# Tried in this order. A parser returns None if the text is not of its type; a tuple requires a comma, str accepts all.
-_PARSERS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
-    int: (_parse_number, "an integer"),
-    float: (_parse_number, "a number"),
-    bool: (lambda text, _: {"true": True, "false": False}.get(text.lower()), "true or false"),
-    tuple: (lambda text, kind: _parse_tuple(text, kind) if "," in text else None, "values joined by commas"),
-    str: (lambda text, _: text, "text"),
-}
-
-
-def _kinds(hint: Any) -> dict[Any, Any]:
-    """Origin -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return {typing.get_origin(option) or option: option for option in options}
-
-
-def _has_text(hint: Any) -> bool:
-    """Whether every value of the annotation has a text form."""
-    kinds = _kinds(hint)
-    if tuple in kinds:
-        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
-        if rest != [...] or not _has_text(item):
-            return False
-    return kinds.keys() <= {*_PARSERS, type(None)}
-
-
 def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
     hints = field_types(section)
     found = {}
@@ -235,7 +173,7 @@ def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple
         matters = changes_result and item.metadata.get("changes_result", True)
         if dataclasses.is_dataclass(value):
             found |= _flatten(value, key, matters)
-        elif _has_text(hints[item.name]):  # other fields can be set by the recipe only
+        elif has_text(hints[item.name]):  # other fields can be set by the recipe only
             found[key] = (value, hints[item.name], matters)
     return found
 

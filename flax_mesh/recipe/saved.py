@@ -12,8 +12,9 @@ from flax_mesh.checkpoint.read import Array, is_number, read_metadata, read_reco
 from flax_mesh.data.iterators import is_state
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.fields import parse_value
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
-from flax_mesh.recipe.overrides import complete_settings, parse_value
+from flax_mesh.recipe.overrides import complete_settings
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -24,11 +24,12 @@ from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, 
 from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.fields import parse_value
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.model import method_of, run_rules
-from flax_mesh.recipe.overrides import apply_overrides, parse_value, to_texts
+from flax_mesh.recipe.overrides import apply_overrides, to_texts
 from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.saved import FORMAT, averages, saved_record, versions
 from flax_mesh.sharding import sharding_fingerprint

@@ -28,7 +28,7 @@ from tests.train.bigram import count_compilations
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
-# --- settings, of recipes/tiny.py; values outside of the limits of single ones are in tests/test_settings.py ---
+# --- settings, of recipes/tiny.py; values outside of the limits of single ones are in tests/test_fields.py ---
 
 SETTINGS: list[tuple[str, str]] = [
     ("run.seed=4294967296", "run.seed must be below 4294967296, got 4294967296"),

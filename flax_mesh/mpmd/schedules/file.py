@@ -3,9 +3,9 @@
 import os
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import path_problem
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
-from flax_mesh.settings import path_problem
 
 MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from flax_mesh.fields import MAX_SIZE, SAME_RESULT
 from flax_mesh.recipe.optimizers.groups import parse_groups, parse_matrices, pattern_problem
-from flax_mesh.settings import MAX_SIZE, SAME_RESULT
 
 NAMES = ("adamw", "muon", "adafactor", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")

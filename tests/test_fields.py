@@ -8,10 +8,10 @@ from typing import Any, get_args
 import pytest
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import MAX_FLOAT32, MAX_NAME_BYTES, path_problem, type_problems, value_problems, value_to_text
 from flax_mesh.models import DecoderConfig
 from flax_mesh.recipe.checks import check_config
-from flax_mesh.recipe.overrides import flat_fields, read_overrides, value_to_text
-from flax_mesh.settings import MAX_FLOAT32, MAX_NAME_BYTES, path_problem, type_problems, value_problems
+from flax_mesh.recipe.overrides import flat_fields, read_overrides
 from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
 
 

@@ -1,4 +1,4 @@
-"""What the fields of a config may hold: their types, and the limits in their metadata. Each mistake is one line.
+"""The fields of a config: their types, their text, and the limits in their metadata.
 
     b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
 
@@ -21,7 +21,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_mesh.errors import ConfigError, Problem
 
@@ -37,16 +37,15 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "at_most": (operator.le, "at most"),
     "below": (operator.lt, "below"),
 }
-_KINDS = {int: numbers.Integral, float: numbers.Real}
-_NAMES: dict[Any, str] = {
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    tuple: "a tuple",
-    types.NoneType: "none",
-    collections.abc.Callable: "a function",
-}
+
+
+class _Kind(NamedTuple):
+    """A type that a field may be annotated with."""
+
+    name: str  # what a value must be
+    accepts: Any  # the type of its values
+    parse: Callable[[str, Any], Any] | None = None  # text and annotation -> value; None if the text is none of it
+    name_of_text: str = ""  # what a text must be, where that has another name
 
 
 def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) -> list[Problem]:
@@ -58,7 +57,7 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
     for item in dataclasses.fields(config):
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
-            names = " or ".join(_NAMES.get(kind, f"a {getattr(kind, '__name__', kind)}") for kind in _kinds_of(hint))
+            names = " or ".join(_name_of(kind) for kind in _kinds_of(hint))
             found.append(Problem(key, f"must be {names}, got {_short(value)}"))
         elif _is_config(value):
             found += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
@@ -95,6 +94,37 @@ def field_types(config: Any) -> dict[str, Any]:
             f"the annotations of {type(config).__qualname__} cannot be evaluated: {error}. Define the names that they "
             "use at the top of the file of the class"
         ) from error
+
+
+def parse_value(text: str, annotation: Any) -> Any:
+    """Parse `text` as a value of the annotated type. The ValueError's text is what the value must be."""
+    kinds = _kinds_of(annotation)
+    if types.NoneType in kinds and text.lower() == "none":
+        return None
+    tried = [(kinds[plain], kind) for plain, kind in _KINDS.items() if plain in kinds]
+    for each, kind in tried:
+        if kind.parse is not None and (value := kind.parse(text, each)) is not None:
+            return value
+    raise ValueError(" or ".join(kind.name_of_text or kind.name for _, kind in tried))
+
+
+def value_to_text(value: Any) -> str:
+    """The inverse of `parse_value`."""
+    if isinstance(value, tuple):
+        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def has_text(annotation: Any) -> bool:
+    """Whether every value of the annotation has a text form."""
+    kinds = _kinds_of(annotation)
+    if tuple in kinds:
+        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
+        if rest != [...] or not has_text(item):
+            return False
+    return all(kind is types.NoneType or (kind in _KINDS and _KINDS[kind].parse) for kind in kinds)
 
 
 def path_problem(text: str) -> str:
@@ -138,20 +168,51 @@ def _is_config(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _kinds_of(hint: Any) -> list[Any]:
-    """`str | tuple[int, ...] | None` -> [str, tuple, NoneType]."""
+def _kinds_of(hint: Any) -> dict[Any, Any]:
+    """Origin -> annotation: `str | tuple[int, ...] | None` -> {str: str, tuple: tuple[int, ...], NoneType: ...}."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return [typing.get_origin(option) or option for option in options]
+    return {typing.get_origin(option) or option: option for option in options}
 
 
 def _is_a(value: Any, hint: Any) -> bool:
     kinds = [kind for kind in _kinds_of(hint) if kind is not Any and isinstance(kind, type)]
     if len(kinds) < len(_kinds_of(hint)) or (isinstance(value, bool) and bool in kinds):
         return True
-    is_of = tuple(_KINDS.get(kind, kind) for kind in kinds)
+    is_of = tuple(_KINDS[kind].accepts if kind in _KINDS else kind for kind in kinds)
     return isinstance(value, is_of) and not (isinstance(value, bool) and not {object, bool} & {*kinds})
+
+
+def _name_of(kind: Any) -> str:
+    return _KINDS[kind].name if kind in _KINDS else f"a {getattr(kind, '__name__', kind)}"
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _parse_number(text: str, annotation: type) -> int | float | None:
+    try:
+        return annotation(text)
+    except ValueError:
+        return None
+
+
+def _parse_tuple(text: str, annotation: Any) -> tuple[Any, ...] | None:
+    if "," not in text:
+        return None
+    try:
+        return tuple(parse_value(part, typing.get_args(annotation)[0]) for part in text.split(",") if part)
+    except ValueError:
+        return None
+
+
+_KINDS: dict[Any, _Kind] = {  # parsed in this order: every text is a str
+    int: _Kind("an integer", numbers.Integral, _parse_number),
+    float: _Kind("a number", numbers.Real, _parse_number),
+    bool: _Kind("true or false", bool, lambda text, _: {"true": True, "false": False}.get(text.lower())),
+    tuple: _Kind("a tuple", tuple, _parse_tuple, "values joined by commas"),
+    str: _Kind("text", str, lambda text, _: text),
+    types.NoneType: _Kind("none", types.NoneType),
+    collections.abc.Callable: _Kind("a function", collections.abc.Callable),
+}
