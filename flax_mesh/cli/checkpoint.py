@@ -19,13 +19,11 @@ from flax_mesh.cli.common import DONE, FINDINGS, config_of, report_failure, tabl
 from flax_mesh.cli.text import checkpoint as text
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.recipe.checks import check_config
-from flax_mesh.recipe.config import TrainConfig, shard_over
-from flax_mesh.recipe.model import run_rules
-from flax_mesh.recipe.optimizer import make_modules
+from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.resolve import check, derive
 from flax_mesh.recipe.saved import saved_record
-from flax_mesh.recipe.target import abstract_mesh, mesh_shape
+from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
 from flax_mesh.train.export import export, import_huggingface, reshard
@@ -277,21 +275,12 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
 
 def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, describe.Array]]:
     """The record and the arrays that the recipe would save, as far as they are known without devices."""
-    if problems := check_config(config):
-        raise ConfigError(problems)
-    mesh = abstract_mesh(config)
-    rules = run_rules(config, mesh)
+    check(config)
+    recipe = derive(config, abstract_target(config.mesh, config.run.platform), {})
     # With pp this is the mesh of one group: arrays are split in the same way on all groups.
-    table = rules if rules.table else None
-    state = abstract_state(
-        partial(make_modules, config),
-        mesh,
-        table,
-        shard_optimizer_over=shard_over(config),
-        optimizer_memory=config.optimizer.memory,
-    )
+    state = abstract_state(recipe.make, recipe.mesh, **vars(recipe.layout))
+    rules, sizes = recipe.rules, recipe.target.sizes
     layout = layout_of(state, rules.layers)
-    sizes = {name: size if size > 0 else mesh.shape[name] for name, size in mesh_shape(config).items()}
     record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}
     arrays = arrays_on_disk(state, rules.layers)
     tree = {path: describe.Array(path, x.shape, str(x.dtype), layout[path]) for path, x in arrays.items()}

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.user_batches import abstract_batch, batch_problems, on_device_dtypes, place_batch, split_problems
 from flax_mesh.errors import ConfigError
-from flax_mesh.user_code import check_arguments, joined, place_of, user_code
+from flax_mesh.user_code import joined, place_of, user_code
 
 Sums = dict[str, float]
 Evaluate = Callable[[Any], Sums]
@@ -54,15 +54,14 @@ def eval_fn_problems(eval_fns: EvalFns) -> list[str]:
     return found
 
 
-def run_eval_fns(eval_fns: EvalFns, config: Any, evaluate: Evaluate) -> dict[str, float]:
+def run_eval_fns(eval_fns: EvalFns, evaluate: Evaluate) -> dict[str, float]:
     """The metrics of all functions, as "NAME/METRIC". ConfigError for what is no dict of real numbers."""
     found: dict[str, float] = {}
     for name, function in eval_fns.items():
         what, place = f"eval_fns[{name!r}]", place_of(function)
-        check_arguments(what, function, "config", "evaluate")
         try:
             with user_code(what, place):
-                metrics = function(config, evaluate)
+                metrics = function(evaluate)
         except ConfigError as error:
             raise ConfigError([p if p.setting == what else p.within(what) for p in error.problems]) from error
         if problem := _problem(metrics):

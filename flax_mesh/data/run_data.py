@@ -14,7 +14,7 @@ from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Corpus
 from flax_mesh.data.evaluation import token_metrics
 from flax_mesh.data.iterators import IteratorBatches
-from flax_mesh.data.user_batches import OwnBatches, place_batch
+from flax_mesh.data.user_batches import UserBatches, place_batch
 
 PROMPT_BYTES = 64
 TEXT, TOKENS, BATCHES = "text", "tokens", "batches"  # bytes of text, ids in files, batches of the recipe
@@ -49,7 +49,7 @@ class RunData:
             self.iterator.resume(step, saved.get("state"))
 
 
-def own_data(batches: OwnBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
+def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
     return RunData(
         "first batch of make_batches",
         batches.description,

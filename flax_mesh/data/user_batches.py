@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,38 +12,24 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.config import DataConfig
 from flax_mesh.data.iterators import METHODS, IteratorBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import microbatch_spec, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.tree import path_of
-from flax_mesh.user_code import check_arguments, joined, place_of, user_code
+from flax_mesh.user_code import joined, place_of, user_code
 
 
-class Config(Protocol):
-    """The fields of a TrainConfig, which is on a higher floor, that are read here."""
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def make_batches(self) -> Callable[[Any], Any] | None: ...
-
-
-class OwnBatches:
+class UserBatches:
     """step -> batch on the host. Every batch must have the tree, shapes and dtypes of batch 0.
 
     Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for what is no batch.
     """
 
-    def __init__(self, config: Config):
-        make = config.make_batches
-        assert make is not None
+    def __init__(self, make: Callable[[], Any], rows: int):
         self.place = place_of(make)
-        check_arguments("make_batches", make, "config")
         with user_code("make_batches", self.place):
-            made = make(config)
+            made = make()
         missing = [name for name in METHODS if not hasattr(made, name)]
         if missing and (not callable(made) or "__next__" not in missing):
             has_no = "" if len(missing) == len(METHODS) else f", which has no {' and no '.join(missing)}"
@@ -52,7 +38,6 @@ class OwnBatches:
         self.iterator = None if missing else IteratorBatches(made, self.place)
         self._function = made
         first = self.iterator.first(batch_problems) if self.iterator else self._call(0)
-        rows = config.data.batch_size
         if problems := [*batch_problems(first), *_row_problems(first, rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         self.shapes = shapes_of(first)
@@ -98,33 +83,6 @@ class OwnBatches:
             for path, x in mine.items()
             if (x.shape, x.dtype) != (first[path].shape, first[path].dtype)
         ]
-
-
-def own_batches(config: Config) -> OwnBatches | None:
-    """The batches of the recipe; None if it trains on the tokens of `data.source`."""
-    return None if config.make_batches is None else OwnBatches(config)
-
-
-def batch_shapes(config: Config, own: OwnBatches | None = None) -> Any:
-    """The batch of a recipe as ShapeDtypeStructs: of the tokens, or of batch 0 of `make_batches`.
-
-    `own` are the batches of this config if they exist already; otherwise `make_batches` is called.
-    """
-    if own := own or own_batches(config):
-        return own.shapes
-    rows = jax.ShapeDtypeStruct((config.data.batch_size, config.data.sequence_length), jnp.int32)
-    return {"inputs": rows, "targets": rows}
-
-
-def zero_batches(shapes: Any) -> Callable[[Config], Callable[[int], Any]]:
-    """A `make_batches` for plans: batches of these shapes with `data.batch_size` rows, which take no memory."""
-
-    def make(config: Config) -> Callable[[int], Any]:
-        rows = config.data.batch_size
-        zeros = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), (rows, *x.shape[1:])), shapes)
-        return lambda step: zeros
-
-    return make
 
 
 def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> Any:

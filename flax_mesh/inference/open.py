@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.checks import check_model_on_mesh
-from flax_mesh.recipe.model import make_model, run_rules
+from flax_mesh.recipe.resolve import derive
 from flax_mesh.recipe.saved import averages
-from flax_mesh.recipe.target import make_mesh
+from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.text import mesh_text
 
@@ -73,7 +72,7 @@ def load_trained(
 
     A `sequence_length` is checked as well: that of `evaluate`, as --sequence-length.
     """
-    config, notes = settings.config, []
+    config = settings.config
     _check_layers(source, config.model)
     if not settings.has_mesh:
         sizes = default_mesh(config.model, len(jax.devices()))
@@ -81,9 +80,9 @@ def load_trained(
         config = replace(
             config, mesh=replace(config.mesh, shape=shape), run=replace(config.run, platform="auto")
         )  # auto: the mesh may use fewer devices
-    mesh = make_mesh(config, notes.append)
-    rules = run_rules(config, mesh)
-    problems = check_model_on_mesh(config, mesh, rules.axes, sequence_length)
+    recipe = derive(config, local_target(config.mesh, config.run.platform), {})
+    mesh = recipe.device_mesh
+    problems = check_model_on_mesh(config, mesh, recipe.rules.axes, sequence_length)
     problems = [
         problem.renamed("--sequence-length") if problem.setting == "data.sequence_length" else problem
         for problem in problems
@@ -92,16 +91,15 @@ def load_trained(
         problems.append(as_problem(problem))
     if problems:
         raise ConfigError(problems)
-    make = partial(make_model, config)
-    abstract = abstract_state(make, mesh, rules if rules.table else None)
-    graphdef, _ = abstract_split(make, mesh)
+    abstract = abstract_state(recipe.make_model, mesh, recipe.layout.rules)
+    graphdef, _ = abstract_split(recipe.make_model, mesh)
     state, what = _load(source, config.model, abstract, average)
     model: Decoder = nnx.merge(graphdef, state)  # pyright: ignore[reportAssignmentType]
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(state))
     for path in source.damaged:
         say(f"{path} is damaged and was skipped")
     say(f"model: {source.path}, {what}, {count / 1e6:.2f}M parameters")
-    for note in notes:
+    for note in recipe.target.notes:
         say(note)
     more = "" if settings.has_mesh else "; mesh.shape=... sets another one"
     say(f"mesh: {_mesh_line(mesh)}{more}")

@@ -21,7 +21,7 @@ from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
 from flax_mesh.recipe.saved import is_trained_on_text, saved_record
-from flax_mesh.recipe.target import mesh_shape
+from flax_mesh.recipe.target import axis_sizes
 from flax_mesh.text import at_most
 
 DECODER = "flax_mesh.models.Decoder"
@@ -167,7 +167,7 @@ def _is_used(key: str) -> bool:
 
 def _pipeline_problem(config: TrainConfig) -> str:
     try:
-        groups = mesh_shape(config)["pp"]
+        groups = axis_sizes(config.mesh)["pp"]
     except ValueError:
         return ""  # check_config reports it
     if groups == 1:

@@ -3,16 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
-from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.user_batches import abstract_batch, batch_shapes
+from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
@@ -44,20 +42,17 @@ from flax_mesh.plan.pipeline import (
 )
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
-from flax_mesh.recipe.checks import check_config, check_on_mesh
-from flax_mesh.recipe.config import TrainConfig, shard_over, tokens_per_step
-from flax_mesh.recipe.model import model_notes, run_rules
-from flax_mesh.recipe.optimizer import make_modules, transformation_of
-from flax_mesh.recipe.optimizers.groups import trained_filter
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
+from flax_mesh.recipe.resolve import Recipe, check, resolve
 from flax_mesh.recipe.schedule import schedule_memory
-from flax_mesh.recipe.target import group_mesh, make_mesh, mesh_shape
+from flax_mesh.recipe.target import Target, axis_sizes, local_target, without_groups
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
-from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.tree import named_leaves
-from flax_mesh.user_code import check_arguments, place_of, user_code
+from flax_mesh.user_code import place_of, user_code
 
 
 def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
@@ -82,33 +77,36 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
         >>> found.fits
         True
     """
-    if problems := check_config(config):
-        raise ConfigError(problems)
-    found, shape, limit = _hardware(config, topology)
-    mesh = group_mesh(config, shape, found.chip.platform)
+    check(config)  # before its mesh is read
+    return plan_for(config, *_hardware(config, topology))
+
+
+def plan_for(
+    config: TrainConfig, topology: Topology, sizes: Mapping[str, int], limit: int | None = None, batch: Any = None
+) -> Plan:
+    """`plan` of a checked config with these sizes of the mesh axes. `batch` as in `derive`."""
+    return plan_recipe(resolve(config, Target(sizes, platform=topology.chip.platform), batch), topology, limit)
+
+
+def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) -> Plan:
+    """`plan` of a recipe whose target is abstract; `limit` is the capacity of a device that the runtime reports."""
     with kernels_without_devices():
-        rules = run_rules(config, mesh)
-        if problems := check_on_mesh(config, mesh, rules.axes):
-            raise ConfigError(problems)
-        if "pp" in shape:
-            return _pipelined(config, found, shape, mesh, rules, limit)
-        program, arguments = step_of(config, mesh, rules)
-        check_arguments("loss_fn", config.loss_fn, "model", "batch")
-        with user_code("loss_fn", place_of(config.loss_fn)):
+        if recipe.schedule is not None:
+            return _pipelined(recipe, topology, limit)
+        program, arguments = step_of(recipe)
+        with user_code("loss_fn", place_of(recipe.loss_fn)):
             jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
-        one = estimate(program.step, arguments, shape, found.chip.platform)
-    roles = _roles(arguments, _vocabulary(config))
-    stated, notes = _stated(config, program.num_parameters), tuple(model_notes(config, mesh))
-    return replace(_assemble(found, shape, one, roles, stated, config.model, limit), notes=notes)
+        one = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
+    roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
+    return replace(
+        _assemble(topology, recipe.target.sizes, one, roles, stated, recipe.model, limit), notes=recipe.notes
+    )
 
 
-def step_of(
-    config: TrainConfig, mesh: AbstractMesh | Mesh, rules: PartitionRules
-) -> tuple[TrainProgram, tuple[Any, ...]]:
-    """The program of a recipe on a mesh, which may be abstract, and the abstract arguments of its step."""
-    shapes = batch_shapes(config)
-    program = train_program(config, mesh, rules, shapes)  # pyright: ignore[reportArgumentType] (an abstract mesh)
-    return program, (program.layout, abstract_batch(shapes, mesh, rules.axes))
+def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
+    """The program of a recipe, whose mesh may be abstract, and the abstract arguments of its step."""
+    program = train_program(recipe)
+    return program, (program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
 
 
 def plan_step(
@@ -166,11 +164,10 @@ def _named(topology: Topology | str, hardware: str) -> Topology:
 def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Topology, dict[str, int], int | None]:
     """(topology, mesh, capacity that the runtime reports). Without a topology those of a run on the devices here."""
     if topology is not None:
-        found, shape = _named(topology, config.run.hardware), mesh_shape(config)
-        if shape["pp"] == 1:
-            del shape["pp"]
-        return found, resolve_mesh(found, shape), None
-    mesh = make_mesh(config, lambda text: None)
+        found = _named(topology, config.run.hardware)
+        return found, resolve_mesh(found, without_groups(axis_sizes(config.mesh))), None
+    target = local_target(config.mesh, config.run.platform)
+    mesh = target.device_mesh(config.mesh.axis_types)
     devices = list(mesh.devices.flat)
     found = topology_of_devices(devices, load_chip(config.run.hardware) if config.run.hardware else None)
     return found, dict(mesh.shape), _limit(devices)
@@ -181,15 +178,13 @@ def _limit(devices: Sequence[Any]) -> int | None:
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
-def _stated(config: TrainConfig, num_parameters: int) -> Stated:
-    tokens, count = tokens_per_step(config), config.flops_per_token
-    if tokens is None or count is None:
-        return tokens, None
-    return tokens, tokens * count(config.model, num_parameters, config.data.sequence_length)
+def _stated(recipe: Recipe, num_parameters: int) -> Stated:
+    tokens, count = recipe.tokens_per_step, recipe.flops_per_token
+    return tokens, None if tokens is None or count is None else tokens * count(num_parameters)
 
 
-def _vocabulary(config: TrainConfig) -> int:
-    return int(getattr(config.model, "vocab_size", 0) or 0)
+def _vocabulary(model: Any) -> int:
+    return int(getattr(model, "vocab_size", 0) or 0)
 
 
 def _roles(arguments: Any, vocabulary: int) -> Roles:
@@ -245,20 +240,13 @@ def _assemble(
     return Plan(topology, shape, memory, time, traffic, findings, summary(topology, memory, time, traffic, model))
 
 
-def _pipelined(
-    config: TrainConfig,
-    topology: Topology,
-    shape: Mapping[str, int],
-    mesh: AbstractMesh,
-    rules: PartitionRules,
-    limit: int | None,
-) -> Plan:
-    split = split_recipe(config, shape["pp"], mesh, rules)
+def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
+    split, shape = split_recipe(recipe), recipe.target.sizes
     schedule, sizes = split.schedule, split.sizes
-    stages = split.estimates(mesh, shape, topology.chip.platform)
+    stages = split.estimates(topology.chip.platform)
     parts, costs = stage_parts(topology, shape, schedule, stages)
-    if config.pipeline.schedule == SEARCH:
-        schedule = _searched(schedule, costs, schedule_memory(config.pipeline, schedule.num_groups))
+    if recipe.pipeline.schedule == SEARCH:
+        schedule = _searched(schedule, costs, schedule_memory(recipe.pipeline, schedule.num_groups))
     memory = pipeline_memory(topology, schedule, stages, sizes, limit, split.host)
     update = update_part(topology, schedule, stages, sizes, split.host, split.update_flops / topology.num_devices)
     simulated = simulate(schedule, costs)
@@ -266,14 +254,14 @@ def _pipelined(
         topology,
         simulated.makespan + update.seconds,
         [*parts, update],
-        _stated(config, split.num_parameters),
+        _stated(recipe, split.num_parameters),
         bubble=simulated.bubble,
         schedule=schedule,
         simulation=simulated,
     )
-    time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / shape["pp"])
+    time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / recipe.num_groups)
     traffic = stage_traffic(topology, shape, schedule, stages)
-    findings = [*memory_findings(memory, config.model)]
+    findings = [*memory_findings(memory, recipe.model)]
     findings += surprises(stages[0].backward, topology)
     return Plan(
         topology,
@@ -282,20 +270,19 @@ def _pipelined(
         time,
         tuple(traffic),
         tuple(findings),
-        summary(topology, memory, time, traffic, config.model),
-        tuple(model_notes(config, mesh)),
+        summary(topology, memory, time, traffic, recipe.model),
+        recipe.notes,
     )
 
 
 class Split(NamedTuple):
     """The stages of a recipe, and the state of every group of its pipeline."""
 
-    config: TrainConfig
+    recipe: Recipe
+    mesh: AbstractMesh  # of one group
     staged: StagedModel
     schedule: Schedule
     shardings: list[NamedSharding]  # of the leaves of the staged model
-    axes: PartitionAxis
-    batch: Any  # a pytree of ShapeDtypeStructs
     sizes: Mapping[str, list[int]]  # category of the state -> bytes of every group, on its devices
     host: list[int]  # bytes of every group in the memory of the host
     update_flops: int  # of the products of the optimizer's update, over all groups
@@ -303,42 +290,34 @@ class Split(NamedTuple):
 
     @property
     def remat(self) -> str:
-        return "full" if self.staged.needs_full_remat else self.config.pipeline.remat
+        return "full" if self.staged.needs_full_remat else self.recipe.pipeline.remat
 
-    def estimates(self, mesh: AbstractMesh, shape: Mapping[str, int], platform: str) -> list[StageEstimate]:
-        """F, B and W of every stage; `mesh` is that of one group, `shape` the whole mesh."""
+    def estimates(self, platform: str) -> list[StageEstimate]:
+        """F, B and W of every stage."""
         return estimate_stages(
             self.staged,
             self.schedule,
-            self.batch,
+            self.recipe.batch,
             self.shardings,
-            mesh,
-            shape,
-            self.axes,
-            remat=self.config.pipeline.remat,
-            seed=self.config.run.seed,
+            self.mesh,
+            self.recipe.target.sizes,
+            self.recipe.rules.axes,
+            remat=self.recipe.pipeline.remat,
+            seed=self.recipe.step_options.seed,
             platform=platform,
         )
 
 
-def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules: PartitionRules) -> Split:
-    """The stages of a recipe; `mesh` is that of one group."""
-    batch = batch_shapes(config)
-    staged, schedule = split_model(config, batch, rules.layers, num_groups, mesh)
-    make = partial(make_modules, config)
-    table = rules if rules.table else None
-    abstract = abstract_state(
-        make,
-        mesh,
-        table,
-        axes=rules.axes,
-        shard_optimizer_over=shard_over(config),
-        optimizer_memory=config.optimizer.memory,
-    )
-    named = named_leaves(abstract_train_state(make, abstract).to_nnx())
+def split_recipe(recipe: Recipe) -> Split:
+    """The stages of a recipe, whose mesh is the abstract mesh of one group."""
+    mesh, schedule = recipe.mesh, recipe.schedule
+    assert isinstance(mesh, AbstractMesh) and schedule is not None
+    staged = split_model(recipe, mesh)
+    abstract = abstract_state(recipe.make, mesh, **vars(recipe.layout))
+    named = named_leaves(abstract_train_state(recipe.make, abstract).to_nnx())
     model = [leaf for path, leaf in named if path.startswith(MODEL)]
     shardings = [model[leaf.source].sharding for leaf in staged.leaves]
-    staged = staged.with_layout(mesh, [x.sharding.spec for x in model], rules.axes)
+    staged = staged.with_layout(mesh, [x.sharding.spec for x in model], recipe.rules.axes)
     sizes: dict[str, list[int]] = {}
     for kind in ("parameters", "optimizer", "other state"):
         leaves = [(path, x, _bytes(x) if _kind(path, x) == kind and not is_on_host(x) else 0) for path, x in named]
@@ -346,16 +325,16 @@ def split_recipe(config: TrainConfig, num_groups: int, mesh: AbstractMesh, rules
     hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    products = _product_flops(config, staged.split_model[1], rules.layers)
-    return Split(config, staged, schedule, shardings, rules.axes, batch, sizes, host, products, count)
+    products = _product_flops(recipe.optimizer, staged.split_model[1])
+    return Split(recipe, mesh, staged, schedule, shardings, sizes, host, products, count)
 
 
-def _product_flops(config: TrainConfig, model: nnx.State, layers: Sequence[str]) -> int:
+def _product_flops(optimizer: RecipeOptimizer, model: nnx.State) -> int:
     """FLOPs of the matrix products of the optimizer's update, as those of Muon, over the whole model."""
-    trained = nnx.filter_state(model, trained_filter(config.wrt, config.optimizer.groups))
+    trained = nnx.filter_state(model, optimizer.trained)
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
-    optimizer = transformation_of(config, model, layers)
-    program, _ = trace(optimizer.update, parameters, jax.eval_shape(optimizer.init, parameters), parameters)
+    update = optimizer.transformation(model)
+    program, _ = trace(update.update, parameters, jax.eval_shape(update.init, parameters), parameters)
     return sum(flops(eqn) for eqn in inline(program).eqns if eqn.primitive.name in ("dot_general", "scan"))
 
 

@@ -19,11 +19,12 @@ from flax_mesh.fields import path_problem, type_problems, value_problems
 from flax_mesh.hardware import load_chip
 from flax_mesh.recipe.compiler_options import parse_compiler_options
 from flax_mesh.recipe.config import PLATFORM, PipelineConfig, TrainConfig, shard_over
-from flax_mesh.recipe.model import method_of, sequence_length_of
+from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
-from flax_mesh.recipe.target import AXIS_NAMES, mesh_shape
+from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
 from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.text import shortened
+from flax_mesh.user_code import check_arguments
 
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
 
@@ -41,9 +42,9 @@ def _check_together(config: TrainConfig) -> list[str]:
     """One line for every mistake in the texts of settings, and in settings that depend on each other."""
     run, found = config.run, []
     axes = ", ".join(MODEL_AXES)
-    if unknown := [name for name in shard_over(config) if name not in MODEL_AXES]:
+    if unknown := [name for name in shard_over(config.optimizer) if name not in MODEL_AXES]:
         found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
-    if twice := sorted({name for name in shard_over(config) if shard_over(config).count(name) > 1}):
+    if twice := sorted({name for name in shard_over(config.optimizer) if shard_over(config.optimizer).count(name) > 1}):
         found.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
     if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
         found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
@@ -58,7 +59,7 @@ def _check_together(config: TrainConfig) -> list[str]:
     if not PLATFORM.fullmatch(run.platform):
         found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
-        if (num_groups := mesh_shape(config)["pp"]) == -1:
+        if (num_groups := axis_sizes(config.mesh)["pp"]) == -1:
             found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
         found += _check_pipeline(config.pipeline, num_groups)
     except ValueError as error:
@@ -80,6 +81,34 @@ def _check_together(config: TrainConfig) -> list[str]:
     if run.folder == "":
         found.append("run.folder is empty; name a folder, such as runs/default")
     return found
+
+
+def check_functions(config: TrainConfig) -> list[Problem]:
+    """One problem for every function of a recipe that cannot be called as its field requires."""
+    functions: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "make_model": (config.make_model, ("config", "rngs")),
+        "loss_fn": (config.loss_fn, ("model", "batch")),
+        "make_optimizer": (config.make_optimizer, ("config", "parameters")),
+        "make_schedule": (config.make_schedule, ("config",)),
+        "make_batches": (config.make_batches, ("config",)),
+        "flops_per_token": (config.flops_per_token, ("config", "num_parameters", "sequence_length")),
+    }
+    functions |= {
+        f"eval_fns[{name!r}]": (function, ("config", "evaluate")) for name, function in config.eval_fns.items()
+    }
+    problems: list[Problem] = []
+    for name, (function, arguments) in functions.items():
+        try:
+            if callable(function):  # others are reported with the types of the fields
+                check_arguments(name, function, *arguments)
+        except ConfigError as error:
+            problems += error.problems
+    return problems
+
+
+def sequence_length_of(config: TrainConfig) -> int | None:
+    """The length of the sequences of tokens; None for batches of `make_batches`."""
+    return config.data.sequence_length if config.make_batches is None else None
 
 
 def _check_axes(prefix: str, axes: Any) -> list[str]:

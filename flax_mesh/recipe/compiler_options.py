@@ -1,6 +1,7 @@
 """XLA options of the training step: their text, and a check on a device."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ def parse_compiler_options(text: str) -> CompilerOptions:
     return found
 
 
-def options_text(options: CompilerOptions) -> str:
+def options_text(options: Mapping[str, Any]) -> str:
     """The inverse of `parse_compiler_options`."""
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return ",".join(f"{name}={text}" for name, text in texts.items())
@@ -46,7 +47,7 @@ def _parse_option(value: str) -> bool | int | str:
     return int(value) if value.lstrip("-").isdecimal() else value
 
 
-def check_compiler_options(options: CompilerOptions, device: Any) -> list[str]:
+def check_compiler_options(options: Mapping[str, Any], device: Any) -> list[str]:
     """One line for every option that the compiler of `device` rejects, found by compiling `x + 1` with it."""
     found, sharding = [], jax.sharding.SingleDeviceSharding(device)
     for name, value in options.items():

@@ -224,5 +224,5 @@ def tokens_per_step(config: TrainConfig) -> int | None:
     return config.data.batch_size * config.data.sequence_length
 
 
-def shard_over(config: TrainConfig) -> tuple[str, ...]:
-    return tuple(name.strip() for name in config.optimizer.shard_over.split(",") if name.strip())
+def shard_over(optimizer: OptimizerConfig) -> tuple[str, ...]:
+    return tuple(name.strip() for name in optimizer.shard_over.split(",") if name.strip())

@@ -4,24 +4,21 @@
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-from jax.sharding import AbstractMesh
 
-from flax_mesh.data.user_batches import batch_shapes
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
 from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.recipe.checks import check_config, check_on_mesh
-from flax_mesh.recipe.config import TrainConfig, shard_over
-from flax_mesh.recipe.model import method_of, model_notes, run_rules
-from flax_mesh.recipe.optimizer import make_modules
+from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.model import method_of, model_notes
 from flax_mesh.recipe.program import build_program, split_model
-from flax_mesh.recipe.target import abstract_mesh, mesh_shape
+from flax_mesh.recipe.resolve import Recipe, check, derive
+from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding import Explanation
 from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
@@ -37,32 +34,27 @@ def explain(config: TrainConfig) -> Explanation:
     axes are findings. A model that needs an accelerator to be traced, as with `model.attention=cudnn`, is
     explained as `without_devices()` of its config returns it: its arrays are the same.
     """
-    if problems := check_config(config):
-        raise ConfigError(problems)
-    mesh, given = abstract_mesh(config), config.model
-    notes = model_notes(config, mesh)
+    check(config)
+    target, given = abstract_target(config.mesh, config.run.platform), config.model
     config = replace(config, model=method_of(given, "without_devices", lambda: given)())
-    explanation = explain_sharding(
-        partial(make_modules, config),
-        mesh,
-        config.mesh.rules or config.rules,
-        shard_optimizer_over=shard_over(config),
-        optimizer_memory=config.optimizer.memory,
-    )
-    settings = [_setting_finding(problem) for problem in check_on_mesh(config, mesh, explanation.axes)]
-    note, unsplit = ("", []) if settings else _stages(config, explanation, mesh)
+    recipe = derive(config, target, None if target.num_groups > 1 else {})
+    notes = model_notes(given, recipe.mesh, sequence_length_of(config))
+    rules = config.mesh.rules or config.rules  # None for the table of the model, of which unused rules are no findings
+    layout = replace(recipe.layout, rules=rules, axes=None)
+    explanation = explain_sharding(recipe.make, recipe.mesh, **vars(layout))
+    problems = check_on_mesh(config, recipe.mesh, explanation.axes)
+    settings = [_setting_finding(problem) for problem in problems]
+    note, unsplit = ("", []) if settings else _stages(recipe, explanation)
     note = "\n".join([*notes, note] if note else notes)
     return explanation._replace(findings=(*settings, *unsplit, *explanation.findings), note=note)
 
 
-def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -> tuple[str, list[Finding]]:
+def _stages(recipe: Recipe, explanation: Explanation) -> tuple[str, list[Finding]]:
     """(note, findings): the stages and bytes of every group, or why the model cannot be split into these stages."""
-    num_groups = mesh_shape(config)["pp"]
-    if num_groups == 1:
+    if (schedule := recipe.schedule) is None:
         return "", []
     try:
-        batch = batch_shapes(config)
-        staged, schedule = split_model(config, batch, run_rules(config, mesh).layers, num_groups, mesh)
+        staged = split_model(recipe, recipe.mesh)  # pyright: ignore[reportArgumentType] (abstract, of one group)
     except CutError as error:
         return "", [Finding("pipeline", str(error).rstrip("."), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
@@ -70,7 +62,7 @@ def _stages(config: TrainConfig, explanation: Explanation, mesh: AbstractMesh) -
     both = [[(path, x, x.device_bytes * (x.on_host == host)) for path, x in named] for host in (False, True)]
     sizes, on_host = (bytes_of_groups(staged, schedule.stage_to_group, leaves) for leaves in both)
     lines = [
-        f"pipeline: {schedule.name} over {num_groups} groups of this mesh (pp), "
+        f"pipeline: {schedule.name} over {recipe.num_groups} groups of this mesh (pp), "
         f"{count_text(schedule.num_microbatches, 'microbatch')}; "
         "the table below is for one group as if it stored all arrays",
         *(
@@ -102,17 +94,18 @@ def measure_recipe(config: TrainConfig) -> Measured:
     transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
     """
     program = build_program(config, change=with_split_backward)
-    if (pipeline := program.pipeline) is None:
+    recipe, pipeline = program.recipe, program.pipeline
+    if pipeline is None:
         raise ConfigError(
             f"mesh.shape={config.mesh.shape} has no axis pp, so the model is not split into stages; add pp:N"
         )
-    batch = program.batches.first if program.batches else _random_tokens(config)
+    batch = recipe.user_batches.first if recipe.user_batches else _random_tokens(recipe)
     costs = measure_costs(pipeline, pipeline.init_state(), batch)
-    return Measured(costs, len(pipeline.groups), config.pipeline.num_microbatches)
+    return Measured(costs, len(pipeline.groups), recipe.pipeline.num_microbatches)
 
 
-def _random_tokens(config: TrainConfig) -> dict[str, np.ndarray]:
-    shape = config.data.batch_size, config.data.sequence_length
-    ids = getattr(config.model, "vocab_size", None) or 2
-    tokens = np.random.default_rng(config.run.seed).integers(0, ids, shape).astype(np.int32)
+def _random_tokens(recipe: Recipe) -> dict[str, np.ndarray]:
+    ids = getattr(recipe.model, "vocab_size", None) or 2
+    shape = recipe.data.batch_size, recipe.data.sequence_length
+    tokens = np.random.default_rng(recipe.run.seed).integers(0, ids, shape).astype(np.int32)
     return {"inputs": tokens, "targets": tokens}

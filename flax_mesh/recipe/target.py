@@ -1,7 +1,9 @@
-"""The mesh of a recipe: on the devices of this machine, or without devices."""
+"""The mesh of a recipe, on devices or without them."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
@@ -9,81 +11,109 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.create import create_mesh, normalize_axis_types
 from flax_mesh.mesh.shape import parse_mesh_shape, resolve_dims
-from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.config import MeshConfig
 from flax_mesh.text import mesh_text
 
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
-
-
-def mesh_shape(config: TrainConfig) -> dict[str, int]:
-    """Axis sizes of `mesh.shape` in its order, then the omitted axes with size 1. One size may be -1."""
-    return parse_mesh_shape(config.mesh.shape, AXIS_NAMES, omitted=1)
-
-
-def abstract_mesh(config: TrainConfig) -> AbstractMesh:
-    """The mesh of `mesh.shape`, not shrunk to the available devices; with pp, the mesh of one group.
-
-    Of its devices only the platform is known, and that only if `run.platform` names it.
-    """
-    shape = mesh_shape(config)
-    sizes = tuple(shape.values())
-    if -1 in sizes:
-        platform, _, count = config.run.platform.partition(":")
-        if not count:
-            raise ConfigError(
-                f"mesh.shape={config.mesh.shape} derives a size from the number of devices, which is not known here. "
-                f"Set every size, or set the number of devices by run.platform=cpu:N (it is {platform})"
-            )
-        try:
-            sizes = resolve_dims(sizes, tuple(shape), int(count), what="mesh.shape")
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    of_group = {name: size for name, size in zip(shape, sizes, strict=True) if name != "pp"}
-    types = normalize_axis_types(config.mesh.axis_types, tuple(of_group))
-    platform = config.run.platform.partition(":")[0]
-    device = None if platform == "auto" else AbstractDevice(platform, None, platform)
-    return AbstractMesh(tuple(of_group.values()), tuple(of_group), axis_types=types, abstract_device=device)
-
-
-def group_mesh(config: TrainConfig, shape: Mapping[str, int], platform: str) -> AbstractMesh:
-    """The mesh of a step, or of one group of a pipeline, without devices, of which only the platform is known."""
-    sizes = {name: size for name, size in shape.items() if name != "pp"}
-    types = normalize_axis_types(config.mesh.axis_types, tuple(sizes))
-    device = AbstractDevice(platform, None, platform)
-    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
-
-
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
 
 
-def make_mesh(config: TrainConfig, say: Callable[[str], None]) -> Mesh:
-    """The mesh of the run. `run.platform=auto` shrinks it to the available devices and reports that."""
-    shape = mesh_shape(config)
-    if shape["pp"] == 1:
-        del shape["pp"]
-    devices = jax.devices()
-    if config.run.platform == "auto":
-        fitted = fit_mesh(shape, len(devices))
-        if any(size not in (-1, fitted[name]) for name, size in shape.items()):
-            wanted, found = mesh_text(shape), mesh_text(fitted)
-            say(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
-        shape = {name: size for name, size in fitted.items() if (name, size) != ("pp", 1)}
-        used = math.prod(shape.values())
+@dataclass(frozen=True)
+class Target:
+    """Where a recipe runs.
+
+    Attributes:
+        sizes: The size of every mesh axis, with "pp" if the mesh has groups.
+        devices: As many devices. None: there are none, and the mesh of a step, or of one group, is abstract.
+        platform: The platform of devices that are not here; None if it is not known.
+        given: A mesh of these sizes, which is used as it is.
+        notes: How `sizes` differ from the settings, one line each.
+    """
+
+    sizes: Mapping[str, int]
+    devices: Sequence[Any] | None = None
+    platform: str | None = None
+    given: Mesh | AbstractMesh | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_groups(self) -> int:
+        return self.sizes.get("pp", 1)
+
+    def mesh(self, axis_types: str) -> Mesh | AbstractMesh:
+        """The mesh of all devices, outermost the groups; without devices, the mesh of one group."""
+        if self.given is not None:
+            return self.given
+        return self.abstract_mesh(axis_types) if self.devices is None else self.device_mesh(axis_types)
+
+    def device_mesh(self, axis_types: str) -> Mesh:
+        # Outermost, since groups communicate over the slowest network.
+        sizes = dict(sorted(self.sizes.items(), key=lambda item: item[0] != "pp"))
+        return create_mesh(tuple(sizes.values()), tuple(sizes), devices=self.devices, axis_types=axis_types)
+
+    def abstract_mesh(self, axis_types: str) -> AbstractMesh:
+        sizes = {name: size for name, size in self.sizes.items() if name != "pp"}
+        types = normalize_axis_types(axis_types, tuple(sizes))
+        device = AbstractDevice(self.platform, None, self.platform) if self.platform else None
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
+    """Axis sizes of `mesh.shape` in its order, then the omitted axes with size 1. One size may be -1."""
+    return parse_mesh_shape(mesh.shape, AXIS_NAMES, omitted=1)
+
+
+def without_groups(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes without "pp" if there is one group only."""
+    return {name: size for name, size in sizes.items() if (name, size) != ("pp", 1)}
+
+
+def target_of(mesh: Mesh | AbstractMesh) -> Target:
+    """A mesh that exists already."""
+    return Target(dict(mesh.shape), given=mesh)
+
+
+def local_target(mesh: MeshConfig, platform: str) -> Target:
+    """The devices that are here. For the platform "auto" the mesh is shrunk to fit them."""
+    sizes, devices, notes = without_groups(axis_sizes(mesh)), jax.devices(), []
+    if platform == "auto":
+        fitted = fit_sizes(sizes, len(devices))
+        if any(size not in (-1, fitted[name]) for name, size in sizes.items()):
+            wanted, found = mesh_text(sizes), mesh_text(fitted)
+            notes.append(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
+        sizes = without_groups(fitted)
+        used = math.prod(sizes.values())
         if used < len(devices):
-            say(f"mesh: uses {used} of the {len(devices)} devices here")
+            notes.append(f"mesh: uses {used} of the {len(devices)} devices here")
             devices = devices[:used]
-    names = sorted(shape, key=lambda name: name != "pp")  # outermost: groups communicate over the slowest network
-    try:
-        dims = tuple(shape[name] for name in names)
-        return create_mesh(dims, tuple(names), devices=devices, axis_types=config.mesh.axis_types)
-    except ValueError as error:
-        raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+    return Target(sizes, devices, notes=tuple(notes))
 
 
-def fit_mesh(shape: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """`shape` with axes divided by their smallest factors until it fits `num_devices`; -1 takes what is left."""
-    free = [name for name, size in shape.items() if size == -1]
-    fitted = dict(shape) | dict.fromkeys(free, 1)
+def abstract_target(mesh: MeshConfig, platform: str) -> Target:
+    """The mesh of `mesh.shape`, not shrunk to the devices here. Its platform is known if `platform` names it.
+
+    A size of -1 requires the platform `cpu:N`, for N devices.
+    """
+    sizes = axis_sizes(mesh)
+    name, _, count = platform.partition(":")
+    if -1 in sizes.values():
+        if not count:
+            raise ConfigError(
+                f"mesh.shape={mesh.shape} derives a size from the number of devices, which is not known here. "
+                f"Set every size, or set the number of devices by run.platform=cpu:N (it is {name})"
+            )
+        try:
+            resolved = resolve_dims(tuple(sizes.values()), tuple(sizes), int(count), what="mesh.shape")
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        sizes = dict(zip(sizes, resolved, strict=True))
+    return Target(sizes, platform=None if name == "auto" else name)
+
+
+def fit_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """`sizes` with axes divided by their smallest factors until they fit `num_devices`; -1 takes the rest."""
+    free = [name for name, size in sizes.items() if size == -1]
+    fitted = dict(sizes) | dict.fromkeys(free, 1)
     while math.prod(fitted.values()) > num_devices:
         name = next(axis for axis in SHRINK_ORDER if fitted.get(axis, 1) > 1)
         size = fitted[name]

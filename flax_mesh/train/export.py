@@ -28,9 +28,10 @@ from flax_mesh.fields import parse_value
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.model import method_of, run_rules
+from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
 from flax_mesh.recipe.program import build_program
+from flax_mesh.recipe.resolve import rules_of
 from flax_mesh.recipe.saved import FORMAT, averages, saved_record, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
@@ -82,7 +83,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
         if problems := [*method_of(config.model, "problems", list)(), *source.problems()]:
             raise ConfigError(problems)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
-    rules = run_rules(config, mesh)
+    rules = rules_of(config, mesh)
     abstract = abstract_state(lambda: config.make_model(config.model, nnx.Rngs(0)), mesh, rules)
     with _errors_name_option():
         state = {"model": source.load(abstract)}

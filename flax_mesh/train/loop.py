@@ -18,7 +18,7 @@ from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.batches import prefetch
 from flax_mesh.data.corpus import Corpus, decode, load_corpus
 from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
-from flax_mesh.data.run_data import RunData, own_data, token_data
+from flax_mesh.data.run_data import RunData, token_data, user_data
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
@@ -27,10 +27,11 @@ from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
-from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
+from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.optimizers.average import with_average
-from flax_mesh.recipe.overrides import Change
+from flax_mesh.recipe.overrides import Change, to_lines
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
+from flax_mesh.recipe.resolve import Recipe
 from flax_mesh.recipe.saved import run_metadata
 from flax_mesh.recipe.schedule import schedule_memory
 from flax_mesh.step.loss import Limits
@@ -181,7 +182,7 @@ def train(
 
 def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
     """The program of `pipeline.schedule=search`, whose first steps are measured."""
-    config, pipeline = program.config.pipeline, program.pipeline
+    config, pipeline = program.recipe.pipeline, program.pipeline
     if pipeline is None or config.schedule != SEARCH:
         return program
     setting = f"{mesh_text(program.mesh.shape)}, {count_text(config.num_microbatches, 'microbatch')}"
@@ -191,8 +192,7 @@ def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
     """`pipeline.check`: the stages are compared with the model before the split, in process 0, on its own data."""
-    config, pipeline = run.config, run.program.pipeline
-    setting = config.pipeline.check
+    pipeline, setting = run.program.pipeline, run.recipe.pipeline.check
     if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
         return
 
@@ -201,7 +201,7 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
             return "pipeline.check: left out, because a microbatch takes more than 1e10 FLOPs or 1 GiB"
         pipeline.staged.check(
             run.data.first(),
-            seed=config.run.seed,
+            seed=run.recipe.step_options.seed,
             remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
             split_backward=pipeline.schedule.splits_backward,
         )
@@ -212,13 +212,13 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
 
 def _check_recording(run: Run, start: int) -> None:
     """Whether the steps that --trace and run.profile record belong to this run, which starts after `start` steps."""
-    last, problems = run.config.run.steps, []
+    last, problems = run.recipe.run.steps, []
     if run.trace is not None and start < last <= start + TRACED:
         problems.append(
             f"--trace {run.trace} records step {start + TRACED + 1}, the third of this run, but run.steps={last} ends "
             "before it; increase run.steps"
         )
-    if start < last and (problem := profile_problem(run.config.run.profile, start, last)):
+    if start < last and (problem := profile_problem(run.recipe.run.profile, start, last)):
         if start:
             run.say(f"note: nothing is recorded: {problem}")
         else:
@@ -229,7 +229,7 @@ def _check_recording(run: Run, start: int) -> None:
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
     try:
-        return check_resume(saved, run.record, run.config, allow_changes=allow_changes)
+        return check_resume(saved, run.record, run.recipe.config, allow_changes=allow_changes)
     except ConfigError as changed:
         try:
             checkpointer.check(run.program.layout, saved["step"])
@@ -246,13 +246,13 @@ def _steps(
 
     `saved` is the metadata of the checkpoint of step `start`.
     """
-    config = run.config
-    is_recorded = is_first() and not profile_problem(config.run.profile, start, config.run.steps)
-    profile = Profile(run.folder, config.run.profile if is_recorded else 0, start, run.say)
-    check = StepCheck(config.run, saved)
+    settings, config = run.recipe.run, run.recipe.config
+    is_recorded = is_first() and not profile_problem(settings.profile, start, settings.steps)
+    profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
+    check = StepCheck(settings, saved)
     own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     rows = Rows(
-        MetricsFile(run.folder, config, start, run.say) if is_first() else None,
+        MetricsFile(run.folder, to_lines(config), start, run.say) if is_first() else None,
         run.program,
         start,
         check,
@@ -271,7 +271,7 @@ def _steps(
 
     def save_before_failure() -> None:
         # One of several processes must not wait for the others, whose batches may not have failed.
-        if start < step and step % config.checkpoint.every and jax.process_count() == 1:
+        if start < step and step % run.recipe.checkpoint.every and jax.process_count() == 1:
             save(final=False)
             if not check.stopped:
                 run.say(f"the state after step {step} is saved, since the next batch cannot be made")
@@ -280,7 +280,7 @@ def _steps(
         stack.callback(rows.close)
         stack.callback(own_hooks.close)
         stack.callback(profile.close)
-        batches = stack.enter_context(closing(prefetch(run.data.batch, start, config.run.steps)))
+        batches = stack.enter_context(closing(prefetch(run.data.batch, start, settings.steps)))
         for index, batch, waited in _before_failure(batches, save_before_failure):
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
@@ -298,11 +298,11 @@ def _steps(
             if profile.ends_after(step):
                 _wait_for(state, metrics)
                 profile.close()
-            last = step == config.run.steps
+            last = step == settings.steps
             stop = run.should_stop()
-            if run.evaluate and (last or step % config.run.eval_every == 0):
+            if run.evaluate and (last or step % settings.eval_every == 0):
                 rows.finish(partial(run.evaluate, state))
-            if last or stop or step % config.checkpoint.every == 0:
+            if last or stop or step % run.recipe.checkpoint.every == 0:
                 save(final=last or stop)
                 if check.stopped:
                     break
@@ -395,35 +395,36 @@ def _traced_step(run: Run, state: TrainState, batch: Any, *limits: Limits) -> tu
 
 def _load_data(program: TrainProgram) -> RunData:
     """The batches of the recipe, or the tokens of `data.source`."""
-    config, axes = program.config, program.rules.axes
-    if program.batches is not None:
-        return own_data(program.batches, program.mesh, axes)
-    corpus = load_corpus(config.data)
-    if problems := check_on_corpus(config, corpus):
+    recipe, axes = program.recipe, program.rules.axes
+    if recipe.user_batches is not None:
+        return user_data(recipe.user_batches, program.mesh, axes)
+    corpus, vocab = load_corpus(recipe.data), getattr(recipe.model, "vocab_size", None)
+    if problems := vocabulary_problems(vocab, corpus, recipe.data.source):
         raise ConfigError(problems)
-    sharding, vocab = batch_sharding(program.mesh, axes), getattr(config.model, "vocab_size", None)
-    return token_data(corpus, config.data, data_seed(config), sharding, vocab, evaluates=config.run.eval_every > 0)
+    seed = recipe.run.seed if recipe.data.seed is None else recipe.data.seed
+    sharding = batch_sharding(program.mesh, axes)
+    return token_data(corpus, recipe.data, seed, sharding, vocab, evaluates=recipe.run.eval_every > 0)
 
 
 def _evaluation(program: TrainProgram, data: RunData) -> Callable[[TrainState], Row] | None:
     """The metrics of the held-out tokens and of `eval_fns`; None if there are neither or run.eval_every=0."""
-    config, held_out = program.config, data.held_out
-    if not config.run.eval_every or (held_out is None and not config.eval_fns):
+    recipe, held_out = program.recipe, data.held_out
+    if not recipe.run.eval_every or (held_out is None and not recipe.eval_fns):
         return None
-    parts = 1 if program.pipeline is None else config.pipeline.num_microbatches
 
     def evaluate(state: TrainState) -> Row:
-        sums = partial(program.evaluate, _evaluated(config, state))
-        on_host = host_evaluate(sums, program.mesh, program.rules.axes, parts)
+        sums = partial(program.evaluate, _evaluated(recipe, state))
+        on_host = host_evaluate(sums, program.mesh, program.rules.axes, program.num_parts)
         tokens = {} if held_out is None else held_out(sums)
-        return {**tokens, **run_eval_fns(config.eval_fns, config, on_host)}
+        return {**tokens, **run_eval_fns(recipe.eval_fns, on_host)}
 
     return evaluate
 
 
-def _evaluated(config: TrainConfig, state: TrainState) -> TrainState:
+def _evaluated(recipe: Recipe, state: TrainState) -> TrainState:
     """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
-    return with_average(state, config.optimizer.ema) if config.optimizer.ema else state
+    decay = recipe.optimizer.settings.ema
+    return with_average(state, decay) if decay else state
 
 
 def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
@@ -435,11 +436,11 @@ def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
 
 def _sample(run: Run, state: TrainState) -> str:
     """Sample text after the first 64 bytes of the held-out part; "" if tokens are not bytes."""
-    num_tokens, sample = run.config.run.sample_tokens, run.config.sample
+    num_tokens, sample = run.recipe.run.sample_tokens, run.recipe.sample
     prompt = run.data.prompt
     if not num_tokens or sample is None or prompt is None:
         return ""
-    graphdef, leaves = nnx.split(run.program.model(_evaluated(run.config, state)), graph=True)
+    graphdef, leaves = nnx.split(run.program.model(_evaluated(run.recipe, state)), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):
@@ -450,7 +451,7 @@ def _sample(run: Run, state: TrainState) -> str:
     replicated = NamedSharding(run.program.mesh, PartitionSpec())  # so that every process can read them
     try:
         with user_code("sample", place_of(sample)):
-            key = jax.random.key(run.config.run.seed)
+            key = jax.random.key(run.recipe.run.seed)
             tokens = jax.jit(continue_text, out_shardings=replicated)(leaves, prompt, key)
     except ConfigError as error:  # the run itself is finished and saved
         run.say(f"warning: no text was sampled: {error}")
@@ -473,9 +474,9 @@ def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
     return found
 
 
-def check_on_corpus(config: TrainConfig, corpus: Corpus) -> list[str]:
+def vocabulary_problems(ids: Any, corpus: Corpus, source: str) -> list[str]:
     """One line if the vocabulary is smaller than that of the text, or larger than the dtype of the files."""
-    ids, found, source = getattr(config.model, "vocab_size", None), corpus.vocab_size, config.data.source
+    found = corpus.vocab_size
     if isinstance(ids, int) and found is not None and ids < found:
         return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {found}"]
     if isinstance(ids, int) and corpus.bin_dtype == "uint16" and ids > UINT16_IDS:

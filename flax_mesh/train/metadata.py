@@ -29,7 +29,7 @@ def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, A
         "format": FORMAT,
         "step": 0,
         "recipe": recipe,
-        "config": to_texts(program.config),
+        "config": to_texts(program.recipe.config),
         **layout_record(program.mesh.shape, program.rules, layout_of(state, program.rules.layers)),
         "sharding": sharding_fingerprint(state),
         "data": data.record(0),

@@ -14,8 +14,8 @@ import numpy as np
 
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import SaveError
-from flax_mesh.hardware import load_chip, peak_flops
-from flax_mesh.recipe.config import RunConfig, tokens_per_step
+from flax_mesh.hardware import peak_flops
+from flax_mesh.recipe.config import RunConfig
 from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.step.loss import Limits
 from flax_mesh.train.run_folder import MetricsFile, Row
@@ -120,14 +120,12 @@ class Rows:
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
         self._devices = list(program.mesh.devices.flat)
-        config = program.config
-        own = config.make_batches is not None
-        counts = {"examples": config.data.batch_size if own else None, "tokens": tokens_per_step(config)}
+        recipe, kind = program.recipe, self._devices[0].device_kind
+        rows = None if recipe.user_batches is None else recipe.data.batch_size
+        counts = {"examples": rows, "tokens": recipe.tokens_per_step}
         self._counts = {name: count for name, count in counts.items() if count is not None}
-        count = config.flops_per_token
-        hardware, kind = config.run.hardware, self._devices[0].device_kind
-        self._peak = load_chip(hardware).peak("bfloat16") if hardware else peak_flops(kind)
-        self._flops = count and count(config.model, program.num_parameters, config.data.sequence_length)
+        self._peak = recipe.chip.peak("bfloat16") if recipe.chip else peak_flops(kind)
+        self._flops = recipe.flops_per_token and recipe.flops_per_token(program.num_parameters)
 
     def begin(self, step: int, metrics: Any, waited: float) -> None:
         self._pending = (step, metrics, waited)

@@ -13,10 +13,9 @@ from flax import nnx
 
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import SaveError
-from flax_mesh.recipe.compiler_options import options_text, parse_compiler_options
-from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.optimizers.groups import trained_filter
+from flax_mesh.recipe.compiler_options import options_text
 from flax_mesh.recipe.program import TrainProgram
+from flax_mesh.recipe.resolve import Recipe
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
@@ -40,11 +39,11 @@ class Run:
     trace: Path | None
 
     @property
-    def config(self) -> TrainConfig:
-        return self.program.config
+    def recipe(self) -> Recipe:
+        return self.program.recipe
 
     def warn_or_raise(self, error: SaveError) -> None:
-        if self.config.checkpoint.on_failure == "stop":
+        if self.recipe.checkpoint.on_failure == "stop":
             raise error
         self.say(f"warning: {error}; training continues (checkpoint.on_failure)")
 
@@ -65,40 +64,39 @@ def describe(run: Run) -> None:
     if program.pipeline is not None:
         for line in str(program.pipeline.staged).splitlines():
             run.say(line)
-    config = run.config
-    if config.run.eval_every and run.evaluate is None:
+    recipe, settings = run.recipe, run.recipe.optimizer.settings
+    if recipe.run.eval_every and run.evaluate is None:
         run.say(
-            f"note: run.eval_every={config.run.eval_every} evaluates nothing: make_batches has no held-out part, and "
+            f"note: run.eval_every={recipe.run.eval_every} evaluates nothing: make_batches has no held-out part, and "
             "the recipe has no eval_fns"
         )
     run.say(f"optimizer: {_optimizer_text(program)}")
-    if config.run.compiler_options:
-        run.say(f"compiler: {options_text(parse_compiler_options(config.run.compiler_options))}")
-    settings = config.optimizer
-    is_named = config.make_optimizer is None and config.make_schedule is None and settings.schedule != "constant"
-    if is_named and config.run.steps > settings.decay_steps:
+    if options := recipe.step_options.compiler_options:
+        run.say(f"compiler: {options_text(options)}")
+    is_named = recipe.optimizer.make is None and recipe.optimizer.make_schedule is None
+    if is_named and settings.schedule != "constant" and recipe.run.steps > settings.decay_steps:
         run.say(
             f"note: the learning rate stays at {settings.end_learning_rate} from step {settings.decay_steps} on "
-            f"(optimizer.decay_steps); the run has {config.run.steps} steps"
+            f"(optimizer.decay_steps); the run has {recipe.run.steps} steps"
         )
 
 
 def _optimizer_text(program: TrainProgram) -> str:
     """The name and the learning rate schedule, how many arrays are trained, and the moving average."""
-    config = program.config
-    own, own_schedule = (f"{name} of the recipe" for name in ("make_optimizer", "make_schedule"))
-    parts = [config.optimizer.name if config.make_optimizer is None else own]
-    if config.make_schedule is not None:
-        parts.append(own_schedule)
-    elif config.make_optimizer is None:
-        parts.append(f"{config.optimizer.schedule} schedule")
+    optimizer = program.recipe.optimizer
+    settings = optimizer.settings
+    parts = [settings.name if optimizer.make is None else "make_optimizer of the recipe"]
+    if optimizer.make_schedule is not None:
+        parts.append("make_schedule of the recipe")
+    elif optimizer.make is None:
+        parts.append(f"{settings.schedule} schedule")
     model = program.layout.to_nnx()["model"]
-    trained = jax.tree.leaves(nnx.filter_state(model, trained_filter(config.wrt, config.optimizer.groups)))
+    trained = jax.tree.leaves(nnx.filter_state(model, optimizer.trained))
     if len(trained) != len(program.parameters):
         count = sum(math.prod(x.shape) for x in trained)
         parts.append(f"trains {count / 1e6:.2f}M parameters in {len(trained)} arrays")
-    if config.optimizer.ema:
-        parts.append(f"evaluation uses the moving average of the parameters (ema {config.optimizer.ema})")
+    if settings.ema:
+        parts.append(f"evaluation uses the moving average of the parameters (ema {settings.ema})")
     return ", ".join(parts)
 
 

@@ -22,8 +22,6 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.processes import assert_equal, broadcast_from_process_0
-from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.text import count_text
 
 Row = dict[str, Any]
@@ -114,10 +112,10 @@ class MetricsFile:
     `start` steps, because the later ones are computed again. A new run renames both files of an older run.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, start: int, say: Callable[[str], None]):
+    def __init__(self, folder: Path, settings: Sequence[str], start: int, say: Callable[[str], None]):
         self._folder = folder.absolute()  # a recipe may change the current folder
         self._path = self._folder / METRICS
-        self._config, self._start, self._say = config, start, say
+        self._settings, self._start, self._say = settings, start, say
         self._file: BinaryIO | None = None  # unbuffered
         self._written: tuple[int, ...] = ()  # identity and size of the file after the last row
         self._count = 0  # rows that the file should contain
@@ -157,7 +155,7 @@ class MetricsFile:
                 f"run: {METRICS} is cut back to the checkpoint of step {self._start}: {before} before, {after} now"
             )
         self._count = _num_lines(kept)
-        lines = "\n".join(to_lines(self._config)) + "\n"
+        lines = "\n".join(self._settings) + "\n"
         _replace(self._folder / CONFIG, lines.encode())  # in the format that @FILE reads
 
     def _found(self) -> tuple[int, ...]:

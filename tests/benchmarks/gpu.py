@@ -29,12 +29,11 @@ import numpy as np
 
 from flax_mesh import create_mesh
 from flax_mesh.data.batches import make_batch_fn, prefetch
-from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import peak_flops
-from flax_mesh.recipe.checks import check_config, check_on_mesh
-from flax_mesh.recipe.compiler_options import check_compiler_options, options_text, parse_compiler_options
-from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.compiler_options import options_text, parse_compiler_options
 from flax_mesh.recipe.program import batch_sharding, train_program
+from flax_mesh.recipe.resolve import check, resolve
+from flax_mesh.recipe.target import target_of
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.metrics import peak_memory
 from flax_mesh.tree import named_leaves
@@ -134,11 +133,8 @@ class Bench:
         self.config = replace(config, optimizer=replace(config.optimizer, decay_steps=10**6))
         self.options = parse_compiler_options(config.run.compiler_options)
         self.mesh = mesh = create_mesh((1,) * 5, devices=[device])
-        rules = run_rules(self.config)
-        problems = [*check_config(self.config), *check_on_mesh(self.config, mesh, rules.axes)]
-        if problems := [*problems, *check_compiler_options(self.options, device)]:
-            raise ConfigError(problems)
-        self.device, self.program = device, train_program(self.config, mesh, rules)
+        check(self.config)
+        self.device, self.program = device, train_program(resolve(self.config, target_of(mesh)))
         self.state = self.program.init()
         model, data = self.config.model, self.config.data
         parameters = named_leaves(self.state.to_nnx()["model"])
@@ -147,7 +143,9 @@ class Bench:
         self.tokens_per_step = data.batch_size * data.sequence_length
         count = self.tokens_per_step * BATCHES + 1
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, count).astype(np.int32)
-        self.make_batch = make_batch_fn(tokens, seed=0, config=data, sharding=batch_sharding(mesh, rules.axes))
+        self.make_batch = make_batch_fn(
+            tokens, seed=0, config=data, sharding=batch_sharding(mesh, self.program.rules.axes)
+        )
         batches = [self.make_batch(i) for i in range(BATCHES)]
         self.feeds = {name: itertools.cycle(batches) for name in ("flax_mesh", "plain")}
         # On the host, so that they do not count in the peak of device memory.

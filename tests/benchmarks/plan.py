@@ -24,7 +24,8 @@ from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import Topology, parse_topology
-from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.resolve import derive
+from flax_mesh.recipe.target import target_of
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
@@ -64,7 +65,7 @@ def estimate_of(run: Run) -> Estimate:
     config, shape = run.config(), parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1)
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
     with kernels_without_devices():
-        program, arguments = step_of(config, mesh, run_rules(config, mesh))
+        program, arguments = step_of(derive(config, target_of(mesh)))
         return estimate(program.step, arguments, shape, "tpu")
 
 

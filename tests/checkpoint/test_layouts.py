@@ -12,9 +12,9 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.data.batches import BatchFn, make_batch_fn
 from flax_mesh.models import make_decoder, next_token_loss
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, train_program
-from flax_mesh.recipe.target import make_mesh
+from flax_mesh.recipe.resolve import resolve
+from flax_mesh.recipe.target import local_target
 from flax_mesh.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, TrainState, apply_overrides
 from tests.checkpoint.states import SMALL, by_layer, check_same
 
@@ -52,9 +52,9 @@ TEXT = "".join(f"{i} squared is {i * i}, and its neighbour {i + 1}.\n" for i in 
 def setup(layout: str) -> tuple[TrainProgram, BatchFn]:
     """The program and the batches of a run in this layout, which are built once."""
     own = apply_overrides(CONFIG, ["pipeline.num_microbatches=4", *LAYOUTS[layout]])
-    mesh, rules = make_mesh(own, print), run_rules(own)
-    tokens, sharding = np.frombuffer(TEXT.encode(), np.uint8), batch_sharding(mesh, rules.axes)
-    return train_program(own, mesh, rules), make_batch_fn(tokens, seed=0, config=own.data, sharding=sharding)
+    program = train_program(resolve(own, local_target(own.mesh, own.run.platform)))
+    tokens, sharding = np.frombuffer(TEXT.encode(), np.uint8), batch_sharding(program.mesh, program.rules.axes)
+    return program, make_batch_fn(tokens, seed=0, config=own.data, sharding=sharding)
 
 
 @pytest.fixture(scope="module")

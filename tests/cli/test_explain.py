@@ -22,7 +22,7 @@ from flax_mesh import explain_sharding
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.recipe.explain import explain
-from flax_mesh.recipe.target import abstract_mesh
+from flax_mesh.recipe.target import abstract_target
 from flax_mesh.train import apply_overrides, load_recipe
 from tests.golden_text import golden_text
 from tests.mpmd.runtime.pipelines import build, make_net, net_batch, net_loss
@@ -219,7 +219,8 @@ def test_the_mesh_is_the_one_of_the_recipe():
         ("mesh.shape=pp:4,fsdp:-1,tp:2 run.platform=cpu:64", {"fsdp": 8, "tp": 2}),
         ("mesh.shape=tp:64 run.platform=cpu:8", {"tp": 64}),  # not shrunk to 8 devices
     ):
-        mesh = abstract_mesh(apply_overrides(load_recipe(TINY), settings.split()))
+        config = apply_overrides(load_recipe(TINY), settings.split())
+        mesh = abstract_target(config.mesh, config.run.platform).abstract_mesh("auto")
         assert {name: size for name, size in mesh.shape.items() if size > 1} == shape
 
 

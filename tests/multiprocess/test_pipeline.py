@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.program import train_program
-from flax_mesh.recipe.target import make_mesh
+from flax_mesh.recipe.resolve import resolve
+from flax_mesh.recipe.target import local_target
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess.cases import make_pipeline, parse_sizes, results
 from tests.multiprocess.processes import assert_all_done, run_workers
@@ -80,8 +80,8 @@ def test_the_code_of_the_docs_page_runs_in_two_processes():
 @pytest.mark.slow
 def test_several_processes_start_from_the_parameters_in_a_folder(tmp_path):
     config = config_of("dp:1")
-    rules = run_rules(config)
-    program = train_program(config, make_mesh(config, print), rules)
+    program = train_program(resolve(config, local_target(config.mesh, config.run.platform)))
+    rules = program.rules
     state, _ = start_from(find_start(str(LLAMA)), program.init(), rules.layers)
     with Checkpointer(tmp_path, layers=rules.layers) as checkpointer:
         checkpointer.save(7, state.to_nnx(), {})

@@ -24,9 +24,9 @@ from flax_mesh.errors import ConfigError, SaveError, ShardingError
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.transport.ordered import OrderedTransport
 from flax_mesh.processes import Watch
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.program import train_program
-from flax_mesh.recipe.target import make_mesh
+from flax_mesh.recipe.resolve import resolve
+from flax_mesh.recipe.target import local_target
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.warm_start import find_start, start_from
 from tests.multiprocess import cases
@@ -163,9 +163,8 @@ def starts(checkpoint: str) -> None:
     whole = NamedSharding(jax.make_mesh((1,), ("fsdp",), devices=jax.local_devices()[:1]), P())
     for shape, folder in itertools.product(("pp:2,fsdp:2", "fsdp:4"), (checkpoint, LLAMA)):
         config = config_of(shape)
-        mesh, rules = make_mesh(config, print), run_rules(config)
-        program = train_program(config, mesh, rules)
-        fresh = program.init()
+        program = train_program(resolve(config, local_target(config.mesh, config.run.platform)))
+        rules, fresh = program.rules, program.init()
         state, text = start_from(find_start(str(folder)), fresh, rules.layers)
         before, after = (dict(named_leaves(one.to_nnx())) for one in (fresh, state))
         model = state.to_nnx()["model"]
@@ -185,8 +184,8 @@ def starts(checkpoint: str) -> None:
 def restores(folder: str, step: str, *settings: str) -> None:
     """Restores the step of a run in this layout: every shard has the bits that plain Orbax reads."""
     config = apply_overrides(load_recipe(settings[0]), settings[1:])
-    mesh, rules = make_mesh(config, print), run_rules(config)
-    layout = train_program(config, mesh, rules).layout.to_nnx()
+    program = train_program(resolve(config, local_target(config.mesh, config.run.platform)))
+    layout, rules = program.layout.to_nnx(), program.rules
     with Checkpointer(Path(folder) / "checkpoints", layers=rules.layers) as checkpointer:
         restored = dict(named_leaves(checkpointer.restore(layout, int(step))))
     expected = stored(Path(folder), int(step))

@@ -12,8 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.program import batch_sharding, train_program
+from flax_mesh.recipe.resolve import derive
+from flax_mesh.recipe.target import target_of
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import abstract_train_state
 from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig, make_train_step
@@ -45,8 +46,8 @@ def decoder_config(
 def decoder(mesh: Any, *, microbatches: int = 1, **settings: Any) -> Step:
     """The step of a recipe with the decoder."""
     config = decoder_config(pipeline=PipelineConfig(num_microbatches=microbatches), **settings)
-    rules = run_rules(config, mesh)
-    program = train_program(config, mesh, rules)
+    program = train_program(derive(config, target_of(mesh)))
+    rules = program.rules
     shape = config.data.batch_size, config.data.sequence_length
     rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh, rules.axes))
     return program.step, (program.layout, {"inputs": rows, "targets": rows})

@@ -23,7 +23,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from flax_mesh.plan.compile import stages
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.recipe import Split, split_recipe
-from flax_mesh.recipe.model import run_rules
+from flax_mesh.recipe.resolve import derive
+from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import PipelineConfig
 from tests.plan.cases import CASES, Case, decoder_config
@@ -84,7 +85,8 @@ def _split(case: Case, mesh: AbstractMesh) -> Split:
     settings = dict(case.settings)
     options = {"schedule": settings.pop("schedule"), "remat": settings.pop("stage_remat", "none")}
     config = decoder_config(pipeline=PipelineConfig(num_microbatches=4, **options), **settings)
-    return split_recipe(config, case.sizes["pp"], mesh, run_rules(config, mesh))
+    sizes = {"pp": case.sizes["pp"], **mesh.shape}
+    return split_recipe(derive(config, Target(sizes, given=mesh)))
 
 
 def _figures(program: Any, mesh: Mesh, case: Case) -> Figures:
@@ -130,7 +132,7 @@ def estimates(case: Case) -> dict[str, Estimate]:
     sizes = {name: size for name, size in case.sizes.items() if name != "pp"}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     if case.is_pipeline:
-        found = _split(case, mesh).estimates(mesh, case.sizes, case.platform)
+        found = _split(case, mesh).estimates(case.platform)
         return {f"{kind}{k}": one for k, stage in enumerate(found) for kind, one in stage.programs.items()}
     return {"step": estimate(*case.make(mesh, **case.settings), sizes, case.platform)}
 

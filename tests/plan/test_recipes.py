@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh.plan import plan
-from flax_mesh.recipe.model import make_model
+from flax_mesh.recipe.resolve import maker
 from flax_mesh.train import apply_overrides, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ COMMANDS = [words for name in ("llama3", "qwen3") for words in plan_commands(ROO
 )
 def test_the_models_have_the_published_number_of_parameters(recipe, parameters):
     config = load_recipe(str(ROOT / "recipes" / recipe))
-    state = nnx.eval_shape(lambda: nnx.state(make_model(config), nnx.Param))
+    state = nnx.eval_shape(lambda: nnx.state(maker(config)(), nnx.Param))
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(state)) == parameters
 
 

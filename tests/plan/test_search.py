@@ -32,8 +32,8 @@ from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, Space, StateBytes, 
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.recipe.checks import check_config, check_on_mesh
-from flax_mesh.recipe.model import run_rules
-from flax_mesh.recipe.target import group_mesh, mesh_shape
+from flax_mesh.recipe.resolve import derive, rules_of
+from flax_mesh.recipe.target import Target, axis_sizes
 from flax_mesh.text import bytes_text
 from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig, apply_overrides
 from tests.plan.cases import PLANNED
@@ -56,7 +56,7 @@ cached_plan = cache(plan)
 
 @pytest.fixture(autouse=True)
 def plans_are_made_once(monkeypatch):
-    monkeypatch.setattr(module, "plan", cached_plan)
+    monkeypatch.setattr(module, "plan_layout", lambda config, topology, batch: cached_plan(config, topology))
 
 
 def topology_with(memory: float) -> Topology:
@@ -116,13 +116,13 @@ def test_every_layout_passes_the_checks_none_is_there_twice_and_those_excluded_f
     space = make_space(CONFIG, parse_topology("v5e:2x4"), ["data.batch_size"])
     texts = [json.dumps(dict(space.settings(layout))) for layout in space.layouts]
     assert len(texts) == len(set(texts)) > 500
-    rules = run_rules(CONFIG)
+    rules = rules_of(CONFIG)
     for layout in space.layouts[::17]:
         config = space.apply(space.settings(layout))
-        shape = mesh_shape(config)
+        shape = axis_sizes(config.mesh)
         assert math.prod(shape.values()) == 8
         assert check_config(config) == []
-        assert check_on_mesh(config, group_mesh(config, shape, "tpu"), rules.axes) == []
+        assert check_on_mesh(config, Target(shape, platform="tpu").abstract_mesh("auto"), rules.axes) == []
     # The number of key-value heads excludes tp:8 and nothing else.
     assert max(layout.sizes[4] for layout in space.layouts) == MODEL.num_kv_heads
     assert space.excluded[f"model.num_kv_heads={MODEL.num_kv_heads} is not divisible by its mesh axes"] > 0
@@ -177,7 +177,8 @@ def test_no_plan_has_less_state_than_the_lower_bound(shape, dtype, shard_over):
     optimizer = OptimizerConfig(shard_over=shard_over)
     config = dataclasses.replace(PLANNED, model=model, mesh=MeshConfig(shape), optimizer=optimizer)
     found = plan(config, "v5e:2x4").memory.at_peak
-    least = StateBytes(config, parse_topology("v5e:2x4")).least(mesh_shape(config), shard_over)
+    recipe = derive(config, Target(axis_sizes(config.mesh), platform="tpu"))
+    least = StateBytes(recipe, parse_topology("v5e:2x4")).least(axis_sizes(config.mesh), shard_over)
     assert least <= found["parameters"] + found["optimizer"]
     if shape == "fsdp:8":  # only scales are replicated
         assert least == pytest.approx(found["parameters"] + found["optimizer"], rel=0.05)
@@ -235,9 +236,9 @@ def test_a_search_finds_what_brute_force_finds(chips, text, fixed, budget, toler
     assert len(lines) == 2 * budget and lines[budget - 1].startswith(f"{budget} of {budget} plans; best: ")
 
 
-def made_plan(config: TrainConfig, topology: Topology) -> Any:
+def made_plan(config: TrainConfig, topology: Topology, batch: Any = None) -> Any:
     """A plan by a formula: idle time, traffic that grows with the axes, recomputation, memory for activations."""
-    shape, parts = mesh_shape(config), config.pipeline.num_microbatches
+    shape, parts = axis_sizes(config.mesh), config.pipeline.num_microbatches
     idle = (shape["pp"] - 1) / ((config.pipeline.num_virtual_stages or 1) * parts)
     traffic = 0.2 * math.log2(shape["tp"]) + 0.1 * math.log2(shape["sp"]) + 0.02 * math.log2(shape["fsdp"])
     rows = config.data.batch_size / shape["dp"] / shape["fsdp"] / parts
@@ -253,7 +254,7 @@ def made_plan(config: TrainConfig, topology: Topology) -> Any:
 def test_among_thousands_of_layouts_the_regression_finds_one_of_the_best(regresses, monkeypatch):
     """24 plans of which the first ones are random; without the regression all of them are."""
     space = make_space(CONFIG, parse_topology("v5p:4x4x4"), ["pipeline.num_microbatches"])
-    monkeypatch.setattr(module, "plan", made_plan)
+    monkeypatch.setattr(module, "plan_layout", made_plan)
     monkeypatch.setattr(Space, "usual", lambda self: [])
     if not regresses:
         monkeypatch.setattr(

@@ -16,7 +16,7 @@ from flax_mesh.recipe.explain import explain
 from flax_mesh.recipe.program import FIELDS_OF_ROW
 from flax_mesh.step.loss import RESERVED
 from flax_mesh.train import apply_overrides, build_program, load_recipe
-from flax_mesh.train.loop import check_on_corpus
+from flax_mesh.train.loop import vocabulary_problems
 from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train import bigram
 from tests.train.bigram import BigramConfig, recipe
@@ -78,13 +78,13 @@ def test_a_vocabulary_beyond_uint16_needs_files_of_uint32(tmp_path):
     np.arange(5000, dtype="<u4").tofile(tmp_path / "tokens.bin")
     large = replace(recipe(), model=BigramConfig(vocab_size=128_256))
     large = apply_overrides(large, [f"data.source={tmp_path / 'tokens.bin'}"])
-    (problem,) = check_on_corpus(large, load_corpus(large.data))
+    (problem,) = vocabulary_problems(large.model.vocab_size, load_corpus(large.data), large.data.source)
     assert problem.startswith("model.vocab_size=128256 is more than the 65536 ids of uint16, ")
     assert "Set data.bin_dtype=uint32" in problem
     large = apply_overrides(large, ["data.bin_dtype=uint32"])
-    assert check_on_corpus(large, load_corpus(large.data)) == []
+    assert vocabulary_problems(large.model.vocab_size, load_corpus(large.data), large.data.source) == []
     small = apply_overrides(recipe(), [f"data.source={tmp_path / 'tokens.bin'}"])
-    assert check_on_corpus(small, load_corpus(small.data)) == []
+    assert vocabulary_problems(small.model.vocab_size, load_corpus(small.data), small.data.source) == []
 
 
 def test_options_are_checked_by_the_compiler():

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh import PartitionRules, abstract_state, named_leaves
+from flax_mesh.recipe.config import MeshConfig
 from flax_mesh.recipe.explain import explain
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.program import build_program
-from flax_mesh.recipe.target import AXIS_NAMES, fit_mesh, make_mesh
+from flax_mesh.recipe.resolve import rules_of
+from flax_mesh.recipe.target import AXIS_NAMES, fit_sizes, local_target
 from flax_mesh.train import apply_overrides, load_recipe
 from tests.checkpoint import small_decoder
 from tests.checkpoint.small_decoder import program_of
@@ -33,7 +34,7 @@ sizes = st.integers(1, 12)
 def test_a_fitted_mesh_fits_and_every_axis_divides_the_requested_one(shape, num_devices, data):
     free = data.draw(st.none() | st.sampled_from(sorted(shape)))
     requested = shape if free is None else shape | {free: -1}
-    fitted = fit_mesh(requested, num_devices)
+    fitted = fit_sizes(requested, num_devices)
     used = math.prod(fitted.values())
     assert list(fitted) == list(requested)
     assert 1 <= used <= num_devices
@@ -48,14 +49,14 @@ def test_a_fitted_mesh_fits_and_every_axis_divides_the_requested_one(shape, num_
 
 def test_a_mesh_shrinks_dp_before_the_axes_that_split_the_model():
     requested = {"dp": 2, "fsdp": 2, "tp": 2}
-    assert [fit_mesh(requested, n) for n in (8, 7, 2, 1)] == [
+    assert [fit_sizes(requested, n) for n in (8, 7, 2, 1)] == [
         requested,
         {"dp": 1, "fsdp": 2, "tp": 2},
         {"dp": 1, "fsdp": 1, "tp": 2},
         {"dp": 1, "fsdp": 1, "tp": 1},
     ]
-    assert fit_mesh({"dp": 12, "tp": 2}, 8) == {"dp": 3, "tp": 2}
-    assert fit_mesh({"tp": 3, "fsdp": -1}, 8) == {"tp": 3, "fsdp": 2}
+    assert fit_sizes({"dp": 12, "tp": 2}, 8) == {"dp": 3, "tp": 2}
+    assert fit_sizes({"tp": 3, "fsdp": -1}, 8) == {"tp": 3, "fsdp": 2}
 
 
 def test_auto_uses_the_available_devices_and_reports_changes():
@@ -67,10 +68,9 @@ def test_auto_uses_the_available_devices_and_reports_changes():
         ("dp:4,fsdp:2,tp:2", (2, 2, 2), [shrunk]),
         ("dp:3", (3,), ["mesh: uses 3 of the 8 devices here"]),
     ):
-        output: list[str] = []
-        mesh = make_mesh(apply_overrides(recipe(), [f"mesh.shape={shape}", "run.platform=auto"]), output.append)
-        assert tuple(size for size in mesh.shape.values() if size > 1) == sizes
-        assert output == printed
+        target = local_target(MeshConfig(shape), "auto")
+        assert tuple(size for size in target.device_mesh("auto").shape.values() if size > 1) == sizes
+        assert list(target.notes) == printed
 
 
 # --- rule tables ---
@@ -86,10 +86,10 @@ def test_a_table_of_the_recipe_uses_the_layers_of_the_model_by_default():
         (PartitionRules(REPLICATED), ("layers",)),
         (PartitionRules(REPLICATED, layers="blocks"), ("blocks",)),
     ):
-        found = run_rules(replace(tiny, rules=rules))
+        found = rules_of(replace(tiny, rules=rules))
         assert found.layers == layers
-        assert (found.table == run_rules(tiny).table) == (rules is None)
-    assert run_rules(replace(recipe(), rules=REPLICATED)).layers == (), "the model has no table"
+        assert (found.table == rules_of(tiny).table) == (rules is None)
+    assert rules_of(replace(recipe(), rules=REPLICATED)).layers == (), "the model has no table"
 
 
 @pytest.mark.slow
@@ -123,8 +123,8 @@ class Frequencies(nnx.Module):
 def test_rules_of_a_recipe_find_arrays_in_containers_with_the_mesh_in_context():
     config = replace(recipe(), make_model=lambda model, rngs: Frequencies(rngs))
     config = apply_overrides(config, ["mesh.shape=fsdp:8", "mesh.rules=fsdp"])
-    mesh = make_mesh(config, lambda text: None)
-    state = abstract_state(lambda: Frequencies(nnx.Rngs(0)), mesh, run_rules(config, mesh))
+    mesh = local_target(config.mesh, "auto").device_mesh("auto")
+    state = abstract_state(lambda: Frequencies(nnx.Rngs(0)), mesh, rules_of(config, mesh))
     specs = {path: leaf.sharding.spec for path, leaf in named_leaves(state)}
     assert specs == {"kernel": PartitionSpec(None, "fsdp"), "scales/a": PartitionSpec("fsdp")}
 

@@ -7,6 +7,7 @@ from collections import Counter
 import jax
 import jax.numpy as jnp
 
+from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train.run_folder import MetricsFile
 from tests.suite import budget
 from tests.train.bigram import recipe
@@ -18,7 +19,7 @@ def test_programs_runs_and_processes_of_a_test_are_counted(request, tmp_path):
     jax.jit(lambda x: 2 * x + 1)(jnp.zeros(7))  # one program; jnp.zeros is an operation
     subprocess.run([sys.executable, "-c", ""], check=True)
     subprocess.run(["true"], check=True)  # not Python
-    file = MetricsFile(tmp_path, recipe(), 0, print)
+    file = MetricsFile(tmp_path, to_lines(recipe()), 0, print)
     file.write({"step": 1, "loss": 1.0})
     file.write({"step": 2, "loss": 1.0})
     file.close()

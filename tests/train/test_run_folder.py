@@ -15,6 +15,7 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import apply_overrides, train
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, next_free, rows_until, run_folder
 from tests.train.bigram import recipe, snapshot
@@ -39,7 +40,7 @@ TEXT = b"".join(ROWS)
 def write_rows(folder: Path, start: int, end: int = STEPS) -> list[str]:
     """Write the rows of a run that has completed `start` steps. Returns what it says."""
     said: list[str] = []
-    file = MetricsFile(folder, recipe(), start, said.append)
+    file = MetricsFile(folder, to_lines(recipe()), start, said.append)
     for step in range(start + 1, end + 1):
         file.write(row(step))
     file.close()
@@ -113,7 +114,7 @@ def test_a_new_run_keeps_the_files_of_an_old_one_under_other_names(tmp_path):
 def test_a_folder_does_not_change_before_the_first_row(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(TEXT[:-7])
     before = snapshot(tmp_path)
-    MetricsFile(tmp_path, recipe(), 2, print).close()
+    MetricsFile(tmp_path, to_lines(recipe()), 2, print).close()
     assert snapshot(tmp_path) == before
 
 
@@ -142,7 +143,7 @@ def restore_a_copy(path: Path) -> None:
 )
 def test_rows_are_written_to_the_file_of_the_name_and_missing_ones_are_counted(change, rows, lost, tmp_path):
     said: list[str] = []
-    file = MetricsFile(tmp_path, recipe(), 0, said.append)
+    file = MetricsFile(tmp_path, to_lines(recipe()), 0, said.append)
     for step in (1, 2, 3):
         file.write(row(step))
     change(tmp_path / "metrics.jsonl")
@@ -163,7 +164,7 @@ def test_rows_are_written_to_the_file_of_the_name_and_missing_ones_are_counted(c
 
 def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    file = MetricsFile(Path(), recipe(), 0, print)
+    file = MetricsFile(Path(), to_lines(recipe()), 0, print)
     file.write(row(1))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
@@ -173,7 +174,7 @@ def test_rows_of_a_relative_folder_do_not_follow_the_current_folder(tmp_path, mo
 
 
 def test_a_row_for_which_there_is_no_room_is_left_out_completely(tmp_path):
-    file = MetricsFile(tmp_path, recipe(), 0, print)
+    file = MetricsFile(tmp_path, to_lines(recipe()), 0, print)
     file.write(row(1))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(ROWS[0]) + 9, limits[1]))

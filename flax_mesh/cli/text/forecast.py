@@ -1,18 +1,17 @@
 """The forecast of a run that `flax-mesh train` prints before anything compiles, and its comparison with the run."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from flax_mesh.data.user_batches import abstract_batch, batch_shapes, zero_batches
-from flax_mesh.hardware import load_chip
-from flax_mesh.mesh.shape import format_mesh_shape
-from flax_mesh.plan import plan
+from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.recipe import plan_recipe
 from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.recipe.program import TrainProgram
+from flax_mesh.recipe.resolve import retarget
+from flax_mesh.recipe.target import Target
 from flax_mesh.text import first_line
 from flax_mesh.train.metrics import Row
 
@@ -35,7 +34,7 @@ class Forecast:
         self._program = program
         try:
             self._plan = plan_of(program)
-            self._is_timed = self._plan.topology.chip.platform != "cpu" or bool(program.config.run.hardware)
+            self._is_timed = self._plan.topology.chip.platform != "cpu" or program.recipe.chip is not None
             text = forecast_line(self._plan.memory, self._plan.time if self._is_timed else None)
         except Exception as error:  # whatever the forecast fails with, the run itself may succeed
             reason = first_line(error)
@@ -63,11 +62,10 @@ def compiled_bytes(program: TrainProgram) -> tuple[int, int] | None:
     None for a pipeline, whose step is many programs, and where the step has limits as a third argument. JAX returns the
     program that it has compiled for the run.
     """
-    run = program.config.run
-    if program.pipeline is not None or (run.on_nonfinite == "skip" and run.spike_factor):
+    recipe = program.recipe
+    if program.pipeline is not None or (recipe.step_options.skip_nonfinite and recipe.run.spike_factor):
         return None
-    shapes = program.batches.shapes if program.batches else batch_shapes(program.config)
-    batch = abstract_batch(shapes, program.mesh, program.rules.axes)
+    batch = abstract_batch(recipe.batch, program.mesh, program.rules.axes)
     step: Any = program.step
     found = step.lower(program.layout, batch).compile().memory_analysis()
     if found is None:
@@ -78,11 +76,6 @@ def compiled_bytes(program: TrainProgram) -> tuple[int, int] | None:
 
 def plan_of(program: TrainProgram) -> Plan:
     """The plan on the mesh and the devices of the run, which may be fewer than `mesh.shape` and than those here."""
-    config, mesh = program.config, program.mesh
-    shape = format_mesh_shape(mesh.axis_names, mesh.devices.shape)
-    chip = load_chip(config.run.hardware) if config.run.hardware else None
-    topology = topology_of_devices(list(mesh.devices.flat), chip)
-    config = replace(config, mesh=replace(config.mesh, shape=shape))
-    if program.batches is not None:  # the shapes are known, and make_batches may take long
-        config = replace(config, make_batches=zero_batches(program.batches.shapes))
-    return plan(config, topology)
+    recipe, mesh = program.recipe, program.mesh
+    topology = topology_of_devices(list(mesh.devices.flat), recipe.chip)
+    return plan_recipe(retarget(recipe, Target(mesh.shape, platform=topology.chip.platform)), topology)

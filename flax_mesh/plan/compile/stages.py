@@ -19,7 +19,8 @@ def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambd
     XLA returned them before.
     """
     schedule, count = split.schedule, split.schedule.num_microbatches
-    forward = split.staged.cut(microbatch_shapes(split.batch, count), seed=split.config.run.seed, train=True)
+    part, seed = microbatch_shapes(split.recipe.batch, count), split.recipe.step_options.seed
+    forward = split.staged.cut(part, seed=seed, train=True)
     stages = compile_stages(
         forward,
         schedule.stage_to_group,
@@ -40,7 +41,7 @@ def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambd
 class _Compiler:
     def __init__(self, split: Split, mesh: Mesh, leaves: Sequence[Any], count: int, say: Callable[[str], None]):
         self.split, self.mesh, self.leaves, self.count, self.say = split, mesh, leaves, count, say
-        self.data = [self._rows(x) for x in jax.tree.leaves(split.batch)]
+        self.data = [self._rows(x) for x in jax.tree.leaves(split.recipe.batch)]
         self.found: dict[str, Any] = {}
         self.known: dict[int, tuple[Any, ...]] = {}  # leaves, data, (microbatch, step), activations
         self.residuals: dict[int, Any] = {}
@@ -88,7 +89,8 @@ class _Compiler:
     def _rows(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self.split.schedule.num_microbatches
         shape = (count, x.shape[0] // count, *x.shape[1:])
-        return self._abstract(shape, x.dtype, (None, *microbatch_spec(shape[1:], self.mesh, self.split.axes)))
+        spec = microbatch_spec(shape[1:], self.mesh, self.split.recipe.rules.axes)
+        return self._abstract(shape, x.dtype, (None, *spec))
 
     def _abstract(self, shape: Sequence[int], dtype: Any, spec: Iterable[Any] = ()) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec)))

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS
-from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mesh.slices import preferred_splits
 from flax_mesh.plan.topology import Topology, parse_topology, placement
+from flax_mesh.recipe.target import Target
 from flax_mesh.text import listed, one_line
 
 TPU_NAMES = {"v3": "v3", "v4": "v4", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "v7x": "tpu7x"}  # of chips in libtpu
@@ -65,14 +65,13 @@ def environment(topology: Topology, inherited: Mapping[str, str]) -> dict[str, s
     return found
 
 
-def make_mesh(topology: Topology, shape: Mapping[str, int], axis_types: Any) -> Mesh:
-    """The mesh of a step on the topology's devices; with pp, the mesh of one group on a topology of its own shape."""
-    if "pp" in shape:
-        topology = group_topology(topology, shape)
-    sizes = {name: size for name, size in shape.items() if name != "pp"}
+def devices_target(topology: Topology, sizes: Mapping[str, int]) -> Target:
+    """The topology's devices; with pp, the devices of one group, on a topology of its own shape."""
+    if "pp" in sizes:
+        topology = group_topology(topology, sizes)
+    sizes = {name: size for name, size in sizes.items() if name != "pp"}
     try:
-        found = _devices(topology)[: math.prod(sizes.values())]
-        return create_mesh(tuple(sizes.values()), tuple(sizes), devices=found, axis_types=axis_types)
+        return Target(sizes, _devices(topology)[: math.prod(sizes.values())])
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(f"{topology.text}: {one_line(error)}") from error
 

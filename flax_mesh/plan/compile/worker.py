@@ -27,17 +27,16 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.read import Reading, read_program, rematerialized
 from flax_mesh.plan.compile.stages import compiled_stages
-from flax_mesh.plan.compile.target import make_mesh
+from flax_mesh.plan.compile.target import devices_target
 from flax_mesh.plan.forecast import Estimate
 from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
 from flax_mesh.plan.recipe import Split, split_recipe, step_of
 from flax_mesh.plan.report import ranges
 from flax_mesh.plan.topology import Topology, parse_topology
-from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.load import load_recipe
-from flax_mesh.recipe.model import run_rules
 from flax_mesh.recipe.overrides import apply_overrides
-from flax_mesh.recipe.target import group_mesh
+from flax_mesh.recipe.resolve import Recipe, derive
+from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import plural
 from flax_mesh.tree import named_leaves
@@ -78,10 +77,13 @@ def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]
     jax.config.update("jax_traceback_in_locations_limit", FRAMES)
     config = apply_overrides(load_recipe(request["recipe"]), request["overrides"])
     chip = load_chip(config.run.hardware) if config.run.hardware else None
-    topology, shape = parse_topology(request["topology"], chip), dict(request["mesh"])
-    mesh = make_mesh(topology, shape, config.mesh.axis_types)
-    made = _pipeline if "pp" in shape else _step
-    readings, found = made(config, topology, shape, mesh, progress)
+    topology, sizes = parse_topology(request["topology"], chip), dict(request["mesh"])
+    target = devices_target(topology, sizes)
+    if "pp" in sizes:
+        recipe = derive(config, Target(sizes, platform=topology.chip.platform))
+        readings, found = _pipeline(recipe, topology, target.device_mesh(config.mesh.axis_types), progress)
+    else:
+        readings, found = _step(derive(config, target), topology, progress)
     messages = Path(request["messages"]).read_text(encoding="utf-8", errors="replace")
     findings = rematerialized(messages, [reading.program for reading in readings])
     findings += [each for reading in readings for each in reading.findings]
@@ -100,11 +102,9 @@ def _usage(start: float) -> dict[str, Any]:
     }
 
 
-def _step(
-    config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: Mesh, progress: Any
-) -> tuple[list[Reading], dict[str, Any]]:
+def _step(recipe: Recipe, topology: Topology, progress: Any) -> tuple[list[Reading], dict[str, Any]]:
     progress("tracing")
-    program, arguments = step_of(config, mesh, run_rules(config, mesh))
+    program, arguments = step_of(recipe)
     traced = program.step.trace(*arguments)
     progress("lowering")
     lowered = traced.lower()
@@ -120,19 +120,16 @@ def _step(
     hosted = {
         path: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for path, x in layout if is_on_host(x)
     }
-    reading = read_program(compiled, "step", 1, mesh, topology.chip.platform, path_of, hosted)
+    reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
     fields = reading.fields
     found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
     return [reading], found
 
 
-def _pipeline(
-    config: TrainConfig, topology: Topology, shape: Mapping[str, int], mesh: Mesh, progress: Any
-) -> tuple[list[Reading], dict[str, Any]]:
+def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Any) -> tuple[list[Reading], dict[str, Any]]:
     progress("tracing")
-    abstract = group_mesh(config, shape, topology.chip.platform)
-    split = split_recipe(config, shape["pp"], abstract, run_rules(config, abstract))
-    estimates = split.estimates(abstract, shape, topology.chip.platform)
+    split = split_recipe(recipe)
+    estimates = split.estimates(topology.chip.platform)
     compiled = compiled_stages(split, mesh, progress)
     progress("reading the programs")
     names: dict[int, list[str]] = {}

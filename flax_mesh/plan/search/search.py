@@ -3,23 +3,24 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flax_mesh.data.user_batches import batch_shapes, zero_batches
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.recipe import plan
+from flax_mesh.plan.recipe import plan_for
 from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
 from flax_mesh.plan.search.surrogate import Values, regress
-from flax_mesh.plan.topology import Topology
-from flax_mesh.recipe.checks import check_config
+from flax_mesh.plan.topology import Topology, resolve_mesh
+from flax_mesh.recipe.checks import check_config, check_functions
 from flax_mesh.recipe.config import TrainConfig, tokens_per_step
+from flax_mesh.recipe.resolve import check
+from flax_mesh.recipe.target import axis_sizes, without_groups
 from flax_mesh.text import first_line, listed
 
 Rows = NDArray[np.intp]
@@ -113,10 +114,8 @@ def search_layouts(
         >>> len(found.planned), found.best is not None
         (3, True)
     """
-    if problems := [*check_config(config), *_fixed_problems(fixed, plans)]:
+    if problems := [*check_config(config), *check_functions(config), *_fixed_problems(fixed, plans)]:
         raise ConfigError(problems)
-    if config.make_batches is not None:  # called once instead of for every layout
-        config = replace(config, make_batches=zero_batches(batch_shapes(config)))
     chip = load_chip(config.run.hardware) if config.run.hardware else None
     topology = chips if isinstance(chips, Topology) else parse_chips(chips, chip)
     space = make_space(config, topology, fixed)
@@ -219,7 +218,7 @@ class _Search:
     def _plan(self, settings: Settings) -> bool:
         config = self.space.apply(settings)
         try:
-            found = plan(config, self.space.topology)
+            found = plan_layout(config, self.space.topology, self.space.batch_of(config))
         except (ConfigError, ShardingError) as error:
             self.failures += 1
             self.space.excluded[first_line(error)] += 1
@@ -230,6 +229,11 @@ class _Search:
         best = min(self.planned, key=lambda each: each.rank)
         self.say(f"{len(self.planned)} of {self.plans} plans; best: {tokens_text(best)}")
         return True
+
+
+def plan_layout(config: TrainConfig, topology: Topology, batch: Any = None) -> Plan:
+    check(config)
+    return plan_for(config, topology, resolve_mesh(topology, without_groups(axis_sizes(config.mesh))), batch=batch)
 
 
 def tokens_text(one: Planned) -> str:

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -14,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from flax_mesh.data.user_batches import batch_shapes
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_on_mesh
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.model import method_of, run_rules
-from flax_mesh.recipe.optimizer import make_modules
+from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
-from flax_mesh.recipe.target import AXIS_NAMES, group_mesh, mesh_shape
+from flax_mesh.recipe.resolve import Recipe, derive
+from flax_mesh.recipe.target import AXIS_NAMES, Target, axis_sizes
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
@@ -73,6 +72,7 @@ class Space:
 
     Attributes:
         config: The recipe. Settings that are not searched, and those of `fixed`, stay as they are in it.
+        batch: The shapes of a batch of the recipe as it is.
         layouts: What may work, without duplicates.
         excluded: What excludes other layouts -> how many.
         axes: The mesh axes that are searched.
@@ -80,6 +80,7 @@ class Space:
 
     config: TrainConfig
     topology: Topology
+    batch: Any
     fixed: frozenset[str]
     layouts: tuple[Layout, ...]
     excluded: Counter[str]
@@ -117,6 +118,13 @@ class Space:
 
     def apply(self, settings: Settings) -> TrainConfig:
         return apply_overrides(self.config, overrides(settings))
+
+    def batch_of(self, config: TrainConfig) -> Any:
+        """The shapes of a batch with other settings; None if they follow from these. `make_batches` is not called."""
+        if config.make_batches is None:
+            return None
+        rows = config.data.batch_size
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), self.batch)
 
     @cached_property
     def features(self) -> Values:
@@ -181,19 +189,19 @@ def overrides(settings: Settings) -> list[str]:
 
 def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] = ()) -> Space:
     """All layouts of a recipe on a topology. The settings of `fixed` stay as they are in `config`."""
-    rules = _rules(config, topology)
-    axes = _useful_axes(config, rules)
-    state = StateBytes(config, topology)
+    recipe = _recipe(config, topology)
+    rules, axes = recipe.rules, _useful_axes(recipe)
+    state = StateBytes(recipe, topology)
     excluded: Counter[str] = Counter()
     found: list[Layout] = []
     too_large: list[tuple[float, Layout]] = []
-    shapes = [resolve_mesh(topology, mesh_shape(config))] if MESH in fixed else _factorings(topology.num_devices, axes)
+    shapes = _factorings(topology.num_devices, axes)
+    if MESH in fixed:
+        shapes = iter([resolve_mesh(topology, axis_sizes(config.mesh))])
     remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
     for shape in shapes:
-        sizes, mesh = (
-            tuple(shape.get(name, 1) for name in AXIS_NAMES),
-            group_mesh(config, shape, topology.chip.platform),
-        )
+        sizes = tuple(shape.get(name, 1) for name in AXIS_NAMES)
+        mesh = Target(shape, platform=topology.chip.platform).abstract_mesh(config.mesh.axis_types)
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
         shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
@@ -216,16 +224,16 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
         too_large = [each for each in too_large if each[0] != smallest]
     if too_large:
         excluded[TOO_LARGE] += len(too_large)
-    return Space(config, topology, frozenset(fixed), tuple(found), excluded, axes)
+    return Space(config, topology, recipe.batch, frozenset(fixed), tuple(found), excluded, axes)
 
 
 def changes(space: Space, settings: Settings) -> Iterator[Settings]:
     """What is tried with the best layout only: more schedules, remat of stages, and scan."""
     config, fixed = space.apply(settings), space.fixed
-    if mesh_shape(config)["pp"] > 1 and SCHEDULE not in fixed:
+    if axis_sizes(config.mesh)["pp"] > 1 and SCHEDULE not in fixed:
         more = [schedule_settings(*each) for each in MORE_SCHEDULES if STAGES not in fixed or each[1] == 1]
         yield from (space.changed({**settings, **each}) for each in more)
-    if mesh_shape(config)["pp"] > 1 and STAGE_REMAT not in fixed:
+    if axis_sizes(config.mesh)["pp"] > 1 and STAGE_REMAT not in fixed:
         current = config.pipeline.remat
         yield from ({**settings, STAGE_REMAT: value} for value in REMAT_MODES if value != current)
     scan = getattr(config.model, "scan", None)
@@ -238,19 +246,20 @@ def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
     return {SCHEDULE: schedule, STAGES: str(virtual) if schedule == "interleaved-1f1b" else "none"}
 
 
-def _rules(config: TrainConfig, topology: Topology) -> PartitionRules:
-    shape = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
-    return run_rules(config, group_mesh(config, shape, topology.chip.platform))
+def _recipe(config: TrainConfig, topology: Topology) -> Recipe:
+    sizes = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
+    return derive(config, Target(sizes, platform=topology.chip.platform))
 
 
-def _useful_axes(config: TrainConfig, rules: PartitionRules) -> tuple[str, ...]:
+def _useful_axes(recipe: Recipe) -> tuple[str, ...]:
     """The axes over which something is split: the batch, the sequence, or a dim that the model names with `dims()`."""
-    has_sequence = any(len(x.shape) == 2 for x in jax.tree.leaves(batch_shapes(config)))
+    has_sequence = any(len(x.shape) == 2 for x in jax.tree.leaves(recipe.batch))
     logical = ["batch", "sequence"] if has_sequence else ["batch"]
-    if config.rules is None and not config.mesh.rules:
-        logical += [name for _, name, _ in method_of(config.model, "dims", list)()]
+    rules, settings = recipe.rules, recipe.config
+    if settings.rules is None and not settings.mesh.rules:
+        logical += [name for _, name, _ in method_of(recipe.model, "dims", list)()]
     used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}
-    used |= {axis.strip() for axis in config.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
+    used |= {axis.strip() for axis in settings.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
     return tuple(axis for axis in AXIS_NAMES if axis in used)
 
 
@@ -318,10 +327,10 @@ def _schedule_problem(config: TrainConfig, layout: Layout) -> str:
 class StateBytes:
     """The least bytes of parameters and optimizer on a device: every array is split over all axes but dp."""
 
-    def __init__(self, config: TrainConfig, topology: Topology):
-        _, state = abstract_split(partial(make_modules, config))
+    def __init__(self, recipe: Recipe, topology: Topology):
+        _, state = abstract_split(recipe.make)
         self.topology, self.model, self.optimizer = topology, _bytes(state["model"]), _bytes(state["optimizer"])
-        if config.optimizer.memory != DEVICE:
+        if recipe.layout.optimizer_memory != DEVICE:
             self.optimizer = 0  # all but its scalars are in the memory of the host
 
     def least(self, shape: Mapping[str, int], shard_over: str) -> float:

@@ -31,7 +31,7 @@ def config_of(folder: Path | str, text: Path | str, *settings: str, **kinds: Any
 
 
 def batch_of(program: TrainProgram, seed: int = 0) -> dict[str, jax.Array]:
-    rows, length = program.config.data.batch_size, program.config.data.sequence_length
-    tokens = np.random.default_rng(seed).integers(0, program.config.model.vocab_size, (rows, length + 1), np.int32)
+    rows, length = program.recipe.data.batch_size, program.recipe.data.sequence_length
+    tokens = np.random.default_rng(seed).integers(0, program.recipe.model.vocab_size, (rows, length + 1), np.int32)
     there = batch_sharding(program.mesh, program.rules.axes)
     return {"inputs": jax.device_put(tokens[:, :-1], there), "targets": jax.device_put(tokens[:, 1:], there)}

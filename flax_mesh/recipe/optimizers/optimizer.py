@@ -1,0 +1,105 @@
+"""The optimizer and the learning rate of a recipe."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.recipe.optimizers.average import average_parameters
+from flax_mesh.recipe.optimizers.config import OptimizerConfig
+from flax_mesh.recipe.optimizers.groups import parse_groups, trained_filter
+from flax_mesh.recipe.optimizers.make import make_optimizer, parameter_problems
+from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
+from flax_mesh.tree import named_leaves
+from flax_mesh.user_code import joined, place_of, user_code
+
+
+@dataclass(frozen=True)
+class RecipeOptimizer:
+    """The optimizer of a recipe, which depends on the parameters that it trains.
+
+    Attributes:
+        settings: The section `optimizer`.
+        wrt: The filter of the recipe.
+        layers: The layer lists or stacks of the model.
+        matrices: `optimizer.matrices` where the setting is empty: what the config of the model states.
+        make: `make_optimizer` of the recipe: parameters -> optax transformation. None: the optimizer by name.
+        make_schedule: `make_schedule` of the recipe. None: the schedule by name.
+        places: Where these functions are defined.
+    """
+
+    settings: OptimizerConfig
+    wrt: Any
+    layers: Sequence[str]
+    matrices: str = ""
+    make: Callable[[nnx.State], Any] | None = None
+    make_schedule: Callable[[], optax.Schedule] | None = None
+
+    @property
+    def trained(self) -> Any:
+        """A filter of NNX: the variables that are trained."""
+        return trained_filter(self.wrt, self.settings.groups)
+
+    def transformation(self, model: nnx.State) -> optax.GradientTransformation:
+        """The optimizer of a model with this state, of which only shapes and dtypes are used.
+
+        Raises a ConfigError with one line for every pattern of a setting that selects no parameter.
+        """
+        trained = nnx.filter_state(model, self.trained)
+        parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
+        settings = self.settings
+        if settings.name == "muon" and not settings.matrices:
+            settings = replace(settings, matrices=self.matrices)
+        frozen = [one for one in parse_groups(settings.groups)[0] if one.is_frozen]
+        every = [path for path, _ in named_leaves(model)]
+        problems = [
+            f"optimizer.groups: no variable of the model has {one.pattern!r} in its path"
+            for one in frozen
+            if not any(re.search(one.pattern, path) for path in every)
+        ]
+        if not jax.tree.leaves(parameters):
+            problems.append(
+                f"wrt={getattr(self.trained, '__name__', self.trained)} must match a variable of the model; it matches "
+                "none, and nothing would be trained."
+            )
+        elif self.make is None:
+            problems += parameter_problems(settings, parameters, self.layers)
+        if problems:
+            raise ConfigError(problems)
+        if self.make is None:
+            chosen = make_optimizer(settings, self._own_schedule(), self.layers)
+        else:
+            chosen = self._own_optimizer(self.make, parameters)
+        return optax.chain(chosen, average_parameters(settings.ema)) if settings.ema else chosen
+
+    def learning_rate(self) -> optax.Schedule | None:
+        """The schedule whose value is reported; None if it is not known, with an optimizer of the recipe."""
+        if self.make_schedule is None and self.make is not None:
+            return None
+        return self._own_schedule() or make_learning_rate_schedule(self.settings)
+
+    def _own_optimizer(self, make: Callable[[nnx.State], Any], parameters: nnx.State) -> optax.GradientTransformation:
+        with user_code("make_optimizer", place := place_of(make)):
+            made = make(parameters)
+        if not isinstance(made, optax.GradientTransformation):
+            problem = f"it must return an optax transformation, got {type(made).__name__}"
+            raise ConfigError(joined("make_optimizer", place, problem))
+        return made
+
+    def _own_schedule(self) -> optax.Schedule | None:
+        if self.make_schedule is None:
+            return None
+        with user_code("make_schedule", place := place_of(self.make_schedule)):
+            made = self.make_schedule()
+            value = made(jnp.zeros([], jnp.int32)) if callable(made) else None
+        if value is None or jnp.shape(value) != ():
+            found = type(made).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
+            problem = f"it must return a function of the step to a number, got {found}"
+            raise ConfigError(joined("make_schedule", place, problem))
+        return made

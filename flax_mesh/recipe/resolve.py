@@ -1,0 +1,239 @@
+"""`resolve`: from the settings of a recipe and a target to the parts that a run, a plan or a report needs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from flax_mesh.data.config import DataConfig
+from flax_mesh.data.user_batches import UserBatches
+from flax_mesh.errors import ConfigError
+from flax_mesh.hardware import Chip, load_chip
+from flax_mesh.modes import optimizer_of
+from flax_mesh.mpmd.schedules.schedule import Schedule
+from flax_mesh.recipe.checks import check_config, check_functions, check_on_mesh, sequence_length_of
+from flax_mesh.recipe.compiler_options import check_compiler_options, parse_compiler_options
+from flax_mesh.recipe.config import (
+    CheckpointConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+    shard_over,
+    tokens_per_step,
+)
+from flax_mesh.recipe.model import MakeModel, make_model, method_of, model_notes, model_rules
+from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
+from flax_mesh.recipe.schedule import pipeline_schedule
+from flax_mesh.recipe.target import Target
+from flax_mesh.sharding.abstract import abstract_split
+from flax_mesh.sharding.rules import PartitionRules, group_findings, match_partition_rules
+from flax_mesh.step.options import StateLayout, StepOptions
+from flax_mesh.text import at_most, count_text
+
+ModelConfig = Any  # a dataclass of the user
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe on a target: its parts, checked. Everything is traced or computed from settings; nothing is allocated.
+
+    Attributes:
+        config: The settings as the user wrote them, which a run folder and checkpoints record.
+        target: The devices, or the sizes of a mesh without them.
+        mesh: The mesh of the step; without devices, and with groups, the abstract mesh of one group.
+        model: The config of the model, a dataclass of the user.
+        make_model: () -> the model.
+        make: () -> (model, nnx.Optimizer).
+        loss_fn: The loss function.
+        rules: The rule table, with the layers of the model; empty for a model with annotations.
+        layout: How the state is sharded.
+        optimizer: The optimizer, which `optimizer.transformation(state of the model)` returns.
+        step_options: Seed, learning rate, XLA options, and whether steps that are not finite are skipped.
+        schedule: The schedule of a pipeline; None without groups.
+        user_batches: The batches of `make_batches`; None if the tokens of `data.source` are trained on.
+        batch: The shapes of a batch, a pytree of ShapeDtypeStructs.
+        tokens_per_step: Tokens of a batch; None if it is not known what a token of `make_batches` is.
+        flops_per_token: num_parameters -> FLOPs per token as the recipe states them; None if it does not.
+        eval_fns: Name -> function of `evaluate`.
+        sample: `sample` of the recipe.
+        chip: The chip of `run.hardware`; None: the table of known chips.
+        data, pipeline, checkpoint, run: These sections of the settings.
+        notes: Lines to print: how the mesh differs from `mesh.shape`, and what the model states.
+    """
+
+    config: TrainConfig
+    target: Target
+    mesh: Mesh | AbstractMesh
+    model: ModelConfig
+    make_model: MakeModel
+    make: Callable[[], tuple[nnx.Module, nnx.Optimizer]]
+    loss_fn: Callable[..., Any]
+    rules: PartitionRules
+    layout: StateLayout
+    optimizer: RecipeOptimizer
+    step_options: StepOptions
+    schedule: Schedule | None
+    user_batches: UserBatches | None
+    batch: Any
+    tokens_per_step: int | None
+    flops_per_token: Callable[[int], float] | None
+    eval_fns: Mapping[str, Callable[..., Any]]
+    sample: Callable[..., jax.Array] | None
+    chip: Chip | None
+    data: DataConfig
+    pipeline: PipelineConfig
+    checkpoint: CheckpointConfig
+    run: RunConfig
+    notes: tuple[str, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return self.target.num_groups
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh, of a target with devices."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
+
+
+def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
+    """Check a recipe and derive its parts. `config` must have passed `check_config`, from which `target` follows.
+
+    Raises one ConfigError with a line for every dim of the batch and of the model that the mesh does not divide, and
+    for every XLA option that the devices refuse.
+    """
+    recipe = derive(config, target, batch)
+    problems: list[str] = list(check_on_mesh(config, recipe.mesh, recipe.rules.axes))
+    if isinstance(recipe.mesh, Mesh):
+        problems += check_compiler_options(recipe.step_options.compiler_options or {}, recipe.mesh.local_devices[0])
+    if problems:
+        raise ConfigError(problems)
+    return recipe
+
+
+def check(config: TrainConfig) -> None:
+    """Raise one ConfigError with a line for every mistake that needs neither devices nor a trace."""
+    if problems := [*check_config(config), *check_functions(config)]:
+        raise ConfigError(problems)
+
+
+def derive(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
+    """`resolve`, for reports that list the dims which the mesh does not divide.
+
+    `batch` are the shapes of a batch if they are known, or {} if nothing needs them: `make_batches` is not called then.
+    """
+    try:
+        mesh = target.mesh(config.mesh.axis_types)
+    except ValueError as error:
+        raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+    make = maker(config)
+    rules = rules_of(config, mesh)
+    optimizer = optimizer_of_recipe(config, rules)
+    own = None
+    if config.make_batches is not None and batch is None:
+        own = UserBatches(partial(config.make_batches, config), config.data.batch_size)
+    shapes = own.shapes if own else token_shapes(config.data) if batch is None else batch
+    flops, run = config.flops_per_token, config.run
+    xla = parse_compiler_options(run.compiler_options)
+    options = StepOptions(run.seed, optimizer.learning_rate(), xla, run.on_nonfinite == "skip")
+    notes = model_notes(config.model, mesh, sequence_length_of(config))
+    return Recipe(
+        config=config,
+        target=target,
+        mesh=mesh,
+        model=config.model,
+        make_model=make,
+        make=partial(_make_modules, make, optimizer),
+        loss_fn=config.loss_fn,
+        rules=rules,
+        layout=layout_of_recipe(config, rules),
+        optimizer=optimizer,
+        step_options=options,
+        schedule=pipeline_schedule(config.pipeline, target.num_groups) if target.num_groups > 1 else None,
+        user_batches=own,
+        batch=shapes,
+        tokens_per_step=tokens_per_step(config),
+        flops_per_token=flops and _flops_of(flops, config.model, config.data.sequence_length),
+        eval_fns={name: partial(function, config) for name, function in config.eval_fns.items()},
+        sample=config.sample,
+        chip=load_chip(run.hardware) if run.hardware else None,
+        data=config.data,
+        pipeline=config.pipeline,
+        checkpoint=config.checkpoint,
+        run=run,
+        notes=(*target.notes, *_rules_note(make, mesh, rules, config.mesh.rules), *notes),
+    )
+
+
+def retarget(recipe: Recipe, target: Target) -> Recipe:
+    """The recipe on another target, for batches of the same shapes: `make_batches` is not called again."""
+    return derive(recipe.config, target, recipe.batch)
+
+
+def maker(config: TrainConfig) -> MakeModel:
+    """() -> the model of a recipe."""
+    return partial(make_model, config.make_model, config.model, config.run.seed)
+
+
+def rules_of(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> PartitionRules:
+    """The rules of a recipe on a mesh, with the layers of its model."""
+    return model_rules(maker(config), config.mesh.rules, config.rules, config.wrt, mesh)
+
+
+def layout_of_recipe(config: TrainConfig, rules: PartitionRules) -> StateLayout:
+    table = rules if rules.table else None  # None: the model is annotated
+    return StateLayout(table, rules.axes, shard_over(config.optimizer), config.optimizer.memory)
+
+
+def optimizer_of_recipe(config: TrainConfig, rules: PartitionRules) -> RecipeOptimizer:
+    own, schedule = config.make_optimizer, config.make_schedule
+    return RecipeOptimizer(
+        config.optimizer,
+        config.wrt,
+        rules.layers,
+        method_of(config.model, "matrices", lambda: "")(),
+        own and partial(own, config),
+        schedule and partial(schedule, config),
+    )
+
+
+def make_modules(config: TrainConfig, rules: PartitionRules) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]]:
+    """() -> (model, nnx.Optimizer) of a recipe; only ever traced."""
+    return partial(_make_modules, maker(config), optimizer_of_recipe(config, rules))
+
+
+def _make_modules(make: MakeModel, optimizer: RecipeOptimizer) -> tuple[nnx.Module, nnx.Optimizer]:
+    model = make()
+    transformation = optimizer.transformation(nnx.state(model, graph=True))
+    return model, optimizer_of(model, transformation, optimizer.trained)
+
+
+def _flops_of(flops: Callable[[Any, int, int], float], model: Any, sequence_length: int) -> Callable[[int], float]:
+    @wraps(flops)  # so that errors name the line of the user's function
+    def flops_per_token(num_parameters: int) -> float:
+        return flops(model, num_parameters, sequence_length)
+
+    return flops_per_token
+
+
+def token_shapes(data: DataConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = jax.ShapeDtypeStruct((data.batch_size, data.sequence_length), jnp.int32)
+    return {"inputs": rows, "targets": rows}
+
+
+def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRules, text: str) -> list[str]:
+    """For `mesh.rules`: how many arrays of the model are split, and which stay replicated."""
+    if not text:
+        return []
+    (_, state), replicated = abstract_split(make, mesh), []
+    specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
+    count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
+    total = count_text(len(jax.tree.leaves(state)), "array")
+    head = f"rules: {text} splits {count} of {total} on their largest dim"
+    return ["\n".join([head, *at_most([f"  {finding}" for finding in group_findings(replicated)])])]

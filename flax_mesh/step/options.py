@@ -1,0 +1,46 @@
+"""The options of a step and of the layout of its state, which the plain step and a pipeline have in common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+
+from flax_mesh.axes import PartitionAxis
+from flax_mesh.sharding.rules import Rules
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Options of a train step.
+
+    Attributes:
+        seed: Seed of the random streams.
+        learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
+            not change the optimizer.
+        compiler_options: Options of XLA, as in `jax.jit`.
+        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
+    """
+
+    seed: int = 0
+    learning_rate: optax.Schedule | None = None
+    compiler_options: Mapping[str, Any] | None = None
+    skip_nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """How the leaves of a state are sharded, as in `abstract_state`: `abstract_state(make, mesh, **vars(layout))`.
+
+    Attributes:
+        rules: A rule table, a PartitionRules, or mesh axes such as "fsdp". None: the table or the annotations of the
+            model.
+        axes: The mesh axes of each logical axis. None: those of the table.
+        shard_optimizer_over: Mesh axes for ZeRO stage 1.
+        optimizer_memory: Where the optimizer's arrays are stored between steps, "device" or "pinned_host".
+    """
+
+    rules: Rules | None = None
+    axes: PartitionAxis | None = None
+    shard_optimizer_over: str | tuple[str, ...] = ()
+    optimizer_memory: str = "device"
