@@ -15,7 +15,7 @@ NAME = PACKAGE.name
 FLOORS = (
     ("",),  # the files of flax_mesh/ itself
     ("mesh.torus",),
-    ("mesh", "processes"),
+    ("mesh", "processes", "hlo"),
     ("sharding",),
     ("sharding.report",),
     ("step",),
@@ -49,14 +49,15 @@ ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it i
 # Modules that other folders import although no name of them is public.
 SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
-    data.batches data.corpus data.iterators data.run_data data.user_batches inference.evaluate inference.memory
+    data.batches data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions hlo.live
+    hlo.program inference.evaluate inference.memory
     inference.open inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus
     models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file
     mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report
     plan.search.chips plan.search.confirm plan.search.report plan.search.space plan.topology processes.launch
     processes.output processes.store recipe.checks recipe.compiler_options recipe.explain recipe.model recipe.optimizer
     recipe.optimizers.average recipe.optimizers.groups recipe.saved recipe.schedule recipe.target sharding.annotations
-    sharding.explicit sharding.memory sharding.report.hlo sharding.report.html step.batch step.loss step.parameter_flow
+    sharding.explicit sharding.memory sharding.report.html step.batch step.loss step.parameter_flow
     train.export train.metadata train.metrics train.run_folder
 """
 

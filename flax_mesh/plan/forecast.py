@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from flax_mesh.hlo.collectives import ring_bytes
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
 from flax_mesh.plan.program.cost import Cost, costs
@@ -121,10 +122,7 @@ def traffic_of(one: Estimate, topology: Topology, times: int = 1) -> list[Traffi
         key = exchange.kind, exchange.axes
         before = sums.get(key, Traffic(*key, 0, 0, 0, 0, 0.0))
         network = network_of(topology, one.program.axis_sizes, exchange.axes)
-        size = one.program.group_size(exchange.axes)
-        sent = exchange.payload_bytes
-        if exchange.kind not in ("collective-permute", "collective-broadcast"):
-            sent = sent * (size - 1) // size * (2 if exchange.kind == "all-reduce" else 1)
+        sent = ring_bytes(exchange.kind, exchange.payload_bytes, one.program.group_size(exchange.axes))
         count = exchange.times * times
         fast, slow = (round(part * count) for part in network.split(sent, exchange.kind))
         seconds = network.seconds(exchange.kind, exchange.payload_bytes) * count

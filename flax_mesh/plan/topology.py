@@ -8,7 +8,7 @@ and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_
 the torus over the mesh axes (mesh/torus/assign.py); a switch connects the GPUs of a domain and the devices of a CPU
 host. The ring orders of small slices (mesh/torus/rings.py) are treated as the assignment that they replace.
 
-**Seconds** of a collective over n devices, with the payload P of sharding/report/hlo.py: the bytes of the result
+**Seconds** of a collective over n devices, with the payload P of hlo/collectives.py: the bytes of the result
 (all-gather), of the input (reduce-scatter), or of either (all others). The devices form phases of m devices each:
 
 - a part of a physical axis, where `stride` groups share each link: one phase over a line, link / stride;
@@ -111,7 +111,7 @@ class Network:
         return math.prod(phase.size for phase in self.phases)
 
     def seconds(self, kind: str, payload_bytes: float) -> float:
-        """Predicted time of one collective; kinds and payload are those of `sharding.report.hlo`."""
+        """Predicted time of one collective; kinds and payload are those of `hlo.collectives`."""
         if not self.phases:
             return 0.0
         if kind in POINT_TO_POINT:

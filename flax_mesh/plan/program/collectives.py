@@ -38,7 +38,7 @@ class Exchange(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """As `sharding.report.hlo` defines it."""
+        """As `hlo.collectives` defines it."""
         return self.result_bytes if self.kind == "all-gather" else self.operand_bytes
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import as_tuple, dims_text
-from flax_mesh.sharding.report.hlo import Traffic
+from flax_mesh.hlo.collectives import Traffic
 from flax_mesh.sharding.report.html import html_page, html_section
 from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
 

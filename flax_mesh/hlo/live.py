@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from flax_mesh.plan.compile.scheduled import ALIAS, Array, Instruction, Scheduled, Shape
+from flax_mesh.hlo.instructions import Array, Instruction, Shape
+from flax_mesh.hlo.program import HloProgram
 
 COUNTED = (0, 1)  # memory spaces: main memory, on-chip memory of a TPU
 SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
@@ -63,7 +64,7 @@ class Walk(NamedTuple):
     weights: frozenset[str]
 
 
-def walk(program: Scheduled) -> Walk:
+def walk(program: HloProgram) -> Walk:
     """Walk a program. Main and on-chip memory are counted, as in XLA's peak, and not that of the host."""
     made = _Walker(program)
     made.run()
@@ -89,7 +90,7 @@ def leaves(value: Value) -> Iterator[Buffer]:
 
 @dataclass(eq=False)
 class _Walker:
-    program: Scheduled
+    program: HloProgram
     clock: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     uses: list[tuple[Instruction, list[Buffer], list[Buffer]]] = field(default_factory=list)
@@ -120,8 +121,7 @@ class _Walker:
         root: Value = ()
         for one in self.program.computations[name]:
             self.clock += 1
-            if one.opcode == "parameter":
-                number = int(one.text[1 : one.text.index(")")])
+            if (number := one.number) is not None:
                 if isinstance(arguments, dict):
                     arguments[number] = self.new(one.shape, None, number)
                 value = arguments[number]
@@ -198,9 +198,8 @@ class _Walker:
             buffer.origin = given[0] if given else None
         if one.opcode.endswith("-start"):
             self.asynchronous(one, given, flat)
-        _, _, text = one.text.partition("output_to_operand_aliasing={")
-        for out, number, path in ALIAS.findall(text):
-            target = [*leaves(_part(operands[int(number)], path))]
+        for out, number, path in one.aliases:
+            target = [*leaves(_part(operands[number], path))]
             for inner, outer in zip(leaves(_part(result, out)), target, strict=True):
                 self.store(inner, outer)
         self.follow_weights(one, operands, flat)
