@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.hlo.instructions import Instruction, arrays_of
+from flax_mesh.hlo.instructions import Instruction
 from flax_mesh.hlo.program import HloProgram
 
 KINDS = (
@@ -117,7 +118,7 @@ def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
 
 
 def _result_bytes(one: Instruction, kind: str) -> int:
-    sizes = [array.content for array in arrays_of(one.shape)]
+    sizes = [array.content for array in jax.tree.leaves(one.shape)]
     if one.opcode.endswith("-start"):  # a tuple of the operands, the results, and for a permute two u32 contexts
         if kind == "collective-permute":
             sizes = sizes[:2]

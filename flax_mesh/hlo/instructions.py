@@ -2,10 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # other names contain the bits: bf16
 OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
@@ -23,14 +22,15 @@ _UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has 
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
 
 
-class Array(NamedTuple):
+@dataclass(frozen=True)
+class Array:
     text: str  # f32[8,128]
     content: int  # bytes of its elements
     bytes: int  # with the padding that its layout states
     space: int  # 0: the main memory of the device; others: on-chip memory, the host
 
 
-Shape = Array | tuple["Shape", ...]
+Shape = Array | tuple["Shape", ...]  # a pytree of Arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,12 +155,3 @@ def _read_array(text: str) -> Array:
     bits = BITS[dtype] if dtype in BITS else int(digits[0]) if digits else 0
     content, stored = (-(-math.prod(each) * bits // 8) for each in (dims, sizes))
     return Array(f"{dtype}[{match[2]}]", content, stored, int(space[1]) if space else 0)
-
-
-def arrays_of(shape: Shape) -> Iterator[Array]:
-    """All arrays of a shape, in order."""
-    if isinstance(shape, Array):
-        yield shape
-    else:
-        for part in shape:
-            yield from arrays_of(part)

@@ -12,9 +12,11 @@ Not in the text, and so not counted: the heap's fragmentation, and the temporary
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import jax
 
 from flax_mesh.hlo.instructions import Array, Instruction, Shape
 from flax_mesh.hlo.program import HloProgram
@@ -80,14 +82,6 @@ def walk(program: HloProgram) -> Walk:
     return Walk(peak, sorted(alive, key=lambda b: -b.array.bytes), frozenset(made.weights))
 
 
-def leaves(value: Value) -> Iterator[Buffer]:
-    if isinstance(value, tuple):
-        for part in value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
 @dataclass(eq=False)
 class _Walker:
     program: HloProgram
@@ -99,8 +93,7 @@ class _Walker:
     def run(self) -> None:
         arguments: dict[int, Buffer] = {}
         root = self.computation(self.program.entry, arguments)
-        parts = root if isinstance(root, tuple) else (root,)
-        for at, buffer in enumerate(leaves(parts)):
+        for at, buffer in enumerate(jax.tree.leaves(root)):
             buffer.end = self.clock
             target = arguments.get(self.program.aliases.get(at, -1))
             if target is not None:
@@ -133,12 +126,10 @@ class _Walker:
         return root
 
     def new(self, shape: Shape, maker: Instruction | None, number: int = -1) -> Value:
-        if not isinstance(shape, Array):
-            return tuple(self.new(part, maker, number) for part in shape)
         at = 0 if maker is None else self.clock
-        buffer = Buffer(shape, maker, at, at, number, moved=maker is None)
-        self.buffers.append(buffer)
-        return buffer
+        made = jax.tree.map(lambda array: Buffer(array, maker, at, at, number, moved=maker is None), shape)
+        self.buffers += jax.tree.leaves(made)
+        return made
 
     def instruction(self, one: Instruction, operands: list[Value]) -> Value:
         kind = one.opcode
@@ -148,7 +139,7 @@ class _Walker:
             found = re.search(r"index=(\d+)", one.text)
             return operands[0][int(found[1])] if found else operands[0]
         if kind == "constant":
-            return self.new(_without_size(one.shape), one)
+            return self.new(jax.tree.map(lambda array: replace(array, bytes=0), one.shape), one)  # in the program
         if kind in SAME or kind.endswith("-done"):
             self.use(operands)
             return _done(kind, operands[0])
@@ -162,47 +153,45 @@ class _Walker:
             return self.branches(one, operands)
         return self.compute(one, operands)
 
-    def use(self, values: Iterable[Value]) -> None:
-        for value in values:
-            for buffer in leaves(value):
-                buffer.end = buffer.base.end = self.clock
+    def use(self, values: list[Value]) -> None:
+        for buffer in jax.tree.leaves(values):
+            buffer.end = buffer.base.end = self.clock
 
     def loop(self, one: Instruction, carried: Value) -> Value:
         self.use([carried])
-        first = self.clock
-        root = self.computation(one.called["body"], [carried])
-        for inner, outer in zip(leaves(root), leaves(carried), strict=True):
-            if inner.start > first:
-                self.store(inner, outer)
+        self.run_into(one.called["body"], carried, carried)
         self.use([carried])
         return carried
 
     def branches(self, one: Instruction, operands: list[Value]) -> Value:
         result = self.new(one.shape, one)
         for name, operand in zip(one.branches, operands[1:], strict=False):
-            first = self.clock
-            root = self.computation(name, [operand])
-            for inner, outer in zip(leaves(root), leaves(result), strict=True):
-                if inner.start > first:
-                    self.store(inner, outer)
+            self.run_into(name, operand, result)
         self.use([*operands, result])
         return result
+
+    def run_into(self, name: str, argument: Value, result: Value) -> None:
+        """Walk a computation whose root, as far as it makes it, is stored in `result`."""
+        first = self.clock
+        root = self.computation(name, [argument])
+        for inner, outer in zip(jax.tree.leaves(root), jax.tree.leaves(result), strict=True):
+            if inner.start > first:
+                self.store(inner, outer)
 
     def compute(self, one: Instruction, operands: list[Value]) -> Value:
         """Any other instruction: it writes a new array, unless its text names an operand to write to."""
         self.use(operands)
-        given = [buffer for value in operands for buffer in leaves(value)]
-        result = self.new(one.shape, one)
-        flat = list(leaves(result))
+        given, result = jax.tree.leaves(operands), self.new(one.shape, one)
+        flat = jax.tree.leaves(result)
         for buffer in flat:
             buffer.origin = given[0] if given else None
         if one.opcode.endswith("-start"):
             self.asynchronous(one, given, flat)
         for out, number, path in one.aliases:
-            target = [*leaves(_part(operands[number], path))]
-            for inner, outer in zip(leaves(_part(result, out)), target, strict=True):
+            target = jax.tree.leaves(_part(operands[number], path))
+            for inner, outer in zip(jax.tree.leaves(_part(result, out)), target, strict=True):
                 self.store(inner, outer)
-        self.follow_weights(one, operands, flat)
+        self.follow_weights(one, given, flat)
         self.uses.append((one, flat, given))
         return result
 
@@ -215,9 +204,8 @@ class _Walker:
                 free.remove(same)
                 self.store(buffer, same)
 
-    def follow_weights(self, one: Instruction, operands: list[Value], made: list[Buffer]) -> None:
+    def follow_weights(self, one: Instruction, given: list[Buffer], made: list[Buffer]) -> None:
         """Note whether results are moved arguments, and which collectives have such operands."""
-        given = [buffer for value in operands for buffer in leaves(value)]
         large = [buffer for buffer in given if buffer.array.bytes > 4096] or given
         inner = self.program.computations.get(one.called.get("calls", ""), [])
         if COLLECTIVE.match(one.opcode) and all(buffer.moved for buffer in large):
@@ -244,11 +232,6 @@ class _Walker:
 
     def is_elementwise(self, one: Instruction) -> bool:
         return bool(ELEMENTWISE.fullmatch(one.opcode)) or (one.opcode == "fusion" and "kind=kLoop" in one.text)
-
-
-def _without_size(shape: Shape) -> Shape:
-    """Constants are part of the program."""
-    return shape._replace(bytes=0) if isinstance(shape, Array) else tuple(map(_without_size, shape))
 
 
 def _done(kind: str, value: Value) -> Value:
