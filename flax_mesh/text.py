@@ -1,10 +1,11 @@
-"""Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
+"""Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables, plain data."""
 
 import itertools
 import math
 import re
 import textwrap
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 UNLIMITED = 100_000  # characters in a line
@@ -147,6 +148,30 @@ def table_text(
             ]
             lines.append((" " * GAP).join(aligned).rstrip())
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report, for text and for HTML. `right` and `wrap` are heads, as of `table_text`."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    right: Collection[str] = ()
+    wrap: Collection[str] = ()
+
+    def to_text(self, width: int = UNLIMITED) -> str:
+        """The table below its caption; "" if it has no rows."""
+        text = table_text(self.heads, self.rows, width, right=self.right, wrap=self.wrap)
+        return "\n".join(filter(None, [self.caption, text])) if self.rows else ""
+
+
+def plain_data(value: Any) -> Any:
+    """Named tuples as dicts and tuples as lists, at any depth: data for `json.dumps`."""
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, Mapping):
+        return {name: plain_data(each) for name, each in value.items()}
+    return [plain_data(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def folded(text: str, width: int, indent: str = "") -> str:

@@ -40,7 +40,7 @@ FLOORS = (
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {"errors.py": set(), "hardware.py": set(), "settings.py": set(), "svg.py": set(), "text.py": set()}
+PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "settings", "svg", "text")}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers"}
@@ -57,8 +57,8 @@ SHARED = """
     plan.search.chips plan.search.confirm plan.search.report plan.search.space plan.topology processes.launch
     processes.output processes.store recipe.checks recipe.compiler_options recipe.explain recipe.model recipe.optimizer
     recipe.optimizers.average recipe.optimizers.groups recipe.saved recipe.schedule recipe.target sharding.annotations
-    sharding.explicit sharding.memory sharding.report.html step.batch step.loss step.parameter_flow
-    train.export train.metadata train.metrics train.run_folder
+    sharding.explicit sharding.memory step.batch step.loss step.parameter_flow train.export train.metadata train.metrics
+    train.run_folder
 """
 
 

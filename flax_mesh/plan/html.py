@@ -1,81 +1,45 @@
 """A plan as one HTML file without external resources or scripts: tables, and drawings in SVG."""
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flax_mesh.hardware import Chip
+from flax_mesh.html import html_note, html_section, html_table
 from flax_mesh.mesh.describe import MeshLayout, place_texts
 from flax_mesh.mesh.draw import draw_corner
 from flax_mesh.mesh.torus.torus import arrange
 from flax_mesh.mpmd.schedules.draw import draw_simulation_svg
 from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
-from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
+from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
-from flax_mesh.sharding.report.html import html_findings, html_table, html_tiles
 from flax_mesh.svg import element, svg_text
-from flax_mesh.text import bytes_text, count_text, listed
+from flax_mesh.text import Table, bytes_text, count_text, listed
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_ACTIONS = 900
 WIDTH = 960  # of a drawing, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 18, 34  # margins
 MEMORY_HEIGHT, ROOFLINE_HEIGHT, ROOFLINE_WIDTH = 340, 400, 600
-MOST_MOMENTS = 240
 LIMITS = ("compute", "memory", "network")
 BAR, LINE, DOT = 22, 18, 9
 
 
-def page(
-    title: str,
-    head: str,
-    summary: str,
-    *,
-    tiles: Sequence[tuple[str, str]],
-    findings: Sequence[str],
-    sections: Sequence[str],
-) -> str:
-    parts = {
-        "title": escape(title),
-        "head": escape(head),
-        "summary": escape(summary),
-        "tiles": html_tiles(tiles),
-        "findings": html_findings(findings),
-        "sections": "\n".join(filter(None, sections)),
-    }
-    text = TEMPLATE.read_text(encoding="utf-8")
-    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], text)  # in one pass, since a title may contain "%head%"
-
-
-def section(title: str, *contents: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(contents) + "</section>"
-
-
-def paragraph(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
-
-
 def memory_section(memory: Memory) -> str:
-    heads, rows = report.memory_table(memory)
-    table = html_table(heads, rows, right=heads[1:])
-    notes = [paragraph(note) for note in report.memory_notes(memory)]
+    notes = [html_note(note) for note in report.memory_notes(memory)]
     chart = [draw_memory(memory)] if memory.timeline else []
-    return section("Memory of one device over a step", *chart, table, *notes)
+    return html_section("Memory of one device over a step", *chart, html_table(report.memory_table(memory)), *notes)
 
 
 def time_section(time: Time, chip: Chip) -> str:
     if not time.parts:
         return ""
-    heads, rows = report.part_table(time.parts)
-    table = html_table(heads, rows, right=heads[1:-1])
-    return section("Time of the parts", draw_roofline(time.parts, chip), paragraph(report.PARTS_CAPTION), table)
+    return html_section("Time of the parts", draw_roofline(time.parts, chip), html_table(report.part_table(time.parts)))
 
 
 def schedule_section(time: Time) -> str:
@@ -83,15 +47,13 @@ def schedule_section(time: Time) -> str:
         return ""
     unit = report.unit_of_time(time.simulation.makespan)
     svg = draw_simulation_svg(time.schedule, scaled(time.simulation, 1 / unit.size), unit.name, most=MOST_ACTIONS)
-    return section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
+    return html_section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
 
 
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
-        return section("Traffic", paragraph("The step has no collectives."))
-    heads, rows = report.traffic_table(traffic)
-    table = html_table(heads, rows, right=heads[2:])
-    return section("Traffic by mesh axis", draw_traffic(traffic), paragraph(report.TRAFFIC_CAPTION), table)
+        return html_section("Traffic", html_note("The step has no collectives."))
+    return html_section("Traffic by mesh axis", draw_traffic(traffic), html_table(report.traffic_table(traffic)))
 
 
 def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
@@ -102,8 +64,8 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
     granule = "slice" if topology.chip.torus else {"gpu": "NVLink domain", "cpu": "host"}[topology.chip.platform]
     layout = MeshLayout(granule, splits, np.broadcast_to(0, inner), torus, assignment=assignment)
     placed = zip(mesh, mesh.values(), place_texts(layout), strict=True)
-    heads = ("axis", "size", "placement")
-    table = html_table(heads, [[name, f"{size:,}", text] for name, size, text in placed if size > 1], right=("size",))
+    rows = [[name, f"{size:,}", text] for name, size, text in placed if size > 1]
+    table = html_table(Table(("axis", "size", "placement"), rows, right=("size",)))
     if torus is None or assignment is None:
         columns = next((size for size in reversed(inner) if size > 1), 1)
         places, names = np.arange(math.prod(inner)).reshape(-1, columns).T, ("across", "down")
@@ -117,7 +79,8 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
         "connect neighbors along the last of these axes, and colors are the groups along it."
     )
     parts, width, height = draw_corner(places, names, dict(zip(mesh, inner, strict=True)))
-    return section("Mesh on the devices", drawing(height, parts, "devices of the mesh", width), paragraph(note), table)
+    drawn = drawing(height, parts, "devices of the mesh", width)
+    return html_section("Mesh on the devices", drawn, html_note(note), table)
 
 
 # --- drawings as inline SVG; colors are classes of page.html ---
@@ -125,7 +88,7 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
 
 def draw_memory(memory: Memory) -> str:
     """Stacked bars of the categories, one bar per moment, and the capacity as a line."""
-    moments = thinned(memory.timeline)
+    moments = memory.timeline
     top = max(memory.peak, *(moment.total for moment in moments), 1)
     if memory.capacity is not None and memory.capacity < 4 * top:
         top = max(top, memory.capacity)
@@ -148,13 +111,6 @@ def draw_memory(memory: Memory) -> str:
     parts.append(svg_text(WIDTH - RIGHT, MEMORY_HEIGHT - 12, "end", size=12, anchor="end", class_="dim"))
     legend, height = _legend([(f"c{CATEGORIES.index(name)}", name) for name in names], MEMORY_HEIGHT)
     return drawing(height, [*parts, *legend], "memory over time")
-
-
-def thinned(timeline: Sequence[Moment]) -> list[Moment]:
-    """At most MOST_MOMENTS moments: of neighbors the fullest."""
-    size = math.ceil(len(timeline) / MOST_MOMENTS)
-    chunks = [timeline[i : i + size] for i in range(0, len(timeline), size)]
-    return [max(chunk, key=lambda moment: moment.total) for chunk in chunks]
 
 
 def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str) -> str:
@@ -247,8 +203,12 @@ def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
 
 def draw_traffic(traffic: Sequence[Traffic]) -> str:
     """One bar per group of mesh axes: the seconds of its collectives by kind."""
-    axes = sorted({item.axes for item in traffic}, key=lambda axes: -_seconds(traffic, axes))[: report.MOST_ROWS]
-    kinds = sorted({item.kind for item in traffic}, key=lambda kind: -_seconds([t for t in traffic if t.kind == kind]))
+    axes = sorted(dict.fromkeys(item.axes for item in traffic), key=lambda axes: -_seconds(traffic, axes))[
+        : report.MOST_ROWS
+    ]
+    kinds = sorted(
+        dict.fromkeys(item.kind for item in traffic), key=lambda kind: -_seconds([t for t in traffic if t.kind == kind])
+    )
     left, right = 120, 280
     scale = (WIDTH - left - right) / (max(_seconds(traffic, name) for name in axes) or 1)
     parts, y = [], TOP

@@ -8,6 +8,7 @@ from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import WIDTH, findings_text
 from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import plain_data
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Compiled:
             "fits": self.fits,
             "peak": self.peak,
             "groups": list(self.groups),
-            "programs": [report.program_dict(program) for program in self.programs],
-            "sent": [report.sent_dict(sent) for sent in self.sent],
+            "programs": plain_data(self.programs),
+            "sent": plain_data(self.sent),
             "cycles_seconds": self.cycles_seconds,
-            "findings": [finding._asdict() for finding in self.findings],
+            "findings": plain_data(self.findings),
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
             "rss": self.rss,

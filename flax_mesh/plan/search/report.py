@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
+from flax_mesh.plan.report import VERDICTS, WIDTH, number, of_capacity, time_text
 from flax_mesh.plan.search.confirm import Confirmation
 from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
 from flax_mesh.plan.search.space import overrides
-from flax_mesh.text import at_most, bytes_text, count_text, folded, listed, table_text
+from flax_mesh.text import Table, at_most, bytes_text, count_text, folded, listed
 
 MOST_LAYOUTS, MOST_REASONS = 10, 6
 UNITS = {"tok": "tokens", "examples": "examples"}  # as in the rows of metrics
@@ -129,7 +129,7 @@ def _table(found: LayoutSearch, width: int) -> str:
         numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
         rows.append([*numbers, _words(one), comparison(one, first)])
     heads = [f"{first.unit}/s", *HEADS]
-    text = table_text(heads, rows, width, right=heads[:4], wrap=heads[4:])
+    text = Table(heads, rows, right=heads[:4], wrap=heads[4:]).to_text(width)
     rest = len(found.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
 
@@ -151,9 +151,8 @@ def _confirmation(one: Confirmation) -> str:
     if one.compiled is None:
         return f"compiled: {words}: {one.problem}"
     memory = one.planned.plan.memory
-    verdict = "fits" if one.fits else "does not fit"
     size = of_capacity(one.compiled.peak, memory.capacity)
-    return f"compiled: {words}: {verdict}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
+    return f"compiled: {words}: {VERDICTS[one.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
 def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:
