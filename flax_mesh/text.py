@@ -4,9 +4,12 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 UNLIMITED = 100_000  # characters in a line
 GAP = 2  # characters between the columns of a table
@@ -79,11 +82,8 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
     also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
     parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
-    groups: dict[Hashable, list[int]] = {}
-    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
-        groups.setdefault((*part[::2], key), []).append(i)
     found = []
-    for indices in groups.values():
+    for indices in grouped(range(len(paths)), lambda i: (*parts[i][::2], keys[i])).values():
         columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
         choices = [sorted(set(column)) for column in columns]
         texts = [_range_text(choice) for choice in choices]
@@ -164,6 +164,14 @@ class Table:
         """The table below its caption; "" if it has no rows."""
         text = table_text(self.heads, self.rows, width, right=self.right, wrap=self.wrap)
         return "\n".join(filter(None, [self.caption, text])) if self.rows else ""
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Key -> its items, both in the order in which they come first."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def plain_data(value: Any) -> Any:

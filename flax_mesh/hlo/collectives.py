@@ -7,7 +7,7 @@ twice that for an all-reduce; the entire payload for a permute or a broadcast.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,16 +18,12 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.errors import ShardingError
 from flax_mesh.hlo.instructions import Instruction
 from flax_mesh.hlo.program import HloProgram
+from flax_mesh.text import grouped
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
+GATHER = ("all-gather", "reduce-scatter", "all-reduce")
+ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
+POINT_TO_POINT = ("collective-permute", "collective-broadcast")
+KINDS = (*GATHER, *ALL_TO_ALL, *POINT_TO_POINT)
 _GROUPS = re.compile(
     r"replica_groups=(?P<list>\{(?:\{[\d,]*\},?)*\})"
     r"|replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<iota>[\d,]+)\](?:T\((?P<perm>[\d,]+)\))?"
@@ -56,7 +52,7 @@ class Collective(NamedTuple):
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
     """Bytes that one device of a group sends, as defined in the module docstring."""
-    if kind in ("collective-permute", "collective-broadcast"):
+    if kind in POINT_TO_POINT:
         return payload
     once = payload * (group_size - 1) // group_size
     return 2 * once if kind == "all-reduce" else once
@@ -94,7 +90,7 @@ def read_collectives(program: HloProgram, mesh: Mesh | AbstractMesh) -> list[Col
             if kind not in KINDS:
                 continue
             ids = _pairs(one.text) if kind == "collective-permute" else _groups(one, mesh.size)
-            if axes := _axes_of(ids, mesh):
+            if axes := axes_of(ids, mesh.shape):
                 size = ids.shape[1]
                 payload = _result_bytes(one, kind) * (size if kind == "reduce-scatter" else 1)
                 found.append(Collective(kind, axes, size, payload, times, known, one.source, one.name))
@@ -103,18 +99,17 @@ def read_collectives(program: HloProgram, mesh: Mesh | AbstractMesh) -> list[Col
 
 def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
     """Sums per kind and combination of mesh axes, in descending order of the bytes sent."""
-    sums: dict[tuple[tuple[str, ...], str], Traffic] = {}
-    for one in collectives:
-        before = sums.get((one.axes, one.kind), Traffic(one.axes, one.kind, 0, 0, 0, True))
-        sums[one.axes, one.kind] = Traffic(
-            one.axes,
-            one.kind,
-            before.times + one.times,
-            before.payload_bytes + one.payload_bytes * one.times,
-            before.sent_bytes + one.sent_bytes * one.times,
-            before.times_known and one.times_known,
+    sums = [
+        Traffic(
+            *key,
+            sum(one.times for one in group),
+            sum(one.payload_bytes * one.times for one in group),
+            sum(one.sent_bytes * one.times for one in group),
+            all(one.times_known for one in group),
         )
-    return sorted(sums.values(), key=lambda traffic: (-traffic.sent_bytes, traffic.axes, traffic.kind))
+        for key, group in grouped(collectives, lambda one: (one.axes, one.kind)).items()
+    ]
+    return sorted(sums, key=lambda traffic: (-traffic.sent_bytes, traffic.axes, traffic.kind))
 
 
 def _result_bytes(one: Instruction, kind: str) -> int:
@@ -189,10 +184,11 @@ def _pairs(attributes: str) -> np.ndarray:
     return np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
 
 
-def _axes_of(ids: np.ndarray, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    places = np.stack(np.unravel_index(ids, tuple(mesh.shape.values())), axis=-1)
+def axes_of(ids: np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ; `ids` [group, member] are positions in the mesh."""
+    places = np.stack(np.unravel_index(ids, tuple(sizes.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
-    return tuple(name for name, yes in zip(mesh.axis_names, differ, strict=True) if yes)
+    return tuple(name for name, yes in zip(sizes, differ, strict=True) if yes)
 
 
 def _iota(shape: str, permutation: str | None) -> np.ndarray:

@@ -20,6 +20,7 @@ import jax
 
 from flax_mesh.hlo.instructions import Array, Instruction, Shape
 from flax_mesh.hlo.program import HloProgram
+from flax_mesh.text import grouped
 
 COUNTED = (0, 1)  # memory spaces: main memory, on-chip memory of a TPU
 SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
@@ -251,10 +252,10 @@ def _part(value: Value, path: str) -> Value:
 
 def largest(found: Sequence[Buffer], most: int) -> list[tuple[list[Buffer], int]]:
     """(arrays of the same shape from the same code, their bytes), the most bytes first."""
-    groups: dict[tuple[str, str], list[Buffer]] = {}
-    for buffer in found:
-        maker = buffer.maker
-        key = str(buffer.number) if maker is None else f"{maker.source} {maker.opcode}"
-        groups.setdefault((buffer.array.text, key), []).append(buffer)
+
+    def made_by(buffer: Buffer) -> str:
+        return f"{buffer.number}" if buffer.maker is None else f"{buffer.maker.source} {buffer.maker.opcode}"
+
+    groups = grouped(found, lambda buffer: (buffer.array.text, made_by(buffer)))
     sizes = [(group, sum(buffer.array.bytes for buffer in group)) for group in groups.values()]
     return sorted(sizes, key=lambda item: -item[1])[:most]

@@ -1,7 +1,7 @@
 """A plan as one HTML file without external resources or scripts: tables, and drawings in SVG."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from flax_mesh.plan import report
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
 from flax_mesh.svg import element, svg_text
-from flax_mesh.text import Table, bytes_text, count_text, listed
+from flax_mesh.text import Table, bytes_text, count_text, grouped, listed
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_ACTIONS = 900
@@ -32,14 +32,15 @@ BAR, LINE, DOT = 22, 18, 9
 
 def memory_section(memory: Memory) -> str:
     notes = [html_note(note) for note in report.memory_notes(memory)]
-    chart = [draw_memory(memory)] if memory.timeline else []
+    chart = [_draw_memory(memory)] if memory.timeline else []
     return html_section("Memory of one device over a step", *chart, html_table(report.memory_table(memory)), *notes)
 
 
 def time_section(time: Time, chip: Chip) -> str:
     if not time.parts:
         return ""
-    return html_section("Time of the parts", draw_roofline(time.parts, chip), html_table(report.part_table(time.parts)))
+    table = html_table(report.part_table(time.parts))
+    return html_section("Time of the parts", _draw_roofline(time.parts, chip), table)
 
 
 def schedule_section(time: Time) -> str:
@@ -53,7 +54,7 @@ def schedule_section(time: Time) -> str:
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
         return html_section("Traffic", html_note("The step has no collectives."))
-    return html_section("Traffic by mesh axis", draw_traffic(traffic), html_table(report.traffic_table(traffic)))
+    return html_section("Traffic by mesh axis", _draw_traffic(traffic), html_table(report.traffic_table(traffic)))
 
 
 def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
@@ -79,20 +80,20 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
         "connect neighbors along the last of these axes, and colors are the groups along it."
     )
     parts, width, height = draw_corner(places, names, dict(zip(mesh, inner, strict=True)))
-    drawn = drawing(height, parts, "devices of the mesh", width)
+    drawn = _drawing(height, parts, "devices of the mesh", width)
     return html_section("Mesh on the devices", drawn, html_note(note), table)
 
 
 # --- drawings as inline SVG; colors are classes of page.html ---
 
 
-def draw_memory(memory: Memory) -> str:
+def _draw_memory(memory: Memory) -> str:
     """Stacked bars of the categories, one bar per moment, and the capacity as a line."""
     moments = memory.timeline
     top = max(memory.peak, *(moment.total for moment in moments), 1)
     if memory.capacity is not None and memory.capacity < 4 * top:
         top = max(top, memory.capacity)
-    scale_y = Linear(0, top * 1.06, MEMORY_HEIGHT - BOTTOM, TOP)
+    scale_y = _Linear(0, top * 1.06, MEMORY_HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(moments)
     names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in moments)]
     parts = [*_byte_axis(scale_y)]
@@ -106,11 +107,12 @@ def draw_memory(memory: Memory) -> str:
     parts += _capacity(memory, scale_y)
     for i, moment in enumerate(moments):
         size = {"x": _text(LEFT + i * step), "y": TOP, "width": _text(step), "height": MEMORY_HEIGHT - TOP - BOTTOM}
-        parts.append(_hover(f"{moment.label}: {bytes_text(moment.total)}", **size))
+        hover = element("rect", class_="hover", **size)
+        parts.append(_with_title(hover, f"{moment.label}: {bytes_text(moment.total)}"))
     parts.append(svg_text(LEFT, MEMORY_HEIGHT - 12, "start of the step", size=12, class_="dim"))
     parts.append(svg_text(WIDTH - RIGHT, MEMORY_HEIGHT - 12, "end", size=12, anchor="end", class_="dim"))
     legend, height = _legend([(f"c{CATEGORIES.index(name)}", name) for name in names], MEMORY_HEIGHT)
-    return drawing(height, [*parts, *legend], "memory over time")
+    return _drawing(height, [*parts, *legend], "memory over time")
 
 
 def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str) -> str:
@@ -120,18 +122,18 @@ def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str
     return element("path", class_=look, d=f"M{LEFT} {_text(lower[0])}{over}{under}Z")
 
 
-def _byte_axis(scale: "Linear") -> list[str]:
+def _byte_axis(scale: "_Linear") -> list[str]:
     unit = bytes_text(scale.last).split()[1]
     size = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
     parts = []
-    for mark in ticks(scale.last / size):
+    for mark in _ticks(scale.last / size):
         y = _text(scale(mark * size))
         parts.append(element("path", class_="grid", d=f"M{LEFT} {y}H{WIDTH - RIGHT}"))
         parts.append(svg_text(LEFT - 8, float(y) + 4, f"{mark:g}", size=12, anchor="end", class_="dim"))
     return [*parts, svg_text(4, TOP + 2, unit, size=12, class_="dim")]
 
 
-def _capacity(memory: Memory, scale: "Linear") -> list[str]:
+def _capacity(memory: Memory, scale: "_Linear") -> list[str]:
     if memory.capacity is None:
         return []
     text = f"capacity {bytes_text(memory.capacity)}"
@@ -142,7 +144,7 @@ def _capacity(memory: Memory, scale: "Linear") -> list[str]:
     return [line, svg_text(WIDTH - RIGHT, _text(y - 5), text, size=12, anchor="end", class_="over")]
 
 
-def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
+def _draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     """FLOP/s of every part over its FLOPs per byte of memory, below the limits of the chip."""
     groups = [
         (name, part) for name, part in report.group_parts(parts) if part.flops and part.hbm_bytes and part.seconds
@@ -152,8 +154,8 @@ def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     places = [(part.flops / part.hbm_bytes, part.flops / part.seconds) for _, part in groups]
     xs, ys = [peak / bandwidth, *(x for x, _ in places)], [peak, *(y for _, y in places)]
     left, right, low, high = min(xs) / 4, max(xs) * 4, min(ys) / 3, peak * 2
-    scale_x = Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
-    scale_y = Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
+    scale_x = _Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
+    scale_y = _Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
     found = [*_decades(scale_x, scale_y)]
     start = max(left, low / bandwidth)
     corners = [(start, bandwidth * start), (peak / bandwidth, peak), (right, peak)]
@@ -180,10 +182,10 @@ def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
             row += LINE
     keys = [(f"limit-{limit}", f"limited by {limit}") for limit in LIMITS]
     legend, height = _legend(keys, ROOFLINE_HEIGHT)
-    return drawing(height, [*found, *legend], "roofline")
+    return _drawing(height, [*found, *legend], "roofline")
 
 
-def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
+def _decades(scale_x: "_Linear", scale_y: "_Linear") -> list[str]:
     """The grid of a drawing with logarithmic axes."""
     found, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
     for power in range(math.ceil(scale_x.first), math.floor(scale_x.last) + 1):
@@ -201,23 +203,18 @@ def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
     return [*found, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
 
 
-def draw_traffic(traffic: Sequence[Traffic]) -> str:
+def _draw_traffic(traffic: Sequence[Traffic]) -> str:
     """One bar per group of mesh axes: the seconds of its collectives by kind."""
-    axes = sorted(dict.fromkeys(item.axes for item in traffic), key=lambda axes: -_seconds(traffic, axes))[
-        : report.MOST_ROWS
-    ]
-    kinds = sorted(
-        dict.fromkeys(item.kind for item in traffic), key=lambda kind: -_seconds([t for t in traffic if t.kind == kind])
-    )
+    axes = _by_seconds(traffic, lambda item: item.axes)[: report.MOST_ROWS]
+    kinds = [kind for kind, _ in _by_seconds(traffic, lambda item: item.kind)]
     left, right = 120, 280
-    scale = (WIDTH - left - right) / (max(_seconds(traffic, name) for name in axes) or 1)
+    scale = (WIDTH - left - right) / (_seconds(axes[0][1]) or 1)
     parts, y = [], TOP
-    for name in axes:
-        own, x = [item for item in traffic if item.axes == name], float(left)
+    for name, own in axes:
+        x = float(left)
         parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
         for kind in kinds:
-            seconds = _seconds([item for item in own if item.kind == kind])
-            if seconds:
+            if seconds := _seconds(item for item in own if item.kind == kind):
                 size = {"x": _text(x), "y": y, "width": _text(seconds * scale), "height": BAR}
                 box = element("rect", class_=f"k{kinds.index(kind) % 8}", rx=2, **size)
                 parts.append(_with_title(box, f"{kind}: {report.time_text(seconds)}"))
@@ -227,21 +224,26 @@ def draw_traffic(traffic: Sequence[Traffic]) -> str:
         parts.append(svg_text(_text(x + 8), y + 16, ", ".join(texts), size=12, class_="dim"))
         y += BAR + 10
     legend, height = _legend([(f"k{i % 8}", kind) for i, kind in enumerate(kinds)], y)
-    return drawing(height, [*parts, *legend], "traffic by mesh axis")
+    return _drawing(height, [*parts, *legend], "traffic by mesh axis")
 
 
-def _seconds(traffic: Sequence[Traffic], axes: tuple[str, ...] | None = None) -> float:
-    return sum(item.seconds for item in traffic if axes is None or item.axes == axes)
+def _by_seconds(traffic: Sequence[Traffic], key: Callable[[Traffic], Any]) -> list[tuple[Any, list[Traffic]]]:
+    """(key, its items), those with the most seconds first."""
+    return sorted(grouped(traffic, key).items(), key=lambda group: -_seconds(group[1]))
 
 
-def drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
+def _seconds(traffic: Iterable[Traffic]) -> float:
+    return sum(item.seconds for item in traffic)
+
+
+def _drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
     """An inline SVG element, which shrinks with the window. Its colors are classes of the page."""
     size = f'viewBox="0 0 {_text(width)} {_text(height)}" style="max-width:{_text(width)}px"'
     body = "\n".join([element("title", label), *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" {size}>\n{body}\n</svg>'
 
 
-class Linear:
+class _Linear:
     """A linear scale from [first, last] to pixels."""
 
     def __init__(self, first: float, last: float, start: float, end: float):
@@ -252,7 +254,7 @@ class Linear:
         return self._start + (value - self.first) * self._factor
 
 
-def ticks(most: float) -> list[float]:
+def _ticks(most: float) -> list[float]:
     """Three to eight round numbers from 0 to `most`."""
     power = 10.0 ** math.floor(math.log10(most or 1))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most / (power * part) <= 8)
@@ -270,10 +272,6 @@ def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], 
         parts.append(svg_text(_text(x + 20), _text(y + 12), name, size=12, class_="ink"))
         x += width + 10
     return parts, y + LINE + 8
-
-
-def _hover(text: str, **attributes: Any) -> str:
-    return _with_title(element("rect", class_="hover", **attributes), text)
 
 
 def _with_title(shape: str, text: str) -> str:

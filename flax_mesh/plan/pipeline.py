@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.forecast import Estimate, estimate, memory_of, parts_of, traffic_of
 from flax_mesh.plan.program.read import Array
-from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic, summed
 from flax_mesh.plan.stages import Stages, visit_stages
 from flax_mesh.plan.topology import Topology, network_of
 
@@ -36,16 +36,6 @@ class StageEstimate(NamedTuple):
     def programs(self) -> Mapping[str, Estimate]:
         found = {"F": self.forward, "B": self.backward}
         return found if self.weights is None else found | {"W": self.weights}
-
-
-@dataclass(frozen=True)
-class GroupMoment:
-    """Bytes on one group while an action runs, on top of its state."""
-
-    action: Action
-    stored: int  # residuals and boundary activations of the microbatches that are between F and B
-    boundary: int  # of these, activations of other stages
-    temporary: int  # of the action itself
 
 
 def estimate_stages(
@@ -106,23 +96,25 @@ def _bytes(values: Sequence[Any]) -> int:
     return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in values)
 
 
-def group_moments(row: Sequence[Action], stages: Sequence[StageEstimate]) -> list[GroupMoment]:
-    """Bytes on one group during every action of its row of a schedule."""
-    stored = boundary = 0
+def _moments(row: Sequence[Action], stages: Sequence[StageEstimate], base: Mapping[str, int]) -> list[Moment]:
+    """Bytes on one group during every action of its row of a schedule; `base` are those of its state and gradients."""
+    residuals = boundary = 0  # of the microbatches that are between F and B; boundary: activations of other stages
     found = []
     for action in row:
         stage = stages[action.stage]
         program = stage.programs.get(action.kind)
         temporary = program.profile.peak if program is not None else 0
-        found.append(GroupMoment(action, stored + boundary, boundary, temporary))
-        if action.kind == "F":
-            stored, boundary = stored + stage.residuals, boundary + stage.received
-        elif action.kind == "B" and stage.weights is not None:
-            stored += stage.lasting - stage.residuals
-        elif action.kind == "B":
-            stored, boundary = stored - stage.residuals, boundary - stage.received
-        elif action.kind == "W":
-            stored, boundary = stored - stage.lasting, boundary - stage.received
+        used = {"residuals": residuals, "boundary": boundary, "activations": temporary}
+        kind, number, microbatch = action
+        found.append(Moment(f"{kind} of stage {number}, microbatch {microbatch}", {**base, **used}))
+        if kind == "F":
+            residuals, boundary = residuals + stage.residuals, boundary + stage.received
+        elif kind == "B" and stage.weights is not None:
+            residuals += stage.lasting - stage.residuals
+        elif kind == "B":
+            residuals, boundary = residuals - stage.residuals, boundary - stage.received
+        elif kind == "W":
+            residuals, boundary = residuals - stage.lasting, boundary - stage.received
     return found
 
 
@@ -140,15 +132,7 @@ def pipeline_memory(
         base = dict.fromkeys(CATEGORIES, 0) | {kind: of[group] for kind, of in sizes.items()}
         own = [stage for k, stage in enumerate(stages) if schedule.stage_to_group[k] == group]
         base["gradients"] = sum(stage.gradients for stage in own)
-        moments = []
-        for moment in group_moments(row, stages):
-            now = dict(base)
-            now["residuals"] += moment.stored - moment.boundary
-            now["boundary"] += moment.boundary
-            now["activations"] += moment.temporary
-            kind, stage, microbatch = moment.action
-            moments.append(Moment(f"{kind} of stage {stage}, microbatch {microbatch}", now))
-        found.append(moments)
+        found.append(_moments(row, stages, base))
     peaks = tuple(max(moment.total for moment in moments) for moments in found)
     fullest = peaks.index(max(peaks))
     arguments = sum(of[fullest] for of in sizes.values())
@@ -203,19 +187,16 @@ def stage_traffic(
     link, count = network_of(topology, shape, ("pp",)), schedule.num_microbatches
     best: list[Traffic] = []
     for group in range(schedule.num_groups):
-        sums: dict[Any, Traffic] = {}
+        found: list[Traffic] = []
         for number, stage in enumerate(stages):
             if schedule.stage_to_group[number] != group:
                 continue
-            found = [x for one in stage.programs.values() for x in traffic_of(one, topology, count)]
+            found += [x for one in stage.programs.values() for x in traffic_of(one, topology, count)]
             for size in filter(None, (stage.sent, stage.returned)):
                 fast, slow = link.split(size * count, "collective-permute")
                 seconds = link.seconds("collective-permute", size) * count
                 found.append(Traffic("transfer", ("pp",), count, size * count, round(fast), round(slow), seconds))
-            for each in found:
-                before = sums.get(each[:2])
-                sums[each[:2]] = each if before is None else before.plus(each)
-        listed = sorted(sums.values(), key=lambda each: -each.seconds)
-        if math.fsum(x.seconds for x in listed) > math.fsum(x.seconds for x in best):
-            best = listed
+        own = summed(found)
+        if math.fsum(x.seconds for x in own) > math.fsum(x.seconds for x in best):
+            best = own
     return best

@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import UNLIMITED, Table, at_most, bytes_text, count_text, folded, listed, mesh_text, plain_data
+from flax_mesh.text import (
+    UNLIMITED,
+    Table,
+    at_most,
+    bytes_text,
+    count_text,
+    folded,
+    grouped,
+    listed,
+    mesh_text,
+    plain_data,
+)
 
 
 class Unit(NamedTuple):
@@ -201,10 +212,8 @@ def group_parts(parts: Sequence[Part]) -> list[tuple[str, Part]]:
 
     Parts are equal if three significant digits are. The groups are in the order of the first part of each.
     """
-    found: dict[tuple[str, ...], list[Part]] = {}
-    for part in parts:
-        found.setdefault((re.sub(r"\d+", "#", part.name, count=1), *(f"{x:.3g}" for x in part[1:])), []).append(part)
-    return [(_names_text([part.name for part in group]), group[0]) for group in found.values()]
+    groups = grouped(parts, lambda part: (re.sub(r"\d+", "#", part.name, count=1), *(f"{x:.3g}" for x in part[1:])))
+    return [(_names_text([part.name for part in group]), group[0]) for group in groups.values()]
 
 
 def _names_text(names: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ MakeProgram = Callable[[str, int, Any, tuple[Any, ...]], tuple[Any, Any]]
 class Stages(NamedTuple):
     """The stages, and what was made of their functions by (kind, stage), such as ("F", 0), in order."""
 
-    functions: list[StageFunctions]
+    functions: Sequence[StageFunctions]
     programs: dict[tuple[str, int], Any]
     arguments: dict[tuple[str, int], tuple[Any, ...]]  # abstract, with shardings
 

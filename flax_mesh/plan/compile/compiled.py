@@ -67,15 +67,16 @@ class Compiled:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`, without the plan: bytes, seconds and numbers per step."""
-        return {
-            "fits": self.fits,
-            "peak": self.peak,
-            "groups": list(self.groups),
-            "programs": plain_data(self.programs),
-            "sent": plain_data(self.sent),
-            "cycles_seconds": self.cycles_seconds,
-            "findings": plain_data(self.findings),
-            "seconds": self.seconds,
-            "cpu_seconds": self.cpu_seconds,
-            "rss": self.rss,
-        }
+        names = (
+            "fits",
+            "peak",
+            "groups",
+            "programs",
+            "sent",
+            "cycles_seconds",
+            "findings",
+            "seconds",
+            "cpu_seconds",
+            "rss",
+        )
+        return {name: plain_data(getattr(self, name)) for name in names}

@@ -12,7 +12,7 @@ from flax_mesh.hlo.live import Buffer, largest, walk
 from flax_mesh.hlo.program import HloProgram, read_hlo
 from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import listed
+from flax_mesh.text import grouped, listed
 
 MOST_ARRAYS = 10
 SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -48,7 +48,7 @@ def read_program(
     `hosted` has the paths and bytes of the arguments that are stored in the memory of the host.
     """
     found, (inner, outer) = read_hlo(program), slice_mesh(mesh)
-    collectives = [*read_collectives(found, inner), *over_slices(found, outer)]
+    collectives = [*read_collectives(found, inner), *_over_slices(found, outer)]
     walked, host = walk(found), sum(hosted.values())
     live = [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     fields = {
@@ -63,7 +63,7 @@ def read_program(
     return Reading(fields, gathers(collectives, walked.weights, found), found)
 
 
-def over_slices(found: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
+def _over_slices(found: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
     """Collectives between slices: the program of a slice sends their operands to its host."""
     sends = []
     for name, instructions in found.computations.items():
@@ -118,14 +118,14 @@ def operation_text(source: str) -> str:
 
 
 def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for one in collectives:
-        entry = sums.setdefault((one.kind, one.axes), [0, 0.0])
-        entry[0] += one.times
-        entry[1] += operand_bytes(one) * one.times
     return [
-        {"kind": kind, "axes": list(axes), "times": int(times), "operand_bytes": size}
-        for (kind, axes), (times, size) in sums.items()
+        {
+            "kind": kind,
+            "axes": list(axes),
+            "times": sum(one.times for one in group),
+            "operand_bytes": float(sum(operand_bytes(one) * one.times for one in group)),
+        }
+        for (kind, axes), group in grouped(collectives, lambda one: (one.kind, one.axes)).items()
     ]
 
 

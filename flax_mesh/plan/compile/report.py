@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
-from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
+from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import BYTES, VERDICTS, number, of_capacity, time_text, unit_of
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import UNLIMITED, Table, bytes_text, folded, listed
+from flax_mesh.text import UNLIMITED, Table, bytes_text, folded, grouped, listed
 
 OFF = 0.1  # an estimate that is off by more is a finding
 SMALL = 0.05  # of the bytes of all collectives: axes with less are not compared
@@ -45,7 +45,8 @@ def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> 
     unit = unit_of([array.bytes for array in program.live], BYTES)
     heads = [unit.name, "array", "operation", "made by"]
     rows = [
-        [number(array.bytes / unit.size), array_text(array), array.operation, array.place] for array in program.live
+        [number(x.bytes / unit.size), x.array + (f" x {x.count}" if x.count > 1 else ""), x.operation, x.place]
+        for x in program.live
     ]
     title = f"the largest arrays at the peak{'' if program.name == 'step' else f' of {program.name}'}"
     table = Table(heads, rows, title, right=heads[:1], wrap=heads[2:])
@@ -54,21 +55,12 @@ def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> 
     return f"{table.to_text(width)}\n{folded(text, width, '  ')}"
 
 
-def array_text(array: LiveArray) -> str:
-    return array.array + (f" x {array.count}" if array.count > 1 else "")
-
-
 def compared(sent: Sequence[Sent], plan: Plan) -> list[tuple[tuple[str, ...], float, float]]:
     """(axes, operand bytes by XLA, those of the estimate), most bytes first. Transfers of a pipeline are left out."""
-    sums: dict[frozenset[str], list[float]] = {}
-    names: dict[frozenset[str], tuple[str, ...]] = {}
     rows = [(each.axes, each.operand_bytes, 0.0) for each in sent]
     rows += [(each.axes, 0.0, float(each.operand_bytes)) for each in plan.traffic if each.kind != "transfer"]
-    for axes, by_xla, estimated in rows:
-        entry = sums.setdefault(frozenset(axes), [0.0, 0.0])
-        names.setdefault(frozenset(axes), axes)
-        entry[0], entry[1] = entry[0] + by_xla, entry[1] + estimated
-    found = [(names[key], by_xla, estimated) for key, (by_xla, estimated) in sums.items()]
+    groups = grouped(rows, lambda row: frozenset(row[0])).values()
+    found = [(group[0][0], sum(row[1] for row in group), sum(row[2] for row in group)) for group in groups]
     return sorted(found, key=lambda row: -max(row[1:]))
 
 

@@ -21,12 +21,13 @@ def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambd
         say(f"compiling {kind} of stage {number} (of stages 0-{split.schedule.num_stages - 1})")
         lowered = function.lower(*arguments)
         program = lowered.compile()
-        return program, jax.tree.map(_with_sharding, lowered.out_info, program.output_shardings)
+        results = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            lowered.out_info,
+            program.output_shardings,
+        )
+        return program, results
 
     options: dict[str, Any] = {"remat": split.remat, "seed": split.config.run.seed}
     found = visit_stages(split.staged, split.schedule, split.batch, split.shardings, mesh, split.axes, make, **options)
     return {f"{kind}{number}": program for (kind, number), program in found.programs.items()}
-
-
-def _with_sharding(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -31,8 +31,7 @@ def to_text(
         sections.append(folded("None of the layouts that were compiled fits; the others are not confirmed.", width))
     elif best is None:
         nearest = found.planned[0].plan.memory
-        missing = bytes_text(nearest.peak - (nearest.capacity or 0))
-        text = f"No layout fits: the one with the least memory needs {missing} more per device, "
+        text = f"No layout fits: the one with the least memory needs {bytes_text(nearest.missing)} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
         sections.append(shlex.join([*command, *overrides(best.settings)]))
@@ -78,8 +77,7 @@ def comparison(one: Planned, first: Planned) -> str:
     """Why a layout is not the first one; "" for the first one if it fits."""
     memory = one.plan.memory
     if one.plan.fits is False:
-        largest = max(memory.at_peak, key=lambda name: memory.at_peak[name])
-        return f"does not fit: {bytes_text(memory.peak - (memory.capacity or 0))} too much, most are {largest}"
+        return f"does not fit: {bytes_text(memory.missing)} too much, most are {memory.largest}"
     if one is first:
         return ""
     ratio = one.seconds_per_token / first.seconds_per_token
