@@ -89,7 +89,7 @@ def read_collectives(program: HloProgram, mesh: Mesh | AbstractMesh) -> list[Col
             kind = one.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            ids = _pairs(one.text) if kind == "collective-permute" else _groups(one, mesh.size)
+            ids = _pairs(one) if kind == "collective-permute" else _groups(one, mesh.size)
             if axes := axes_of(ids, mesh.shape):
                 size = ids.shape[1]
                 payload = _result_bytes(one, kind) * (size if kind == "reduce-scatter" else 1)
@@ -131,9 +131,8 @@ def _groups(one: Instruction, num_devices: int) -> np.ndarray:
     """
     match = _GROUPS.search(one.text)
     if match is None:
-        text = f"{one.opcode}{one.inputs}{one.text}"[:200]
         raise ShardingError(
-            f"replica_groups must be in a notation that this parser knows, got: {text}. Please report it."
+            f"replica_groups must be in a notation that this parser knows, got: {str(one)[:200]}. Please report it."
         )
     if match["list"] is not None:
         groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["list"][1:-1])]
@@ -175,11 +174,11 @@ def _mesh_groups(match: re.Match[str]) -> np.ndarray:
     return devices.reshape(sizes).transpose(*outer, *inner).reshape(-1, math.prod(sizes[i] for i in inner))
 
 
-def _pairs(attributes: str) -> np.ndarray:
+def _pairs(one: Instruction) -> np.ndarray:
     """(source, target) of every pair of different devices."""
-    match = _PAIRS.search(attributes)
+    match = _PAIRS.search(one.text)
     if match is None:
-        raise ShardingError(f"a collective-permute must have source_target_pairs, got: {attributes[:200]}")
+        raise ShardingError(f"a collective-permute must have source_target_pairs, got: {str(one)[:200]}")
     pairs = [_integers(pair) for pair in re.findall(r"\{([\d,]*)\}", match[1])]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # other names contain the bits: bf16
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2}  # other names contain the bits: bf16
 OP_NAME = r'op_name="((?:[^"\\]|\\.)*)"'
 
 _LINE = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
@@ -43,6 +43,9 @@ class Instruction:
     inputs: str  # operands in parentheses; of a constant its value, of a parameter its number
     text: str  # attributes
     is_root: bool
+
+    def __str__(self) -> str:
+        return f"{self.opcode}{self.inputs}{self.text}"
 
     @cached_property
     def shape(self) -> Shape:
@@ -152,6 +155,6 @@ def _read_array(text: str) -> Array:
                 sizes.append(1)
             sizes[i] = -(-sizes[i] // factor) * factor
     digits = re.search(r"\d+", dtype)
-    bits = BITS[dtype] if dtype in BITS else int(digits[0]) if digits else 0
+    bits = _BITS[dtype] if dtype in _BITS else int(digits[0]) if digits else 0
     content, stored = (-(-math.prod(each) * bits // 8) for each in (dims, sizes))
     return Array(f"{dtype}[{match[2]}]", content, stored, int(space[1]) if space else 0)

@@ -14,7 +14,7 @@ from typing import Any
 from flax_mesh.errors import ShardingError
 from flax_mesh.hlo.instructions import Instruction, aliases_of, read_instruction
 
-TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
@@ -110,7 +110,7 @@ def read_hlo(compiled: Any) -> HloProgram:
     """Reads a compiled program: a `jax.stages.Compiled`, or its `as_text()`."""
     text: str = compiled if isinstance(compiled, str) else compiled.as_text()
     computations: dict[str, list[Instruction]] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in TABLES}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     entry, instructions, rows = "", [], {}
     for line in text.splitlines():
         if line[:1] in ("", " ", "}"):

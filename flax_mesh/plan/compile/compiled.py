@@ -67,16 +67,6 @@ class Compiled:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`, without the plan: bytes, seconds and numbers per step."""
-        names = (
-            "fits",
-            "peak",
-            "groups",
-            "programs",
-            "sent",
-            "cycles_seconds",
-            "findings",
-            "seconds",
-            "cpu_seconds",
-            "rss",
-        )
+        names = ["fits", "peak", "groups", "programs", "sent", "cycles_seconds", "findings"]
+        names += ["seconds", "cpu_seconds", "rss"]
         return {name: plain_data(getattr(self, name)) for name in names}
