@@ -227,9 +227,7 @@ class _Reader:
         return after
 
     def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
-        if name not in item.attributes:
-            return [None] * len(item.results)
-        return _parse_specs(str(item.attributes[name]))
+        return _parse_specs(str(item.attributes[name])) if name in item.attributes else [None] * len(item.results)
 
     def operation(
         self,
