@@ -1,11 +1,15 @@
-"""Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables."""
+"""Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables, plain data."""
 
 import itertools
 import math
 import re
 import textwrap
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 UNLIMITED = 100_000  # characters in a line
 GAP = 2  # characters between the columns of a table
@@ -88,11 +92,8 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
     also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
     parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
-    groups: dict[Hashable, list[int]] = {}
-    for i, (part, key) in enumerate(zip(parts, keys, strict=True)):
-        groups.setdefault((*part[::2], key), []).append(i)
     found = []
-    for indices in groups.values():
+    for indices in grouped(range(len(paths)), lambda i: (*parts[i][::2], keys[i])).values():
         columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
         choices = [sorted(set(column)) for column in columns]
         texts = [_range_text(choice) for choice in choices]
@@ -157,6 +158,38 @@ def table_text(
             ]
             lines.append((" " * GAP).join(aligned).rstrip())
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a report, for text and for HTML. `right` and `wrap` are heads, as of `table_text`."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    right: Collection[str] = ()
+    wrap: Collection[str] = ()
+
+    def to_text(self, width: int = UNLIMITED) -> str:
+        """The table below its caption; "" if it has no rows."""
+        text = table_text(self.heads, self.rows, width, right=self.right, wrap=self.wrap)
+        return "\n".join(filter(None, [self.caption, text])) if self.rows else ""
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Key -> its items, both in the order in which they come first."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def plain_data(value: Any) -> Any:
+    """Named tuples as dicts and tuples as lists, at any depth: data for `json.dumps`."""
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    if isinstance(value, Mapping):
+        return {name: plain_data(each) for name, each in value.items()}
+    return [plain_data(each) for each in value] if isinstance(value, tuple | list) else value
 
 
 def folded(text: str, width: int, indent: str = "") -> str:

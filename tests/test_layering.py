@@ -15,7 +15,7 @@ NAME = PACKAGE.name
 FLOORS = (
     ("",),  # the files of flax_mesh/ itself
     ("mesh.torus",),
-    ("mesh", "processes"),
+    ("mesh", "processes", "hlo"),
     ("sharding",),
     ("sharding.report",),
     ("step",),
@@ -40,7 +40,7 @@ FLOORS = (
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {"errors.py": set(), "hardware.py": set(), "fields.py": set(), "svg.py": set(), "text.py": set()}
+PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields", "svg", "text")}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers"}
@@ -49,15 +49,15 @@ ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it i
 # Modules that other folders import although no name of them is public.
 SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
-    data.batches data.corpus data.iterators data.run_data data.user_batches inference.evaluate inference.memory
-    inference.open inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus
-    models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file
-    mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report
-    plan.search.chips plan.search.confirm plan.search.report plan.search.space plan.topology processes.launch
-    processes.output processes.store recipe.checks recipe.compiler_options recipe.explain recipe.model
-    recipe.optimizers.average recipe.optimizers.optimizer recipe.resolve recipe.saved recipe.schedule recipe.target
-    sharding.annotations sharding.explicit sharding.memory sharding.report.hlo sharding.report.html step.batch step.loss
-    step.options step.parameter_flow train.export train.metadata train.metrics train.run_folder
+    data.batches data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions hlo.live
+    hlo.program inference.evaluate inference.memory inference.open inference.prompts inference.source
+    inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus models.cache models.kernels mpmd.runtime.compile
+    mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat
+    mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips plan.search.confirm
+    plan.search.report plan.search.space plan.topology processes.launch processes.output processes.store recipe.checks
+    recipe.compiler_options recipe.explain recipe.model recipe.optimizers.average recipe.optimizers.optimizer
+    recipe.resolve recipe.saved recipe.schedule recipe.target sharding.annotations sharding.explicit sharding.memory
+    step.batch step.loss step.options step.parameter_flow train.export train.metadata train.metrics train.run_folder
 """
 
 

@@ -70,9 +70,8 @@ def _is_weight(array: Array, depth: int = 8) -> bool:
 def memory_findings(memory: Memory, model: Any) -> list[Finding]:
     if memory.fits is not False:
         return []
-    largest = max(memory.at_peak, key=lambda name: memory.at_peak[name])
-    over = (memory.peak - (memory.capacity or 0)) / 2**30
-    return [Finding("memory", f"{over:.1f} GiB more than a device has; most are {largest}", REPAIRS[largest](model))]
+    problem = f"{memory.missing / 2**30:.1f} GiB more than a device has; most are {memory.largest}"
+    return [Finding("memory", problem, REPAIRS[memory.largest](model))]
 
 
 def _less_activations(model: Any) -> str:

@@ -104,7 +104,7 @@ class Calibration:
             [s.kind, s.text, time_text(s.seconds), s.rate, f"{s.spread:.0%}", time_text(forecast)]
             for s, forecast in zip(self.samples, self.forecasts, strict=True)
         ]
-        written, before = figures_of(self.chip), figures_of(self.base)
+        written, before = _figures_of(self.chip), _figures_of(self.base)
         table = [[name, f"{before[name]:.3g}" if name in before else "", f"{x:.3g}"] for name, x in written.items()]
         figure_heads = ["figure", self.base.name, "written"]
         return "\n\n".join(
@@ -127,7 +127,7 @@ class Calibration:
         return "\n".join([*(f"# {line}" for line in lines), *head, *values, *peaks, ""])
 
 
-def figures_of(chip: Chip) -> dict[str, float]:
+def _figures_of(chip: Chip) -> dict[str, float]:
     peaks = {f"peak_flops.{name}": chip.peak_flops[name] for name in DTYPES if name in chip.peak_flops}
     return peaks | {name: getattr(chip, name) for name in FIGURES}
 
@@ -261,7 +261,7 @@ def measure(devices: Sequence[Any], sizes: Sizes, rounds: int) -> list[Sample]:
     """The samples of all cases, interleaved."""
     mesh = create_mesh((len(devices),), (AXIS,), devices=devices)
     cases = [_matmul(mesh, dtype, n) for dtype in DTYPES for n in sizes.matmul]
-    cases += [_Case(mesh, "copy", "float32", size // 4 * 4, _copy) for size in sizes.copy]
+    cases += [_Case(mesh, "copy", "float32", size // 4 * 4, lambda i, x: x + 1) for size in sizes.copy]
     cases += [_Case(mesh, "normalize", "float32", size // ROW * ROW, _normalize) for size in sizes.copy]
     if len(devices) > 1:
         cases += [_collective(mesh, kind, size) for kind in KINDS for size in sizes.collective]
@@ -318,19 +318,10 @@ def _matmul(mesh: Any, dtype: str, n: int) -> _Case:
         signs = 1 - 2 * (jnp.arange(n) % 2)
         return (jnp.eye(n) - 2 / n * jnp.outer(signs, signs)).astype(dtype)
 
-    return _Case(
-        mesh,
-        "matmul",
-        dtype,
-        n,
-        lambda i, x, w: x @ w,
-        lambda: jax.random.normal(jax.random.key(0), (n, n), dtype),
-        reflection,
-    )
+    def start() -> Any:
+        return jax.random.normal(jax.random.key(0), (n, n), dtype)
 
-
-def _copy(i: Any, x: Any) -> Any:
-    return x + 1
+    return _Case(mesh, "matmul", dtype, n, lambda i, x, w: x @ w, start, reflection)
 
 
 def _normalize(i: Any, x: Any) -> Any:

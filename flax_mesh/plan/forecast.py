@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from flax_mesh.hlo.collectives import ring_bytes
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
 from flax_mesh.plan.program.cost import Cost, costs
@@ -17,7 +18,7 @@ from flax_mesh.plan.program.fusion import Buffer, Kernel, fuse
 from flax_mesh.plan.program.memory import Profile, profile
 from flax_mesh.plan.program.normalize import normalize
 from flax_mesh.plan.program.read import PHASES, Program, read_program
-from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
+from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic, summed
 from flax_mesh.plan.topology import Topology, network_of
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's lowering
@@ -70,7 +71,7 @@ def parts_of(one: Estimate, topology: Topology, name: str = "", times: int = 1) 
     found = []
     for title, phases in groups:
         chosen = [cost for cost in one.costs if cost.phase in phases]
-        network = exchange_seconds([x for x in one.exchanges if x.phase in phases], one.program, topology)
+        network = _exchange_seconds([x for x in one.exchanges if x.phase in phases], one.program, topology)
         if chosen or network or name:
             found.append(_part(title, chosen, network, topology, times))
     return found
@@ -95,7 +96,7 @@ def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology,
     )
 
 
-def exchange_seconds(found: Sequence[Exchange], program: Program, topology: Topology) -> float:
+def _exchange_seconds(found: Sequence[Exchange], program: Program, topology: Topology) -> float:
     """Seconds of collectives. XLA combines small ones of one kind over the same devices: they share their latency."""
     seconds, small = 0.0, dict[tuple[str, tuple[str, ...], int], float]()
     for exchange in found:
@@ -116,20 +117,16 @@ def seconds_of(exchange: Exchange, program: Program, topology: Topology) -> floa
 
 def traffic_of(one: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
     """The collectives of a program by kind and axes."""
-    sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    found = []
     for exchange in one.exchanges:
-        key = exchange.kind, exchange.axes
-        before = sums.get(key, Traffic(*key, 0, 0, 0, 0, 0.0))
         network = network_of(topology, one.program.axis_sizes, exchange.axes)
-        size = one.program.group_size(exchange.axes)
-        sent = exchange.payload_bytes
-        if exchange.kind not in ("collective-permute", "collective-broadcast"):
-            sent = sent * (size - 1) // size * (2 if exchange.kind == "all-reduce" else 1)
+        sent = ring_bytes(exchange.kind, exchange.payload_bytes, one.program.group_size(exchange.axes))
         count = exchange.times * times
         fast, slow = (round(part * count) for part in network.split(sent, exchange.kind))
         seconds = network.seconds(exchange.kind, exchange.payload_bytes) * count
-        sums[key] = before.plus(Traffic(*key, count, exchange.operand_bytes * count, fast, slow, seconds))
-    return sorted(sums.values(), key=lambda each: -each.seconds)
+        amounts = count, exchange.operand_bytes * count, fast, slow, seconds
+        found.append(Traffic(exchange.kind, exchange.axes, *amounts))
+    return summed(found)
 
 
 # Memory
@@ -171,15 +168,10 @@ def timeline(one: Estimate, roles: Roles) -> list[Moment]:
     return found or [Moment("", fixed)]
 
 
-def _residuals(kernels: Sequence[Kernel]) -> set[int]:
-    """Ids of the buffers that the forward pass writes and the backward pass reads."""
-    later = [kernel for kernel in kernels if kernel.phase != "forward"]
-    return {id(read.buffer) for kernel in later for read in kernel.reads.values() if read.buffer.phase == "forward"}
-
-
 def _moments(found: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
-    residuals = _residuals([kernel for kernel, _, _ in found.steps])
-    for kernel, _, alive in found.steps:
+    later = [read.buffer for kernel, _ in found.steps if kernel.phase != "forward" for read in kernel.reads.values()]
+    residuals = {id(buffer) for buffer in later if buffer.phase == "forward"}
+    for kernel, alive in found.steps:
         now = dict(before)
         for buffer in alive.values():
             now[roles.of(buffer, kernel.phase, residuals)] += buffer.bytes

@@ -1,81 +1,46 @@
 """A plan as one HTML file without external resources or scripts: tables, and drawings in SVG."""
 
 import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from flax_mesh.hardware import Chip
+from flax_mesh.html import html_note, html_section, html_table
 from flax_mesh.mesh.describe import MeshLayout, place_texts
 from flax_mesh.mesh.draw import draw_corner
 from flax_mesh.mesh.torus.torus import arrange
 from flax_mesh.mpmd.schedules.draw import draw_simulation_svg
 from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
-from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic
+from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
-from flax_mesh.sharding.report.html import html_findings, html_table, html_tiles
 from flax_mesh.svg import element, svg_text
-from flax_mesh.text import bytes_text, count_text, listed
+from flax_mesh.text import Table, bytes_text, count_text, grouped, listed
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_ACTIONS = 900
 WIDTH = 960  # of a drawing, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 18, 34  # margins
 MEMORY_HEIGHT, ROOFLINE_HEIGHT, ROOFLINE_WIDTH = 340, 400, 600
-MOST_MOMENTS = 240
 LIMITS = ("compute", "memory", "network")
 BAR, LINE, DOT = 22, 18, 9
 
 
-def page(
-    title: str,
-    head: str,
-    summary: str,
-    *,
-    tiles: Sequence[tuple[str, str]],
-    findings: Sequence[str],
-    sections: Sequence[str],
-) -> str:
-    parts = {
-        "title": escape(title),
-        "head": escape(head),
-        "summary": escape(summary),
-        "tiles": html_tiles(tiles),
-        "findings": html_findings(findings),
-        "sections": "\n".join(filter(None, sections)),
-    }
-    text = TEMPLATE.read_text(encoding="utf-8")
-    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], text)  # in one pass, since a title may contain "%head%"
-
-
-def section(title: str, *contents: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(contents) + "</section>"
-
-
-def paragraph(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
-
-
 def memory_section(memory: Memory) -> str:
-    heads, rows = report.memory_table(memory)
-    table = html_table(heads, rows, right=heads[1:])
-    notes = [paragraph(note) for note in report.memory_notes(memory)]
-    chart = [draw_memory(memory)] if memory.timeline else []
-    return section("Memory of one device over a step", *chart, table, *notes)
+    notes = [html_note(note) for note in report.memory_notes(memory)]
+    chart = [_draw_memory(memory)] if memory.timeline else []
+    return html_section("Memory of one device over a step", *chart, html_table(report.memory_table(memory)), *notes)
 
 
 def time_section(time: Time, chip: Chip) -> str:
     if not time.parts:
         return ""
-    heads, rows = report.part_table(time.parts)
-    table = html_table(heads, rows, right=heads[1:-1])
-    return section("Time of the parts", draw_roofline(time.parts, chip), paragraph(report.PARTS_CAPTION), table)
+    table = html_table(report.part_table(time.parts))
+    return html_section("Time of the parts", _draw_roofline(time.parts, chip), table)
 
 
 def schedule_section(time: Time) -> str:
@@ -83,15 +48,13 @@ def schedule_section(time: Time) -> str:
         return ""
     unit = report.unit_of_time(time.simulation.makespan)
     svg = draw_simulation_svg(time.schedule, scaled(time.simulation, 1 / unit.size), unit.name, most=MOST_ACTIONS)
-    return section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
+    return html_section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
 
 
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
-        return section("Traffic", paragraph("The step has no collectives."))
-    heads, rows = report.traffic_table(traffic)
-    table = html_table(heads, rows, right=heads[2:])
-    return section("Traffic by mesh axis", draw_traffic(traffic), paragraph(report.TRAFFIC_CAPTION), table)
+        return html_section("Traffic", html_note("The step has no collectives."))
+    return html_section("Traffic by mesh axis", _draw_traffic(traffic), html_table(report.traffic_table(traffic)))
 
 
 def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
@@ -102,8 +65,8 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
     granule = "slice" if topology.chip.torus else {"gpu": "NVLink domain", "cpu": "host"}[topology.chip.platform]
     layout = MeshLayout(granule, splits, np.broadcast_to(0, inner), torus, assignment=assignment)
     placed = zip(mesh, mesh.values(), place_texts(layout), strict=True)
-    heads = ("axis", "size", "placement")
-    table = html_table(heads, [[name, f"{size:,}", text] for name, size, text in placed if size > 1], right=("size",))
+    rows = [[name, f"{size:,}", text] for name, size, text in placed if size > 1]
+    table = html_table(Table(("axis", "size", "placement"), rows, right=("size",)))
     if torus is None or assignment is None:
         columns = next((size for size in reversed(inner) if size > 1), 1)
         places, names = np.arange(math.prod(inner)).reshape(-1, columns).T, ("across", "down")
@@ -117,19 +80,20 @@ def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
         "connect neighbors along the last of these axes, and colors are the groups along it."
     )
     parts, width, height = draw_corner(places, names, dict(zip(mesh, inner, strict=True)))
-    return section("Mesh on the devices", drawing(height, parts, "devices of the mesh", width), paragraph(note), table)
+    drawn = _drawing(height, parts, "devices of the mesh", width)
+    return html_section("Mesh on the devices", drawn, html_note(note), table)
 
 
 # --- drawings as inline SVG; colors are classes of page.html ---
 
 
-def draw_memory(memory: Memory) -> str:
+def _draw_memory(memory: Memory) -> str:
     """Stacked bars of the categories, one bar per moment, and the capacity as a line."""
-    moments = thinned(memory.timeline)
+    moments = memory.timeline
     top = max(memory.peak, *(moment.total for moment in moments), 1)
     if memory.capacity is not None and memory.capacity < 4 * top:
         top = max(top, memory.capacity)
-    scale_y = Linear(0, top * 1.06, MEMORY_HEIGHT - BOTTOM, TOP)
+    scale_y = _Linear(0, top * 1.06, MEMORY_HEIGHT - BOTTOM, TOP)
     step = (WIDTH - LEFT - RIGHT) / len(moments)
     names = [name for name in CATEGORIES if any(moment.bytes.get(name) for moment in moments)]
     parts = [*_byte_axis(scale_y)]
@@ -143,18 +107,12 @@ def draw_memory(memory: Memory) -> str:
     parts += _capacity(memory, scale_y)
     for i, moment in enumerate(moments):
         size = {"x": _text(LEFT + i * step), "y": TOP, "width": _text(step), "height": MEMORY_HEIGHT - TOP - BOTTOM}
-        parts.append(_hover(f"{moment.label}: {bytes_text(moment.total)}", **size))
+        hover = element("rect", class_="hover", **size)
+        parts.append(_with_title(hover, f"{moment.label}: {bytes_text(moment.total)}"))
     parts.append(svg_text(LEFT, MEMORY_HEIGHT - 12, "start of the step", size=12, class_="dim"))
     parts.append(svg_text(WIDTH - RIGHT, MEMORY_HEIGHT - 12, "end", size=12, anchor="end", class_="dim"))
     legend, height = _legend([(f"c{CATEGORIES.index(name)}", name) for name in names], MEMORY_HEIGHT)
-    return drawing(height, [*parts, *legend], "memory over time")
-
-
-def thinned(timeline: Sequence[Moment]) -> list[Moment]:
-    """At most MOST_MOMENTS moments: of neighbors the fullest."""
-    size = math.ceil(len(timeline) / MOST_MOMENTS)
-    chunks = [timeline[i : i + size] for i in range(0, len(timeline), size)]
-    return [max(chunk, key=lambda moment: moment.total) for chunk in chunks]
+    return _drawing(height, [*parts, *legend], "memory over time")
 
 
 def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str) -> str:
@@ -164,18 +122,18 @@ def _area(lower: Sequence[float], upper: Sequence[float], step: float, look: str
     return element("path", class_=look, d=f"M{LEFT} {_text(lower[0])}{over}{under}Z")
 
 
-def _byte_axis(scale: "Linear") -> list[str]:
+def _byte_axis(scale: "_Linear") -> list[str]:
     unit = bytes_text(scale.last).split()[1]
     size = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
     parts = []
-    for mark in ticks(scale.last / size):
+    for mark in _ticks(scale.last / size):
         y = _text(scale(mark * size))
         parts.append(element("path", class_="grid", d=f"M{LEFT} {y}H{WIDTH - RIGHT}"))
         parts.append(svg_text(LEFT - 8, float(y) + 4, f"{mark:g}", size=12, anchor="end", class_="dim"))
     return [*parts, svg_text(4, TOP + 2, unit, size=12, class_="dim")]
 
 
-def _capacity(memory: Memory, scale: "Linear") -> list[str]:
+def _capacity(memory: Memory, scale: "_Linear") -> list[str]:
     if memory.capacity is None:
         return []
     text = f"capacity {bytes_text(memory.capacity)}"
@@ -186,7 +144,7 @@ def _capacity(memory: Memory, scale: "Linear") -> list[str]:
     return [line, svg_text(WIDTH - RIGHT, _text(y - 5), text, size=12, anchor="end", class_="over")]
 
 
-def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
+def _draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     """FLOP/s of every part over its FLOPs per byte of memory, below the limits of the chip."""
     groups = [
         (name, part) for name, part in report.group_parts(parts) if part.flops and part.hbm_bytes and part.seconds
@@ -196,8 +154,8 @@ def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     places = [(part.flops / part.hbm_bytes, part.flops / part.seconds) for _, part in groups]
     xs, ys = [peak / bandwidth, *(x for x, _ in places)], [peak, *(y for _, y in places)]
     left, right, low, high = min(xs) / 4, max(xs) * 4, min(ys) / 3, peak * 2
-    scale_x = Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
-    scale_y = Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
+    scale_x = _Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
+    scale_y = _Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
     found = [*_decades(scale_x, scale_y)]
     start = max(left, low / bandwidth)
     corners = [(start, bandwidth * start), (peak / bandwidth, peak), (right, peak)]
@@ -224,10 +182,10 @@ def draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
             row += LINE
     keys = [(f"limit-{limit}", f"limited by {limit}") for limit in LIMITS]
     legend, height = _legend(keys, ROOFLINE_HEIGHT)
-    return drawing(height, [*found, *legend], "roofline")
+    return _drawing(height, [*found, *legend], "roofline")
 
 
-def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
+def _decades(scale_x: "_Linear", scale_y: "_Linear") -> list[str]:
     """The grid of a drawing with logarithmic axes."""
     found, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
     for power in range(math.ceil(scale_x.first), math.floor(scale_x.last) + 1):
@@ -245,19 +203,18 @@ def _decades(scale_x: "Linear", scale_y: "Linear") -> list[str]:
     return [*found, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
 
 
-def draw_traffic(traffic: Sequence[Traffic]) -> str:
+def _draw_traffic(traffic: Sequence[Traffic]) -> str:
     """One bar per group of mesh axes: the seconds of its collectives by kind."""
-    axes = sorted({item.axes for item in traffic}, key=lambda axes: -_seconds(traffic, axes))[: report.MOST_ROWS]
-    kinds = sorted({item.kind for item in traffic}, key=lambda kind: -_seconds([t for t in traffic if t.kind == kind]))
+    axes = _by_seconds(traffic, lambda item: item.axes)[: report.MOST_ROWS]
+    kinds = [kind for kind, _ in _by_seconds(traffic, lambda item: item.kind)]
     left, right = 120, 280
-    scale = (WIDTH - left - right) / (max(_seconds(traffic, name) for name in axes) or 1)
+    scale = (WIDTH - left - right) / (_seconds(axes[0][1]) or 1)
     parts, y = [], TOP
-    for name in axes:
-        own, x = [item for item in traffic if item.axes == name], float(left)
+    for name, own in axes:
+        x = float(left)
         parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
         for kind in kinds:
-            seconds = _seconds([item for item in own if item.kind == kind])
-            if seconds:
+            if seconds := _seconds(item for item in own if item.kind == kind):
                 size = {"x": _text(x), "y": y, "width": _text(seconds * scale), "height": BAR}
                 box = element("rect", class_=f"k{kinds.index(kind) % 8}", rx=2, **size)
                 parts.append(_with_title(box, f"{kind}: {report.time_text(seconds)}"))
@@ -267,21 +224,26 @@ def draw_traffic(traffic: Sequence[Traffic]) -> str:
         parts.append(svg_text(_text(x + 8), y + 16, ", ".join(texts), size=12, class_="dim"))
         y += BAR + 10
     legend, height = _legend([(f"k{i % 8}", kind) for i, kind in enumerate(kinds)], y)
-    return drawing(height, [*parts, *legend], "traffic by mesh axis")
+    return _drawing(height, [*parts, *legend], "traffic by mesh axis")
 
 
-def _seconds(traffic: Sequence[Traffic], axes: tuple[str, ...] | None = None) -> float:
-    return sum(item.seconds for item in traffic if axes is None or item.axes == axes)
+def _by_seconds(traffic: Sequence[Traffic], key: Callable[[Traffic], Any]) -> list[tuple[Any, list[Traffic]]]:
+    """(key, its items), those with the most seconds first."""
+    return sorted(grouped(traffic, key).items(), key=lambda group: -_seconds(group[1]))
 
 
-def drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
+def _seconds(traffic: Iterable[Traffic]) -> float:
+    return sum(item.seconds for item in traffic)
+
+
+def _drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
     """An inline SVG element, which shrinks with the window. Its colors are classes of the page."""
     size = f'viewBox="0 0 {_text(width)} {_text(height)}" style="max-width:{_text(width)}px"'
     body = "\n".join([element("title", label), *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" class="drawing" role="img" {size}>\n{body}\n</svg>'
 
 
-class Linear:
+class _Linear:
     """A linear scale from [first, last] to pixels."""
 
     def __init__(self, first: float, last: float, start: float, end: float):
@@ -292,7 +254,7 @@ class Linear:
         return self._start + (value - self.first) * self._factor
 
 
-def ticks(most: float) -> list[float]:
+def _ticks(most: float) -> list[float]:
     """Three to eight round numbers from 0 to `most`."""
     power = 10.0 ** math.floor(math.log10(most or 1))
     step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most / (power * part) <= 8)
@@ -310,10 +272,6 @@ def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], 
         parts.append(svg_text(_text(x + 20), _text(y + 12), name, size=12, class_="ink"))
         x += width + 10
     return parts, y + LINE + 8
-
-
-def _hover(text: str, **attributes: Any) -> str:
-    return _with_title(element("rect", class_="hover", **attributes), text)
 
 
 def _with_title(shape: str, text: str) -> str:

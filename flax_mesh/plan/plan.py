@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
+from flax_mesh.html import html_findings, html_page, html_tiles
 from flax_mesh.plan import html, report
 from flax_mesh.plan.results import CATEGORIES as CATEGORIES
 from flax_mesh.plan.results import Memory as Memory
@@ -13,7 +15,7 @@ from flax_mesh.plan.results import Time as Time
 from flax_mesh.plan.results import Traffic as Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import folded
+from flax_mesh.text import folded, plain_data
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ class Plan:
                 ]
             ),
             report.memory_text(self.memory, width),
-            report.parts_text(self.time.parts, width),
-            report.traffic_text(self.traffic, width),
+            report.part_table(self.time.parts).to_text(width),
+            report.traffic_table(self.traffic).to_text(width),
             report.findings_text(self.findings, width),
-            report.summary_text(self.summary, width),
+            folded(self.summary, width),
         ]
         return "\n\n".join(filter(None, sections))
 
@@ -72,8 +74,8 @@ class Plan:
             "fits": self.fits,
             "memory": report.memory_dict(self.memory),
             "time": report.time_dict(self.time, self.topology.num_devices),
-            "traffic": report.traffic_dicts(self.traffic),
-            "findings": [finding._asdict() for finding in self.findings],
+            "traffic": plain_data(self.traffic),
+            "findings": plain_data(self.findings),
             "summary": self.summary,
             "notes": list(self.notes),
         }
@@ -81,17 +83,20 @@ class Plan:
     def to_html(self, *, title: str = "plan") -> str:
         """The same as one HTML file without external resources, with drawings of memory, time, mesh and traffic."""
         chip, devices = self.topology.chip, self.topology.num_devices
-        return html.page(
-            title,
-            report.hardware_line(self.topology, self.mesh),
-            "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary,
-            tiles=report.tiles(self.memory, self.time, devices),
-            findings=[str(finding) for finding in self.findings],
-            sections=[
-                html.memory_section(self.memory),
-                html.time_section(self.time, chip),
-                html.schedule_section(self.time),
-                html.traffic_section(self.traffic),
-                html.mesh_section(self.topology, self.mesh),
-            ],
+        summary = "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary
+        sections = [
+            html.memory_section(self.memory),
+            html.time_section(self.time, chip),
+            html.schedule_section(self.time),
+            html.traffic_section(self.traffic),
+            html.mesh_section(self.topology, self.mesh),
+        ]
+        return html_page(
+            html.TEMPLATE,
+            title=escape(title),
+            head=escape(report.hardware_line(self.topology, self.mesh)),
+            summary=escape(summary),
+            tiles=html_tiles(report.tiles(self.memory, self.time, devices)),
+            findings=html_findings(self.findings),
+            sections="\n".join(filter(None, sections)),
         )

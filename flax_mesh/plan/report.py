@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import UNLIMITED, at_most, bytes_text, count_text, folded, listed, mesh_text, table_text
+from flax_mesh.text import (
+    UNLIMITED,
+    Table,
+    at_most,
+    bytes_text,
+    count_text,
+    folded,
+    grouped,
+    listed,
+    mesh_text,
+    plain_data,
+)
 
 
 class Unit(NamedTuple):
@@ -22,8 +33,7 @@ BYTES = (Unit("TiB", 2**40, 2**47), Unit("GiB", 2**30, 2**27), Unit("MiB", 2**20
 TIMES = (Unit("s", 1, 100), Unit("ms", 1e-3, 1e-4), Unit("µs", 1e-6, 0))
 WIDTH = 80  # columns
 MOST_ROWS = 12  # of a table
-PARTS_CAPTION = "time of each part: one execution on one device"
-TRAFFIC_CAPTION = "traffic of one device per step"
+VERDICTS = {True: "fits", False: "does not fit", None: "unknown whether it fits"}
 
 
 # --- text ---
@@ -68,8 +78,7 @@ def hardware_line(topology: Topology, mesh: Mapping[str, int], width: int = UNLI
 
 
 def memory_line(memory: Memory, width: int = UNLIMITED) -> str:
-    verdict = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[memory.fits]
-    text = f"{verdict}: {of_capacity(memory.peak, memory.capacity)} per device"
+    text = f"{VERDICTS[memory.fits]}: {of_capacity(memory.peak, memory.capacity)} per device"
     if memory.fits is False and memory.capacity is not None:
         text += f", {bytes_text(memory.peak - memory.capacity)} too much"
     if memory.reserve:
@@ -93,9 +102,7 @@ def rates(time: Time) -> list[str]:
 
 
 def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
-    heads, rows = memory_table(memory)
-    table = table_text(heads, rows, right=heads[1:])
-    return "\n".join([table, *(folded(note, width, "  ") for note in memory_notes(memory))])
+    return "\n".join([memory_table(memory).to_text(), *(folded(note, width, "  ") for note in memory_notes(memory))])
 
 
 def memory_notes(memory: Memory) -> list[str]:
@@ -115,29 +122,9 @@ def memory_notes(memory: Memory) -> list[str]:
     return found
 
 
-def parts_text(parts: Sequence[Part], width: int = UNLIMITED) -> str:
-    if not parts:
-        return ""
-    heads, rows = part_table(parts)
-    table = table_text(heads, rows, width, right=heads[1:-1], wrap=heads[:1])
-    return f"{PARTS_CAPTION}\n{table}"
-
-
-def traffic_text(traffic: Sequence[Traffic], width: int = UNLIMITED) -> str:
-    if not traffic:
-        return ""
-    heads, rows = traffic_table(traffic)
-    table = table_text(heads, rows, width, right=heads[2:], wrap=heads[:2])
-    return f"{TRAFFIC_CAPTION}\n{table}"
-
-
 def findings_text(findings: Sequence[Finding], width: int = UNLIMITED) -> str:
     lines = at_most([folded(f"- {finding}", width, "  ") for finding in findings])
     return "\n".join([count_text(len(findings), "finding") + ":", *lines]) if findings else "no findings"
-
-
-def summary_text(summary: str, width: int = UNLIMITED) -> str:
-    return folded(summary, width)
 
 
 def forecast_line(memory: Memory, time: Time | None) -> str:
@@ -189,9 +176,7 @@ def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]
     return [("fits", verdict), *found]
 
 
-# --- tables, for text and HTML: heads and rows ---
-
-Table = tuple[list[str], list[list[str]]]
+# --- tables, for text and HTML ---
 
 
 def memory_table(memory: Memory) -> Table:
@@ -199,7 +184,8 @@ def memory_table(memory: Memory) -> Table:
     used = [*((name, size) for name, size in shares if size), ("total", memory.peak)]
     unit = unit_of([memory.peak], BYTES)
     rows = [[name, f"{size / unit.size:,.2f}", f"{size / (memory.peak or 1):.1%}"] for name, size in used]
-    return ["memory at the peak", unit.name, "share"], rows
+    heads = ["memory at the peak", unit.name, "share"]
+    return Table(heads, rows, right=heads[1:])
 
 
 def part_table(parts: Sequence[Part]) -> Table:
@@ -217,7 +203,8 @@ def part_table(parts: Sequence[Part]) -> Table:
         ranked = sorted(range(len(rows)), key=lambda i: groups[i][1].times * groups[i][1].seconds, reverse=True)
         kept = [rows[i] for i in sorted(ranked[: MOST_ROWS - 1])]
         rows = [*kept, [f"and {len(rows) - len(kept):,} more", *[""] * (len(heads) - 1)]]
-    return heads, rows
+    caption = "time of each part: one execution on one device"
+    return Table(heads, rows, caption, right=heads[1:-1], wrap=heads[:1])
 
 
 def group_parts(parts: Sequence[Part]) -> list[tuple[str, Part]]:
@@ -225,10 +212,8 @@ def group_parts(parts: Sequence[Part]) -> list[tuple[str, Part]]:
 
     Parts are equal if three significant digits are. The groups are in the order of the first part of each.
     """
-    found: dict[tuple[str, ...], list[Part]] = {}
-    for part in parts:
-        found.setdefault((re.sub(r"\d+", "#", part.name, count=1), *(f"{x:.3g}" for x in part[1:])), []).append(part)
-    return [(_names_text([part.name for part in group]), group[0]) for group in found.values()]
+    groups = grouped(parts, lambda part: (re.sub(r"\d+", "#", part.name, count=1), *(f"{x:.3g}" for x in part[1:])))
+    return [(_names_text([part.name for part in group]), group[0]) for group in groups.values()]
 
 
 def _names_text(names: Sequence[str]) -> str:
@@ -256,7 +241,7 @@ def traffic_table(traffic: Sequence[Traffic]) -> Table:
     if len(rows) > MOST_ROWS:
         rest = number(sum(item.seconds for item in traffic[MOST_ROWS - 1 :]) / time.size)
         rows[MOST_ROWS - 1 :] = [[f"and {len(rows) - MOST_ROWS + 1:,} more", *[""] * (len(heads) - 2), rest]]
-    return heads, rows
+    return Table(heads, rows, "traffic of one device per step", right=heads[2:], wrap=heads[:2])
 
 
 # --- plain data ---
@@ -273,16 +258,8 @@ def topology_dict(topology: Topology) -> dict[str, Any]:
 
 
 def memory_dict(memory: Memory) -> dict[str, Any]:
-    return {
-        "capacity": memory.capacity,
-        "reserve": memory.reserve,
-        "arguments": memory.arguments,
-        "host": memory.host,
-        "peak": memory.peak,
-        "at_peak": dict(memory.at_peak),
-        "groups": list(memory.groups),
-        "timeline": [{"label": moment.label, "bytes": dict(moment.bytes)} for moment in memory.timeline],
-    }
+    names = ("capacity", "reserve", "arguments", "host", "peak", "at_peak", "groups", "timeline")
+    return {name: plain_data(getattr(memory, name)) for name in names}
 
 
 def time_dict(time: Time, num_devices: int) -> dict[str, Any]:
@@ -297,7 +274,3 @@ def time_dict(time: Time, num_devices: int) -> dict[str, Any]:
         "parts": [{**part._asdict(), "limit": part.limit} for part in time.parts],
         "schedule": None if time.schedule is None else str(time.schedule),
     }
-
-
-def traffic_dicts(traffic: Sequence[Traffic]) -> list[dict[str, Any]]:
-    return [{**item._asdict(), "axes": list(item.axes)} for item in traffic]

@@ -1,6 +1,6 @@
 """The numbers of a plan: bytes over the time of a step, seconds of its parts, traffic per mesh axis."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,6 +50,16 @@ class Memory:
     def fits(self) -> bool | None:
         return None if self.capacity is None else self.peak <= self.capacity
 
+    @property
+    def missing(self) -> int:
+        """Bytes that a device does not have; negative if it has more."""
+        return self.peak - (self.capacity or 0)
+
+    @property
+    def largest(self) -> str:
+        """The category with the most bytes at the peak."""
+        return max(self.at_peak, key=lambda name: self.at_peak[name])
+
 
 class Traffic(NamedTuple):
     """All collectives of one kind over the same mesh axes, per device and step."""
@@ -73,6 +83,15 @@ class Traffic(NamedTuple):
             self.dcn_bytes + other.dcn_bytes,
             self.seconds + other.seconds,
         )
+
+
+def summed(traffic: Iterable[Traffic]) -> list[Traffic]:
+    """The sums per kind and axes, those with the most seconds first."""
+    sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
+    for each in traffic:
+        before = sums.get((each.kind, each.axes))
+        sums[each.kind, each.axes] = each if before is None else before.plus(each)
+    return sorted(sums.values(), key=lambda each: -each.seconds)
 
 
 class Part(NamedTuple):

@@ -8,7 +8,7 @@ and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_
 the torus over the mesh axes (mesh/torus/assign.py); a switch connects the GPUs of a domain and the devices of a CPU
 host. The ring orders of small slices (mesh/torus/rings.py) are treated as the assignment that they replace.
 
-**Seconds** of a collective over n devices, with the payload P of sharding/report/hlo.py: the bytes of the result
+**Seconds** of a collective over n devices, with the payload P of hlo/collectives.py: the bytes of the result
 (all-gather), of the input (reduce-scatter), or of either (all others). The devices form phases of m devices each:
 
 - a part of a physical axis, where `stride` groups share each link: one phase over a line, link / stride;
@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
 from flax_mesh.hardware import CHIPS, Chip, chip_of
+from flax_mesh.hlo.collectives import ALL_TO_ALL, GATHER, KINDS, POINT_TO_POINT
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mesh.slices import find_granules, preferred_splits
 from flax_mesh.mesh.torus.assign import CORE_LINKS, choose_assignment
@@ -48,9 +49,6 @@ from flax_mesh.text import count_text, listed, shortened
 
 EXAMPLES = "v5p:4x4x8, v5p:16x16x16*2 (two slices), h100:2x8 (hosts x GPUs) or cpu:8"
 TEXT = re.compile(r"([\w.-]+):([0-9]{1,12}(?:x[0-9]{1,12})*)(?:\*([0-9]{1,12}))?")
-POINT_TO_POINT = ("collective-permute", "collective-broadcast")
-ALL_TO_ALL = ("all-to-all", "ragged-all-to-all")
-GATHER = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 @dataclass(frozen=True)
@@ -70,10 +68,6 @@ class Topology:
     num_devices: int
     num_slices: int
     slice_shape: tuple[int, ...]
-
-    @property
-    def devices_per_slice(self) -> int:
-        return self.num_devices // self.num_slices
 
     @property
     def num_domains(self) -> int:
@@ -111,7 +105,7 @@ class Network:
         return math.prod(phase.size for phase in self.phases)
 
     def seconds(self, kind: str, payload_bytes: float) -> float:
-        """Predicted time of one collective; kinds and payload are those of `sharding.report.hlo`."""
+        """Predicted time of one collective; kinds and payload are those of `hlo.collectives`."""
         if not self.phases:
             return 0.0
         if kind in POINT_TO_POINT:
@@ -122,7 +116,7 @@ class Network:
             parts = [(payload_bytes if phase.kind == "dcn" else inside, phase) for phase in self.phases]
             return latency + math.fsum(part * (p.size - 1) / p.size / p.exchange for part, p in parts)
         if kind not in GATHER:
-            raise ValueError(f"kind must be one of {listed(GATHER + ALL_TO_ALL + POINT_TO_POINT)}, got {kind!r}.")
+            raise ValueError(f"kind must be one of {listed(KINDS)}, got {kind!r}.")
         sent = zip(self._gathered(payload_bytes), self.phases, strict=True)
         once = latency + math.fsum(bytes_sent / phase.bandwidth for bytes_sent, phase in sent)
         return 2 * once if kind == "all-reduce" else once

@@ -20,12 +20,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from flax_mesh.hlo.collectives import read_collectives
+from flax_mesh.hlo.program import read_hlo
 from flax_mesh.plan.compile import stages
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.recipe import Split, split_recipe
 from flax_mesh.recipe.resolve import derive
 from flax_mesh.recipe.target import Target
-from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import PipelineConfig
 from tests.plan.cases import CASES, Case, decoder_config
 
@@ -97,7 +98,7 @@ def _figures(program: Any, mesh: Mesh, case: Case) -> Figures:
         written = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + written + memory.temp_size_in_bytes
     operands: dict[str, float] = {}
-    for one in read_collectives(program, mesh):
+    for one in read_collectives(read_hlo(program), mesh):
         size = one.payload_bytes / (one.group_size if one.kind == "all-gather" else 1)
         _add(operands, one.axes, size * one.times)
     return Figures(memory.argument_size_in_bytes, total, operands)

@@ -15,6 +15,8 @@ from flax_mesh.cli.common import DONE
 from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
+from flax_mesh.hlo.collectives import read_collectives
+from flax_mesh.hlo.program import read_hlo
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.models import DecoderConfig
 from flax_mesh.plan import calibrate as module
@@ -34,7 +36,6 @@ from flax_mesh.plan.calibrate import (
     unit_network,
 )
 from flax_mesh.plan.topology import topology_of_devices
-from flax_mesh.sharding.report.hlo import read_collectives
 from flax_mesh.train import DataConfig, build_program
 from tests.plan.ranking import LAYOUTS, config_of, rank
 
@@ -182,7 +183,7 @@ def test_a_case_runs_the_collective_that_it_is_named_after_with_the_payload_of_i
     mesh = create_mesh((4,), (module.AXIS,), devices=jax.devices()[:4])
     case = module._collective(mesh, kind, 1 << 14)
     program = case.program.lower(1, case.x, *case.rest).compile()
-    assert {(one.kind, one.payload_bytes) for one in read_collectives(program, mesh)} == {(kind, case.size)}
+    assert {(one.kind, one.payload_bytes) for one in read_collectives(read_hlo(program), mesh)} == {(kind, case.size)}
     assert case.size == 1 << 14
 
 

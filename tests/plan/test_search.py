@@ -340,11 +340,11 @@ def test_all_invalid_arguments_and_all_reasons_are_reported():
 def test_a_search_ends_if_no_layout_can_be_planned(monkeypatch):
     tried = []
 
-    def refuse(config, topology):
+    def refuse(config, topology, batch):
         tried.append(config)
         raise ConfigError("the model cannot be traced")
 
-    monkeypatch.setattr(module, "plan", refuse)
+    monkeypatch.setattr(module, "plan_layout", refuse)
     with pytest.raises(ConfigError, match="5: the model cannot be traced"):
         search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=5)
     assert len(tried) == 5

@@ -8,6 +8,7 @@ from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import WIDTH, findings_text
 from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import plain_data
 
 
 @dataclass(frozen=True)
@@ -66,15 +67,6 @@ class Compiled:
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`, without the plan: bytes, seconds and numbers per step."""
-        return {
-            "fits": self.fits,
-            "peak": self.peak,
-            "groups": list(self.groups),
-            "programs": [report.program_dict(program) for program in self.programs],
-            "sent": [report.sent_dict(sent) for sent in self.sent],
-            "cycles_seconds": self.cycles_seconds,
-            "findings": [finding._asdict() for finding in self.findings],
-            "seconds": self.seconds,
-            "cpu_seconds": self.cpu_seconds,
-            "rss": self.rss,
-        }
+        names = ["fits", "peak", "groups", "programs", "sent", "cycles_seconds", "findings"]
+        names += ["seconds", "cpu_seconds", "rss"]
+        return {name: plain_data(getattr(self, name)) for name in names}

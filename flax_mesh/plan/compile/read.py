@@ -6,24 +6,22 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from flax_mesh.plan.compile.live import Buffer, largest, walk
-from flax_mesh.plan.compile.scheduled import Array, Scheduled, scheduled
+from flax_mesh.hlo.collectives import Collective, read_collectives
+from flax_mesh.hlo.instructions import OP_NAME, Array, source_of
+from flax_mesh.hlo.live import Buffer, largest, walk
+from flax_mesh.hlo.program import HloProgram, read_hlo
 from flax_mesh.plan.compile.target import slice_mesh
-from flax_mesh.sharding.report.hlo import Collective, read_collectives
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import listed
+from flax_mesh.text import grouped, listed
 
 MOST_ARRAYS = 10
 SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has no number
 SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is no finding
 WRAPPERS = re.compile(r"jit\((\w+)\)|(?:transpose|jvp|vmap)\(|[()]")
 REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization.*?go from sharding (\{.*?\}) to (\{.*?\}) "
-    r".*?metadata=(\{op_name=\"([^\"]*)\".*?\})"
+    rf".*?metadata=(\{{{OP_NAME}.*?\}})"
 )
-
-
 Paths = Callable[..., str]
 NONE_HOSTED: Mapping[str, int] = {}
 
@@ -33,7 +31,7 @@ class Reading(NamedTuple):
 
     fields: dict[str, Any]
     findings: list[Finding]
-    program: Scheduled
+    program: HloProgram
 
 
 def read_program(
@@ -49,9 +47,8 @@ def read_program(
 
     `hosted` has the paths and bytes of the arguments that are stored in the memory of the host.
     """
-    text = program.as_text()
-    found, (inner, outer) = scheduled(text), slice_mesh(mesh)
-    collectives = [*read_collectives(text, inner), *over_slices(found, outer)]
+    found, (inner, outer) = read_hlo(program), slice_mesh(mesh)
+    collectives = [*read_collectives(found, inner), *_over_slices(found, outer)]
     walked, host = walk(found), sum(hosted.values())
     live = [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     fields = {
@@ -61,13 +58,12 @@ def read_program(
         "walked": walked.peak - host,
         "live": [each for each in live if each["operation"] not in hosted][:MOST_ARRAYS],
         "sent": _sums(collectives),
-        "cycles": cycles(found),
+        "cycles": found.cycles,
     }
-    places = {one.source: place for one in found.instructions() if (place := found.place(one.text))}
-    return Reading(fields, gathers(collectives, walked.weights, places), found)
+    return Reading(fields, gathers(collectives, walked.weights, found), found)
 
 
-def over_slices(found: Scheduled, axes: tuple[str, ...]) -> list[Collective]:
+def _over_slices(found: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
     """Collectives between slices: the program of a slice sends their operands to its host."""
     sends = []
     for name, instructions in found.computations.items():
@@ -96,18 +92,7 @@ def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
     return {"arguments": memory.argument_size_in_bytes - host, "peak": total - host}
 
 
-def cycles(found: Scheduled) -> int:
-    """The cycles of all instructions with a number, times the trips of the loops around them."""
-    return sum(
-        one.cycles * found.executions[name][0]
-        for name, instructions in found.computations.items()
-        if name not in found.inside
-        for one in instructions
-        if one.cycles < UNKNOWN_CYCLES
-    )
-
-
-def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Paths) -> dict[str, Any]:
+def _live(group: Sequence[Buffer], size: int, found: HloProgram, paths: Paths) -> dict[str, Any]:
     first = group[0]
     while first.maker is not None and not first.maker.source and first.origin is not None:  # a copy by the compiler
         first = first.origin
@@ -116,15 +101,11 @@ def _live(group: Sequence[Buffer], size: int, found: Scheduled, paths: Paths) ->
         target = re.search(r'custom_call_target="([^"]*)"', first.maker.text)
         unnamed = target[1] if target else first.maker.opcode
         operation, place = operation_text(first.maker.source) or unnamed, found.place(first.maker.text)
-    elif argument := next((x for x in found.computations[found.entry] if _is_argument(x, first.number)), None):
+    elif argument := next((x for x in found.computations[found.entry] if x.number == first.number), None):
         operation, place = argument.source, "argument"
         if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
             operation = paths(leaf[1], *(int(number) for number in leaf.groups()[1:] if number)) or operation
     return {"bytes": size, "count": len(group), "array": first.array.text, "operation": operation, "place": place}
-
-
-def _is_argument(one: Any, number: int) -> bool:
-    return one.opcode == "parameter" and one.text.startswith(f"({number})")
 
 
 def operation_text(source: str) -> str:
@@ -137,14 +118,14 @@ def operation_text(source: str) -> str:
 
 
 def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    sums: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for one in collectives:
-        entry = sums.setdefault((one.kind, one.axes), [0, 0.0])
-        entry[0] += one.times
-        entry[1] += operand_bytes(one) * one.times
     return [
-        {"kind": kind, "axes": list(axes), "times": int(times), "operand_bytes": size}
-        for (kind, axes), (times, size) in sums.items()
+        {
+            "kind": kind,
+            "axes": list(axes),
+            "times": sum(one.times for one in group),
+            "operand_bytes": float(sum(operand_bytes(one) * one.times for one in group)),
+        }
+        for (kind, axes), group in grouped(collectives, lambda one: (one.kind, one.axes)).items()
     ]
 
 
@@ -152,8 +133,9 @@ def operand_bytes(one: Collective) -> float:
     return one.payload_bytes / (one.group_size if one.kind == "all-gather" else 1)
 
 
-def gathers(collectives: Sequence[Collective], weights: frozenset[str], places: dict[str, str]) -> list[Finding]:
+def gathers(collectives: Sequence[Collective], weights: frozenset[str], program: HloProgram) -> list[Finding]:
     """Gathers of values that the model computes, not of its weights, that are a large part of all traffic."""
+    places = {one.source: place for one in program.instructions() if (place := program.place(one.text))}
     total = sum(one.sent_bytes * one.times for one in collectives)
     sums: dict[tuple[str, str, tuple[str, ...]], float] = {}
     for one in collectives:
@@ -173,7 +155,7 @@ def gathers(collectives: Sequence[Collective], weights: frozenset[str], places: 
     ]
 
 
-def rematerialized(messages: str, programs: Sequence[Scheduled]) -> list[Finding]:
+def rematerialized(messages: str, programs: Sequence[HloProgram]) -> list[Finding]:
     """Findings from the compiler's warnings. The code is known if there is one program: frames are counted in each."""
 
     def place(metadata: str) -> str:
@@ -182,9 +164,9 @@ def rematerialized(messages: str, programs: Sequence[Scheduled]) -> list[Finding
     found = dict.fromkeys(REMATERIALIZED.findall(messages))
     return [
         Finding(
-            f"{place(metadata)} {operation_text(source)}".strip(),
+            f"{place(metadata)} {operation_text(source_of(metadata))}".strip(),
             f"involuntary full rematerialization: every device gathers the complete array, from {before} to {after}",
             "Constrain the value to a sharding in between, or let both sides split the same dims",
         )
-        for before, after, metadata, source in found
+        for before, after, metadata, _ in found
     ]

@@ -1,14 +1,13 @@
 """A compiled step as text and as plain data, beside the estimate."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
+from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.report import BYTES, number, of_capacity, time_text, unit_of
+from flax_mesh.plan.report import BYTES, VERDICTS, number, of_capacity, time_text, unit_of
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import UNLIMITED, bytes_text, folded, listed, table_text
+from flax_mesh.text import UNLIMITED, Table, bytes_text, folded, grouped, listed
 
 OFF = 0.1  # an estimate that is off by more is a finding
 SMALL = 0.05  # of the bytes of all collectives: axes with less are not compared
@@ -20,8 +19,7 @@ def cost_line(plan: Plan, seconds: float, cpu_seconds: float, rss: int, width: i
 
 
 def memory_line(plan: Plan, fits: bool | None, peak: int, width: int = UNLIMITED) -> str:
-    verdict = {True: "fits", False: "does not fit", None: "unknown whether it fits"}[fits]
-    text = f"{verdict}: {of_capacity(peak, plan.memory.capacity)} per device by XLA"
+    text = f"{VERDICTS[fits]}: {of_capacity(peak, plan.memory.capacity)} per device by XLA"
     text += f"; the estimate is {bytes_text(plan.memory.peak)} ({plan.memory.peak / peak - 1:+.1%})" if peak else ""
     return folded(text, width, "  ")
 
@@ -36,7 +34,7 @@ def programs_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -
         [p.name, f"{p.times:,}", *(number(size / unit.size) for size in (p.arguments, p.peak - p.arguments))]
         for p in programs
     ]
-    return table_text(heads, rows, width, right=heads[1:])
+    return Table(heads, rows, right=heads[1:]).to_text(width)
 
 
 def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> str:
@@ -47,30 +45,22 @@ def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> 
     unit = unit_of([array.bytes for array in program.live], BYTES)
     heads = [unit.name, "array", "operation", "made by"]
     rows = [
-        [number(array.bytes / unit.size), array_text(array), array.operation, array.place] for array in program.live
+        [number(x.bytes / unit.size), x.array + (f" x {x.count}" if x.count > 1 else ""), x.operation, x.place]
+        for x in program.live
     ]
-    table = table_text(heads, rows, width, right=heads[:1], wrap=heads[2:])
+    title = f"the largest arrays at the peak{'' if program.name == 'step' else f' of {program.name}'}"
+    table = Table(heads, rows, title, right=heads[:1], wrap=heads[2:])
     share = f"they are {sum(array.bytes for array in program.live) / max(program.walked, 1):.0%} of the arrays found"
     text = f"{share}, {bytes_text(program.walked)}; XLA allocates {bytes_text(program.peak)}"
-    title = f"the largest arrays at the peak{'' if program.name == 'step' else f' of {program.name}'}"
-    return "\n".join([title, table, folded(text, width, "  ")])
-
-
-def array_text(array: LiveArray) -> str:
-    return array.array + (f" x {array.count}" if array.count > 1 else "")
+    return f"{table.to_text(width)}\n{folded(text, width, '  ')}"
 
 
 def compared(sent: Sequence[Sent], plan: Plan) -> list[tuple[tuple[str, ...], float, float]]:
     """(axes, operand bytes by XLA, those of the estimate), most bytes first. Transfers of a pipeline are left out."""
-    sums: dict[frozenset[str], list[float]] = {}
-    names: dict[frozenset[str], tuple[str, ...]] = {}
     rows = [(each.axes, each.operand_bytes, 0.0) for each in sent]
     rows += [(each.axes, 0.0, float(each.operand_bytes)) for each in plan.traffic if each.kind != "transfer"]
-    for axes, by_xla, estimated in rows:
-        entry = sums.setdefault(frozenset(axes), [0.0, 0.0])
-        names.setdefault(frozenset(axes), axes)
-        entry[0], entry[1] = entry[0] + by_xla, entry[1] + estimated
-    found = [(names[key], by_xla, estimated) for key, (by_xla, estimated) in sums.items()]
+    groups = grouped(rows, lambda row: frozenset(row[0])).values()
+    found = [(group[0][0], sum(row[1] for row in group), sum(row[2] for row in group)) for group in groups]
     return sorted(found, key=lambda row: -max(row[1:]))
 
 
@@ -85,8 +75,8 @@ def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> st
         kinds = [f"{each.kind} {each.times:,}" for each in sent if set(each.axes) == set(axes)]
         error = f"{estimated / by_xla - 1:+.0%}" if by_xla else ""
         texts.append([listed(axes), number(by_xla / unit.size), number(estimated / unit.size), error, listed(kinds)])
-    table = table_text(heads, texts, width, right=heads[1:4], wrap=heads[4:])
-    return f"operands of collectives, of one device per step\n{table}"
+    caption = "operands of collectives, of one device per step"
+    return Table(heads, texts, caption, right=heads[1:4], wrap=heads[4:]).to_text(width)
 
 
 def cycles_text(seconds: float | None, plan: Plan, width: int = UNLIMITED) -> str:
@@ -117,13 +107,3 @@ def estimate_findings(peak: int, sent: Sequence[Sent], plan: Plan) -> list[Findi
             sizes = f"{bytes_text(estimated)} per step, XLA's program has {bytes_text(by_xla)}{error}"
             found.append(Finding(f"estimate of collectives over {listed(axes)}", f"it is {sizes}", repair))
     return found
-
-
-def program_dict(program: CompiledProgram) -> dict[str, Any]:
-    fields: Mapping[str, Any] = program._asdict()
-    live, sent = [array._asdict() for array in program.live], [sent_dict(each) for each in program.sent]
-    return {**fields, "live": live, "sent": sent}
-
-
-def sent_dict(sent: Sent) -> dict[str, Any]:
-    return {**sent._asdict(), "axes": list(sent.axes)}

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_mesh.hlo.collectives import axes_of
 from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
 from flax_mesh.plan.program.rules import sharding_needs
 
@@ -38,7 +39,7 @@ class Exchange(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        """As `sharding.report.hlo` defines it."""
+        """As `hlo.collectives` defines it."""
         return self.result_bytes if self.kind == "all-gather" else self.operand_bytes
 
 
@@ -59,7 +60,8 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
             names = {axis.partition(":")[0] for axis in axes}
             count = math.prod(axis_size(axis, program.axis_sizes) for axis in axes)
             if size and count > 1:
-                if program.platform == "cpu" and is_half(array or operation.outputs[0]):
+                moved = array or operation.outputs[0]
+                if program.platform == "cpu" and (moved.kind, moved.bits) == ("f", 16):
                     size *= 2  # sent in float32
                 ordered = tuple(name for name in program.axis_sizes if name in names)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
@@ -68,16 +70,12 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
             yield from _in_block(body, program, times * operation.times)
 
 
-def is_half(array: Array) -> bool:
-    return array.kind == "f" and array.bits == 16
-
-
 def _of_operation(
     operation: Operation, program: Program, seen: set[tuple[int, Spec]], partial: "_Partial"
 ) -> Iterator[tuple[Found, Array | None, Spec]]:
     if operation.kind in COLLECTIVES:  # written by the user, in a shard_map
         size = sum(array.bytes for array in operation.inputs)
-        yield (operation.kind.replace("_", "-"), axes_of_groups(operation, program.axis_sizes), size), None, ()
+        yield (operation.kind.replace("_", "-"), _axes_of_groups(operation, program.axis_sizes), size), None, ()
         return
     needed, over = sharding_needs(operation)
     for array, spec in zip(operation.inputs, needed, strict=False):
@@ -91,14 +89,13 @@ def _of_operation(
         yield found, None, ()
 
 
-def axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ. Device ids are positions in the mesh."""
+def _axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of the first group differ."""
     text = operation.attributes.get("replica_groups") or operation.attributes.get("source_target_pairs", "")
     if "dense" not in text and '"' in text:  # names of axes
         return tuple(name for name in sizes if f'"{name}"' in text)
     ids = [int(number) for number in re.findall(r"\d+", text.partition(" : ")[0])]
-    places = np.array(np.unravel_index(ids, tuple(sizes.values()))) if ids else np.zeros((len(sizes), 1))
-    return tuple(name for name, place in zip(sizes, places, strict=True) if (place != place[0]).any())
+    return axes_of(np.array([ids], int), sizes)
 
 
 class _Partial:

@@ -44,14 +44,14 @@ def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterat
             continue
         flops, dtype = 0.0, "bfloat16"
         for operation in kernel.computes:
-            flops += flops_of(operation, program)
+            flops += _flops_of(operation, program)
             if operation.inputs:
                 dtype = DTYPES.get((operation.inputs[0].bits, operation.inputs[0].kind), "bfloat16")
         copied = sum(x.outputs[0].stored_bytes for x in kernel.computes if x.kind in TRANSFERS)
         yield Cost(kernel.phase, flops, kernel.read_bytes + kernel.written_bytes, dtype, times, copied)
 
 
-def flops_of(operation: Operation, program: Program) -> float:
+def _flops_of(operation: Operation, program: Program) -> float:
     """FLOPs of one execution on one device. A product and a sum count as two."""
     if operation.kind == "dot_general":
         lhs, out = operation.inputs[0], operation.outputs[0]
@@ -83,24 +83,13 @@ def _kernel_flops(operation: Operation) -> float:
         return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0
     query, key = operation.inputs[:2]
     direction, mask, window = text.strip('"').split()
-    keys = attended_keys(query.shape[1], key.shape[1], "CAUSAL" in mask, int(window))
+    keys = _attended_keys(query.shape[1], key.shape[1], "CAUSAL" in mask, int(window))
     products = 2 if direction == "forward" else 5
     return products * 2.0 * query.size * keys
 
 
-def attended_keys(queries: int, keys: int, causal: bool, window: int) -> float:
+def _attended_keys(queries: int, keys: int, causal: bool, window: int) -> float:
     """Mean number of keys that a query attends to."""
     if window and window < keys:
         return window - window * window / (2 * queries)
     return keys / 2 if causal and queries == keys else float(keys)
-
-
-def total_seconds(found: Sequence[Cost], chip: Chip) -> tuple[float, float, float]:
-    """(compute, memory, both with the greater one of each kernel) of all executions."""
-    compute = memory = total = 0.0
-    for cost in found:
-        a, b = cost.seconds(chip)
-        compute += a * cost.times
-        memory += b * cost.times
-        total += max(a, b) * cost.times
-    return compute, memory, total

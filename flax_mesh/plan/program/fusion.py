@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from flax_mesh.plan.program.collectives import Exchange
 from flax_mesh.plan.program.read import COLLECTIVES, TRANSFERS, Array, Block, Operation, Program, local_shape
 from flax_mesh.plan.program.rules import conv_labels, dot_dims
+from flax_mesh.text import grouped
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
@@ -79,9 +80,7 @@ Leaves = tuple[tuple[Array, int], ...]  # stored values that a value is computed
 
 def fuse(program: Program, exchanges: Sequence[Exchange]) -> tuple[list[Kernel], list[Buffer]]:
     """The kernels of a program in the order of its operations, and the buffers of its results."""
-    by_operation: dict[int, list[Exchange]] = {}
-    for exchange in exchanges:
-        by_operation.setdefault(id(exchange.operation), []).append(exchange)
+    by_operation = grouped(exchanges, lambda exchange: id(exchange.operation))
     block = program.block
     given: dict[object, Buffer] = {id(x): Buffer(x.bytes, x, "", fixed=True) for x in block.arguments}
     in_place = {id(block.results[result]) for result in program.donated.values() if result >= 0}
@@ -129,7 +128,7 @@ class _Fusion:
         """The operations that use each value. CPUs store what a loop reads, accelerators may compute it in its body."""
         uses: dict[int, list[Operation]] = {}
         for operation in self.block.operations:
-            for array in carried_inputs(operation) if operation.kind == "while" else operation.inputs:
+            for array in _carried_inputs(operation) if operation.kind == "while" else operation.inputs:
                 uses.setdefault(id(array), []).append(operation)
             for body in operation.bodies:
                 for inner, _ in body.walk():
@@ -172,13 +171,13 @@ class _Fusion:
 
     def _is_expensive(self, operation: Operation) -> bool:
         """Accelerators compute some functions again that CPUs store."""
-        return is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
+        return _is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce" or (use.kind in PRODUCTS and not self.cpu):
             return False
         if use.kind in PRODUCTS:
-            return matrix_order(use, array) is None
+            return _matrix_order(use, array) is None
         return use.kind == "optimization_barrier" or self._is_root(use)
 
     # What a value is computed from
@@ -301,7 +300,7 @@ class _Fusion:
             if (exchange := gathered.get(id(array))) is not None:
                 copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
                 found[id(copy)] = Read(copy, copy.bytes)
-            elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
+            elif operation.kind in PRODUCTS and self.cpu and (order := _matrix_order(operation, array)) is not None:
                 copy = self._copy(("transposed", id(array), order), array, array.bytes)
                 found[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind == "gather" and array is operation.inputs[0]:
@@ -330,7 +329,7 @@ class _Fusion:
         given: dict[object, Buffer] = {
             key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()
         }
-        changed = set(map(id, carried_inputs(operation)))
+        changed = set(map(id, _carried_inputs(operation)))
         carried, inits = [], []
         for init, argument, out in zip(operation.inputs, body.arguments, operation.outputs, strict=True):
             if id(init) in changed:
@@ -364,7 +363,7 @@ class _Fusion:
         return found
 
 
-def is_expensive(operation: Operation) -> bool:
+def _is_expensive(operation: Operation) -> bool:
     """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value."""
     if operation.kind == "divide":
         producer = operation.inputs[1].producer
@@ -372,7 +371,7 @@ def is_expensive(operation: Operation) -> bool:
     return operation.kind in EXPENSIVE
 
 
-def matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
+def _matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
     """The order of dims in which CPUs read an operand of a product: batch, rows, columns. None: the order it has."""
     left = product.inputs[0] is array
     if product.kind == "convolution":
@@ -387,7 +386,7 @@ def matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
     return None if moved == sorted(moved) else order
 
 
-def carried_inputs(loop: Operation) -> list[Array]:
+def _carried_inputs(loop: Operation) -> list[Array]:
     """The initial values of what a loop changes."""
     body = loop.bodies[0]
     computed = {id(x) for operation in body.operations for x in operation.outputs} | set(map(id, body.arguments))

@@ -18,7 +18,7 @@ class Profile:
 
     peak: int
     alive: tuple[Buffer, ...]  # at the peak, those inside of a loop included
-    steps: tuple[tuple[Kernel, int, Mapping[int, Buffer]], ...]  # kernel, bytes while it runs, buffers that are alive
+    steps: tuple[tuple[Kernel, Mapping[int, Buffer]], ...]  # kernel, buffers that are alive while it runs
 
 
 def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str) -> Profile:
@@ -46,7 +46,7 @@ def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str)
             total += buffer.bytes
         inside = profile(kernel.body, kernel.results, platform) if kernel.body else None
         now = total + (inside.peak if inside else 0)
-        steps.append((kernel, now, dict(alive)))
+        steps.append((kernel, dict(alive)))
         if now > peak:
             peak, at_peak = now, (*alive.values(), *(inside.alive if inside else ()))
         for buffer in _touched(kernel):

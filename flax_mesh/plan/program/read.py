@@ -129,7 +129,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 @lru_cache(65536)
-def parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
+def _parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
     """(shape, bits per element, kind) of a type such as `tensor<16x128xbf16>`."""
     match = _TYPE.match(text)
     if match is None:
@@ -137,27 +137,24 @@ def parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
     dims, name, bits = match.groups()
     width = BITS.get(name + bits) or (16 if name + bits == "bf16" else int(bits or 32))
     complex_ = "complex<" in text
-    return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), "c" if complex_ else _kind(name)
+    kind = "c" if complex_ else "f" if name.startswith(("f", "bf")) else "i"
+    return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), kind
 
 
 @lru_cache(65536)
-def element_type(text: str) -> str:
+def _element_type(text: str) -> str:
     match = _TYPE.match(text)
     return match[2] + match[3] if match else ""
 
 
-def _kind(name: str) -> str:
-    return "f" if name.startswith(("f", "bf")) else "i"
-
-
 @lru_cache(65536)
-def parse_specs(text: str) -> tuple[Spec, ...]:
+def _parse_specs(text: str) -> tuple[Spec, ...]:
     """The specs of a sharding attribute, one per value."""
-    return tuple(tuple(_axes_of_dim(dim) for dim in _DIM.findall(found)) for found in _SPEC.findall(text))
 
+    def axes(dim: str) -> tuple[str, ...]:
+        return tuple(f"{name}:({before}){size}" if size else name for name, before, size in _AXIS.findall(dim))
 
-def _axes_of_dim(text: str) -> tuple[str, ...]:
-    return tuple(f"{name}:({before}){size}" if size else name for name, before, size in _AXIS.findall(text))
+    return tuple(tuple(map(axes, _DIM.findall(found))) for found in _SPEC.findall(text))
 
 
 class _Reader:
@@ -171,8 +168,8 @@ class _Reader:
 
     def array(self, value: Any, spec: Spec | None) -> Array:
         text = str(value.type)
-        shape, bits, kind = parse_type(text)
-        if self.widens and element_type(text) in self.widens:
+        shape, bits, kind = _parse_type(text)
+        if self.widens and _element_type(text) in self.widens:
             bits = 32
         spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
         return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
@@ -184,7 +181,7 @@ class _Reader:
         arguments, names, donated, values = [], [], {}, {}
         for index, value in enumerate(body.arguments):
             text = str(attributes[index]) if attributes else ""
-            specs = parse_specs(text[text.find("sdy.sharding") :]) if "sdy.sharding" in text else ()
+            specs = _parse_specs(text[text.find("sdy.sharding") :]) if "sdy.sharding" in text else ()
             arguments.append(self.array(value, specs[0] if specs else None))
             arguments[-1].on_host = bool(_ON_HOST.search(text))
             values[value] = arguments[-1]
@@ -230,9 +227,7 @@ class _Reader:
         return after
 
     def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
-        if name not in item.attributes:
-            return [None] * len(item.results)
-        return parse_specs(str(item.attributes[name]))
+        return _parse_specs(str(item.attributes[name])) if name in item.attributes else [None] * len(item.results)
 
     def operation(
         self,
@@ -248,7 +243,7 @@ class _Reader:
         if name == "sharding_constraint":
             name = "reshard"
         if name == "reshard":
-            specs: Sequence[Spec | None] = parse_specs(attributes.pop("sharding"))
+            specs: Sequence[Spec | None] = _parse_specs(attributes.pop("sharding"))
         else:
             specs = self.specs(item, "sdy.sharding")
         name = attributes.pop("chlo", name).strip('"')
@@ -356,7 +351,7 @@ def _set_phases(block: Block, outer: str) -> None:
 def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
     block, names, donated = _Reader(module, axis_sizes, platform).main()
-    remove_unused(block)
+    _remove_unused(block)
     _split_constants(block, axis_sizes)
     _set_phases(block, "")
     return Program(block, dict(axis_sizes), names, donated, platform)
@@ -389,7 +384,7 @@ def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
             array.local = local_shape(array.shape, array.spec, sizes)
 
 
-def remove_unused(block: Block) -> None:
+def _remove_unused(block: Block) -> None:
     """Remove the operations whose results nothing uses, loop values included."""
     used = set(map(id, block.results))
     kept = []
@@ -397,7 +392,7 @@ def remove_unused(block: Block) -> None:
         if not (any(id(x) in used for x in operation.outputs) or operation.attributes.get("has_side_effect") == "true"):
             continue
         for body in operation.bodies:
-            remove_unused(body)
+            _remove_unused(body)
             used |= {id(x) for inner, _ in body.walk() for x in inner.inputs} | set(map(id, body.results))
         used |= set(map(id, operation.inputs))
         kept.append(operation)

@@ -28,10 +28,6 @@ def _elementwise(operation: Operation) -> Needs:
     return Needs([out.spec if array.shape == out.shape else None for array in operation.inputs])
 
 
-def _nothing(operation: Operation) -> Needs:
-    return Needs([])
-
-
 def _as_result(operation: Operation) -> Needs:
     return Needs([operation.outputs[0].spec for _ in operation.inputs])
 
@@ -81,10 +77,8 @@ def _contracted(left: Axes, right: Axes, taken: frozenset[str]) -> Axes:
 def dot_dims(operation: Operation) -> tuple[tuple[int, ...], ...]:
     """(batch dims of lhs, of rhs, contracting dims of lhs, of rhs) of a dot_general."""
     text = operation.attributes["dot_dimension_numbers"]
-    return tuple(_dims_of(text, f"{side}_{kind}_dimensions") for kind in DOT_KINDS for side in ("lhs", "rhs"))
-
-
-DOT_KINDS = ("batching", "contracting")
+    kinds, sides = ("batching", "contracting"), ("lhs", "rhs")
+    return tuple(_dims_of(text, f"{side}_{kind}_dimensions") for kind in kinds for side in sides)
 
 
 def _dims_of(text: str, name: str) -> tuple[int, ...]:
@@ -180,20 +174,10 @@ def _without(axes: Sequence[str], other: Sequence[str] | frozenset[str]) -> Axes
     return tuple(axis for axis in axes if axis not in other)
 
 
-LOCAL = (
-    "while",
-    "case",
-    "if",
-    "shard",
-    "iota",
-    "constant",
-    "rng_bit_generator",
-    "custom_call",
-    "to_device",
-    "to_host",
-)  # no rule
+# Operations without a rule.
+LOCAL = ("while", "case", "if", "shard", "iota", "constant", "rng_bit_generator", "custom_call", "to_device", "to_host")
 RULES: dict[str, Callable[[Operation], Needs]] = dict.fromkeys(
-    (*LOCAL, "reduce_window", "select_and_scatter"), _nothing
+    (*LOCAL, "reduce_window", "select_and_scatter"), lambda operation: Needs([])
 )
 RULES |= {
     "reshard": _as_result,

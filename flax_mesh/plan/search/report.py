@@ -5,11 +5,11 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
+from flax_mesh.plan.report import VERDICTS, WIDTH, number, of_capacity, time_text
 from flax_mesh.plan.search.confirm import Confirmation
 from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
 from flax_mesh.plan.search.space import overrides
-from flax_mesh.text import at_most, bytes_text, count_text, folded, listed, table_text
+from flax_mesh.text import Table, at_most, bytes_text, count_text, folded, listed
 
 MOST_LAYOUTS, MOST_REASONS = 10, 6
 UNITS = {"tok": "tokens", "examples": "examples"}  # as in the rows of metrics
@@ -31,8 +31,7 @@ def to_text(
         sections.append(folded("None of the layouts that were compiled fits; the others are not confirmed.", width))
     elif best is None:
         nearest = found.planned[0].plan.memory
-        missing = bytes_text(nearest.peak - (nearest.capacity or 0))
-        text = f"No layout fits: the one with the least memory needs {missing} more per device, "
+        text = f"No layout fits: the one with the least memory needs {bytes_text(nearest.missing)} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
         sections.append(shlex.join([*command, *overrides(best.settings)]))
@@ -78,8 +77,7 @@ def comparison(one: Planned, first: Planned) -> str:
     """Why a layout is not the first one; "" for the first one if it fits."""
     memory = one.plan.memory
     if one.plan.fits is False:
-        largest = max(memory.at_peak, key=lambda name: memory.at_peak[name])
-        return f"does not fit: {bytes_text(memory.peak - (memory.capacity or 0))} too much, most are {largest}"
+        return f"does not fit: {bytes_text(memory.missing)} too much, most are {memory.largest}"
     if one is first:
         return ""
     ratio = one.seconds_per_token / first.seconds_per_token
@@ -129,7 +127,7 @@ def _table(found: LayoutSearch, width: int) -> str:
         numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
         rows.append([*numbers, _words(one), comparison(one, first)])
     heads = [f"{first.unit}/s", *HEADS]
-    text = table_text(heads, rows, width, right=heads[:4], wrap=heads[4:])
+    text = Table(heads, rows, right=heads[:4], wrap=heads[4:]).to_text(width)
     rest = len(found.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
 
@@ -151,9 +149,8 @@ def _confirmation(one: Confirmation) -> str:
     if one.compiled is None:
         return f"compiled: {words}: {one.problem}"
     memory = one.planned.plan.memory
-    verdict = "fits" if one.fits else "does not fit"
     size = of_capacity(one.compiled.peak, memory.capacity)
-    return f"compiled: {words}: {verdict}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
+    return f"compiled: {words}: {VERDICTS[one.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
 def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:

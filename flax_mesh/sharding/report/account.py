@@ -11,9 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.hlo.collectives import Traffic, read_collectives, sum_traffic
+from flax_mesh.hlo.program import read_hlo
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
 from flax_mesh.sharding.memory import is_on_host
-from flax_mesh.sharding.report.hlo import Traffic, read_collectives, sum_traffic
 from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, ShardingReport
 from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.sharding.transfer import align_by_path
@@ -80,7 +81,7 @@ def analyze_sharding_strategy(
             "a mesh is required to assign the collectives of a compiled step to mesh axes, and no array is on one. "
             "Pass mesh=."
         )
-    traffic = sum_traffic(read_collectives(compiled, mesh)) if compiled is not None and mesh is not None else []
+    traffic = () if compiled is None or mesh is None else sum_traffic(read_collectives(read_hlo(compiled), mesh))
     return _report(leaves, locations, mesh, tuple(traffic))
 
 

@@ -64,7 +64,7 @@ def audit_rules(
     leaves = named_leaves(tree)
     table = as_rules(rules, axes).without_single_layers(leaves)
     match = match_leaves(complete(table), leaves, mesh=mesh)
-    uses = rule_uses(table, [path for path, _ in leaves])
+    uses = _rule_uses(table, [path for path, _ in leaves])
     stacks = [table.stack(path) is not None for path, _ in leaves]
     of_arrays = [
         *_unmatched(table, leaves),
@@ -102,7 +102,7 @@ def large_replicated(
     return found
 
 
-def rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
+def _rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
     decided = [table.find(path) for path in paths]
     uses = []
     for index, (pattern, dims) in enumerate(table.table):

@@ -22,9 +22,9 @@ from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
 from flax_mesh.sharding.report.audit import LARGE, Audit, RuleUse, audit_rules, complete, large_replicated
 from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
-from flax_mesh.sharding.report.report import RULE_HEADS, ArrayReport, ShardingReport, report_page
+from flax_mesh.sharding.report.report import ArrayReport, ShardingReport, report_page
 from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
-from flax_mesh.text import count_text, table_text
+from flax_mesh.text import Table, count_text, plain_data
 from flax_mesh.tree import named_leaves, owner_of
 
 
@@ -42,16 +42,20 @@ class Explanation(NamedTuple):
 
     def to_text(self, *, width: int = 100) -> str:
         """Mesh, rules, arrays, totals and findings as text. Lines have at most `width` columns, except findings."""
-        rows, count = self._rule_rows(), len(self.findings)
+        table, count = self._rule_table(), len(self.findings)
         source = "from the model" if self.carried else "as passed"
-        rules = f"rules {source}; the first that matches a path applies" if rows else "no table: the model is annotated"
+        rules = (
+            f"rules {source}; the first that matches a path applies"
+            if table.rows
+            else "no table: the model is annotated"
+        )
         return "\n".join(
             [
                 f"{self.report.mesh_line}; fingerprint {self.fingerprint[:12]}",
                 *([self.note] if self.note else []),
                 "",
                 rules,
-                *([table_text(RULE_HEADS, rows, width, right={"rule"})] if rows else []),
+                *([table.to_text(width)] if table.rows else []),
                 "",
                 self.report.to_text(width=width, mesh=False),
                 "",
@@ -68,11 +72,9 @@ class Explanation(NamedTuple):
             {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
             for use in self.rules
         ]
-        findings = [finding._asdict() for finding in self.findings]
-        replicated = [finding._asdict() for finding in self.replicated]
         return {
-            "findings": findings,
-            "replicated": replicated,
+            "findings": plain_data(self.findings),
+            "replicated": plain_data(self.replicated),
             "fingerprint": self.fingerprint,
             "rules": rules,
             **self.report.to_dict(),
@@ -80,12 +82,11 @@ class Explanation(NamedTuple):
 
     def to_html(self, *, title: str = "sharding") -> str:
         """The same as one HTML file without external resources, with a drawing of the shards on the mesh."""
-        return report_page(
-            self.report, title, self.note, self._rule_rows(), [str(finding) for finding in self.findings]
-        )
+        return report_page(self.report, title, self.note, self._rule_table(), self.findings)
 
-    def _rule_rows(self) -> list[list[str]]:
-        return [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(self.rules, start=1)]
+    def _rule_table(self) -> Table:
+        rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(self.rules, start=1)]
+        return Table(("rule", "pattern", "dims", "applies to"), rows, right={"rule"})
 
 
 def explain_sharding(

@@ -1,20 +1,33 @@
 """ShardingReport: the memory and traffic of a sharding as a mapping, text, data for JSON and an HTML page."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from html import escape
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import as_tuple, dims_text
-from flax_mesh.sharding.report.hlo import Traffic
-from flax_mesh.sharding.report.html import html_page, html_section
-from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
+from flax_mesh.hlo.collectives import Traffic
+from flax_mesh.html import html_findings, html_page, html_section, html_table, html_tiles
+from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import (
+    Table,
+    array_text,
+    bytes_text,
+    count_text,
+    folded,
+    group_paths,
+    mesh_text,
+    plain_data,
+    table_text,
+)
 
 Kind = Literal["parameter", "optimizer", "variable"]
-RULE_HEADS = ("rule", "pattern", "dims", "applies to")
-TRAFFIC_HEADS = ("mesh axes", "collective", "times per step", "payload", "sent per device")
+TEMPLATE = Path(__file__).with_name("page.html")
 
 
 class ArrayReport(NamedTuple):
@@ -125,15 +138,14 @@ class ShardingReport(Mapping[str, Any]):
 
         Equal arrays of numbered layers share one line with their summed bytes. Optimizer arrays are only in the totals.
         """
-        rows = _traffic_rows(self)
-        traffic = table_text(TRAFFIC_HEADS, rows, width, right={*TRAFFIC_HEADS[2:]}) if rows else ""
         parts = [
             self.mesh_line if mesh else "",
             _arrays_text(self, width),
             _totals_text(self, width),
             _axes_text(self, width),
+            _traffic_table(self).to_text(width),
         ]
-        return "\n\n".join(part for part in [*parts, traffic] if part)
+        return "\n\n".join(filter(None, parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `json.dumps`, with one entry per array. Devices are converted to text."""
@@ -145,11 +157,8 @@ class ShardingReport(Mapping[str, Any]):
             "num_devices": len(devices),
             # A mesh may have thousands of devices, usually with equal numbers.
             "memory_per_device": devices if len(sizes) > 1 else {"every device": next(iter(sizes), 0)},
-            "partition_stats": {
-                name: {**stats._asdict(), "traffic": [one._asdict() for one in stats.traffic]}
-                for name, stats in self.partition_stats.items()
-            },
-            "traffic": [one._asdict() for one in self.traffic],
+            "partition_stats": plain_data(self.partition_stats),
+            "traffic": plain_data(self.traffic),
             "leaves": [leaf.to_dict() for leaf in self.leaves],
         }
 
@@ -162,22 +171,28 @@ def report_page(
     report: ShardingReport,
     title: str,
     note: str = "",
-    rules: Sequence[Sequence[str]] = (),
-    findings: Sequence[str] | None = None,
+    rules: Table | None = None,
+    findings: Sequence[Finding] | None = None,
 ) -> str:
     """The HTML page of a report, with the rules and findings of an Explanation. `findings` None: not computed."""
     leaves = [leaf for leaf in report.leaves if leaf.kind != "optimizer"]
     arrays = [_array_data(path, [leaves[i] for i in where], report) for path, where in group_leaves(leaves)]
     shown = {name: size for name, size in report.mesh.items() if size > 1} or {"device": 1}
+    data = {"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays}
     return html_page(
-        title,
-        "\n".join(filter(None, [report.mesh_line, note])),
-        _tiles(report),
-        findings=findings,
-        traffic=html_section("Collectives of a step", TRAFFIC_HEADS, _traffic_rows(report)),
-        rules=html_section("Rules, the first that matches applies", RULE_HEADS, rules),
-        data={"mesh": [{"name": name, "size": size} for name, size in shown.items()], "arrays": arrays},
+        TEMPLATE,
+        title=escape(title),
+        mesh=escape("\n".join(filter(None, [report.mesh_line, note]))),
+        tiles=html_tiles(_tiles(report)),
+        findings="" if findings is None else html_findings(findings),
+        traffic=_section("Collectives of a step", _traffic_table(report)),
+        rules=_section("Rules, the first that matches applies", rules),
+        data=json.dumps(data).replace("<", "\\u003c"),  # a path that contains </script> must not end the element
     )
+
+
+def _section(title: str, table: Table | None) -> str:
+    return html_section(title, html_table(table)) if table is not None and table.rows else ""
 
 
 def group_leaves(leaves: Sequence[ArrayReport]) -> list[tuple[str, list[int]]]:
@@ -233,11 +248,12 @@ def _axes_text(report: ShardingReport, width: int) -> str:
         for name, x in report.partition_stats.items()
         if x.size > 1
     ]
-    return table_text(["mesh axis", "size", "splits"], rows, width, right={"size"}) if rows else ""
+    return Table(("mesh axis", "size", "splits"), rows, right={"size"}).to_text(width)
 
 
-def _traffic_rows(report: ShardingReport) -> list[list[str]]:
-    return [
+def _traffic_table(report: ShardingReport) -> Table:
+    heads = ("mesh axes", "collective", "times per step", "payload", "sent per device")
+    rows = [
         [
             "+".join(one.axes),
             one.kind,
@@ -247,6 +263,7 @@ def _traffic_rows(report: ShardingReport) -> list[list[str]]:
         ]
         for one in report.traffic
     ]
+    return Table(heads, rows, right=heads[2:])
 
 
 def _tiles(report: ShardingReport) -> list[tuple[str, str]]:

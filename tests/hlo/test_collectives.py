@@ -11,10 +11,15 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.sharding.report.hlo import read_collectives, sum_traffic
+from flax_mesh.hlo.collectives import read_collectives, sum_traffic
+from flax_mesh.hlo.program import read_hlo
 
 P = PartitionSpec
 SIZES = {"a": 2, "b": 2, "c": 2}
+
+
+def collectives_of(compiled, mesh):
+    return read_collectives(read_hlo(compiled), mesh)
 
 
 @pytest.fixture(scope="module")
@@ -51,18 +56,18 @@ CASES = [
 @pytest.mark.parametrize(("operation", "kind", "payload", "sent"), CASES, ids=[case[1] for case in CASES])
 def test_kind_axes_and_bytes_of_a_collective(mesh, operation, kind, payload, sent, axes):
     program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))
-    (one,) = read_collectives(program, mesh)
+    (one,) = collectives_of(program, mesh)
     n = 2 ** len(axes)
     assert (one.kind, one.axes, one.group_size) == (kind, axes, n)
     assert (one.payload_bytes, one.sent_bytes) == (payload(n), sent(n))
     assert (one.times, one.times_known) == (1, True)
     assert "shard_map" in one.source
-    assert read_collectives(program.as_text(), mesh) == read_collectives(program, mesh.abstract_mesh) == [one]
+    assert collectives_of(program.as_text(), mesh) == collectives_of(program, mesh.abstract_mesh) == [one]
 
 
 def test_the_axes_of_a_permute(mesh):
     shift = lambda x: jax.lax.ppermute(x, ("b", "c"), [(i, (i + 1) % 4) for i in range(4)])  # noqa: E731
-    (one,) = read_collectives(compiled(mesh, shift, (32, 4), specs=(P(("a", "b", "c")),)), mesh)
+    (one,) = collectives_of(compiled(mesh, shift, (32, 4), specs=(P(("a", "b", "c")),)), mesh)
     assert (one.kind, one.axes, one.sent_bytes) == ("collective-permute", ("b", "c"), LOCAL)
 
 
@@ -75,7 +80,7 @@ def test_collectives_in_a_loop_count_once_per_trip(mesh):
         return jax.lax.scan(layer, x, w)[0]
 
     program = compiled(mesh, nested, (4, 4), (5, 4, 4), specs=(P(), P()))
-    (one,) = sum_traffic(read_collectives(program, mesh))
+    (one,) = sum_traffic(collectives_of(program, mesh))
     assert (one.axes, one.kind, one.times, one.times_known) == (("c",), "all-reduce", 15, True)
     assert one.payload_bytes == 15 * LOCAL
 
@@ -84,7 +89,7 @@ def test_a_loop_of_unknown_trip_count_counts_once_and_is_marked(mesh):
     def until(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 1e3, lambda x: jax.lax.psum(x, "a"), x)
 
-    (one,) = read_collectives(compiled(mesh, until, (4, 4), specs=(P(),)), mesh)
+    (one,) = collectives_of(compiled(mesh, until, (4, 4), specs=(P(),)), mesh)
     assert (one.times, one.times_known) == (1, False)
 
 
@@ -93,7 +98,7 @@ def test_both_branches_of_a_conditional_are_counted(mesh):
         add = lambda axis: partial(jax.lax.psum, axis_name=axis)  # noqa: E731
         return jax.lax.cond(jnp.sum(x) > 0, add("a"), add("b"), x)
 
-    found = read_collectives(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)
+    found = collectives_of(compiled(mesh, either, (4, 4), specs=(P(),)), mesh)
     assert {one.axes for one in found} == {("a",), ("b",)}
 
 
@@ -110,7 +115,7 @@ HEAD = "HloModule m, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {\n"
 
 
 def read_line(line: str, mesh=AbstractMesh((2, 2, 2), ("a", "b", "c"))):  # noqa: B008
-    return read_collectives(f"{HEAD}  {line}\n}}\n", mesh)
+    return collectives_of(f"{HEAD}  {line}\n}}\n", mesh)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,7 @@ def test_text_that_cannot_be_parsed_is_an_error():
     with pytest.raises(fm.ShardingError, match=r"runs on 8 devices and the mesh \{'a': 4\} has 4"):
         read_line("%r = f32[4]{0} all-reduce(%p), replica_groups={}", AbstractMesh((4,), ("a",)))
     with pytest.raises(fm.ShardingError, match="has no ENTRY computation"):
-        read_collectives("HloModule m\n", AbstractMesh((1,), ("a",)))
+        collectives_of("HloModule m\n", AbstractMesh((1,), ("a",)))
 
 
 @given(st.permutations(["a", "b", "c"]), st.integers(1, 3), st.randoms())
@@ -185,7 +190,7 @@ def test_shuffled_lists_of_groups_have_the_axes_along_which_they_differ(order, c
         random.shuffle(group)
     text = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
     program = HEAD.replace("=8", "=24") + f"  %r = f32[4]{{0}} all-reduce(%p), replica_groups={{{text}}}\n}}\n"
-    (one,) = read_collectives(program, AbstractMesh(shape, ("a", "b", "c")))
+    (one,) = collectives_of(program, AbstractMesh(shape, ("a", "b", "c")))
     assert one.axes == tuple(chosen) and one.group_size == ids.shape[1]
 
 
@@ -223,5 +228,5 @@ ENTRY %main (p: (s32[], f32[4])) -> (s32[], f32[4]) {{
 )
 def test_the_trip_count_of_a_program_for_tpus_is_the_limit_of_its_condition(limit, direction, times, known):
     mesh = AbstractMesh((8,), ("fsdp",))
-    (one,) = read_collectives(LOOP.format(limit=limit, direction=direction), mesh)
+    (one,) = collectives_of(LOOP.format(limit=limit, direction=direction), mesh)
     assert (one.times, one.times_known, one.payload_bytes, one.axes) == (times, known, 16, ("fsdp",))

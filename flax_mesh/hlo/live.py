@@ -12,11 +12,15 @@ Not in the text, and so not counted: the heap's fragmentation, and the temporary
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from flax_mesh.plan.compile.scheduled import ALIAS, Array, Instruction, Scheduled, Shape
+import jax
+
+from flax_mesh.hlo.instructions import Array, Instruction, Shape
+from flax_mesh.hlo.program import HloProgram
+from flax_mesh.text import grouped
 
 COUNTED = (0, 1)  # memory spaces: main memory, on-chip memory of a TPU
 SAME = ("bitcast", "opt-barrier", "copy-done", "optimization-barrier")
@@ -63,7 +67,7 @@ class Walk(NamedTuple):
     weights: frozenset[str]
 
 
-def walk(program: Scheduled) -> Walk:
+def walk(program: HloProgram) -> Walk:
     """Walk a program. Main and on-chip memory are counted, as in XLA's peak, and not that of the host."""
     made = _Walker(program)
     made.run()
@@ -79,17 +83,9 @@ def walk(program: Scheduled) -> Walk:
     return Walk(peak, sorted(alive, key=lambda b: -b.array.bytes), frozenset(made.weights))
 
 
-def leaves(value: Value) -> Iterator[Buffer]:
-    if isinstance(value, tuple):
-        for part in value:
-            yield from leaves(part)
-    else:
-        yield value
-
-
 @dataclass(eq=False)
 class _Walker:
-    program: Scheduled
+    program: HloProgram
     clock: int = 0
     buffers: list[Buffer] = field(default_factory=list)
     uses: list[tuple[Instruction, list[Buffer], list[Buffer]]] = field(default_factory=list)
@@ -98,8 +94,7 @@ class _Walker:
     def run(self) -> None:
         arguments: dict[int, Buffer] = {}
         root = self.computation(self.program.entry, arguments)
-        parts = root if isinstance(root, tuple) else (root,)
-        for at, buffer in enumerate(leaves(parts)):
+        for at, buffer in enumerate(jax.tree.leaves(root)):
             buffer.end = self.clock
             target = arguments.get(self.program.aliases.get(at, -1))
             if target is not None:
@@ -120,8 +115,7 @@ class _Walker:
         root: Value = ()
         for one in self.program.computations[name]:
             self.clock += 1
-            if one.opcode == "parameter":
-                number = int(one.text[1 : one.text.index(")")])
+            if (number := one.number) is not None:
                 if isinstance(arguments, dict):
                     arguments[number] = self.new(one.shape, None, number)
                 value = arguments[number]
@@ -133,12 +127,10 @@ class _Walker:
         return root
 
     def new(self, shape: Shape, maker: Instruction | None, number: int = -1) -> Value:
-        if not isinstance(shape, Array):
-            return tuple(self.new(part, maker, number) for part in shape)
         at = 0 if maker is None else self.clock
-        buffer = Buffer(shape, maker, at, at, number, moved=maker is None)
-        self.buffers.append(buffer)
-        return buffer
+        made = jax.tree.map(lambda array: Buffer(array, maker, at, at, number, moved=maker is None), shape)
+        self.buffers += jax.tree.leaves(made)
+        return made
 
     def instruction(self, one: Instruction, operands: list[Value]) -> Value:
         kind = one.opcode
@@ -148,7 +140,7 @@ class _Walker:
             found = re.search(r"index=(\d+)", one.text)
             return operands[0][int(found[1])] if found else operands[0]
         if kind == "constant":
-            return self.new(_without_size(one.shape), one)
+            return self.new(jax.tree.map(lambda array: replace(array, bytes=0), one.shape), one)  # in the program
         if kind in SAME or kind.endswith("-done"):
             self.use(operands)
             return _done(kind, operands[0])
@@ -162,48 +154,45 @@ class _Walker:
             return self.branches(one, operands)
         return self.compute(one, operands)
 
-    def use(self, values: Iterable[Value]) -> None:
-        for value in values:
-            for buffer in leaves(value):
-                buffer.end = buffer.base.end = self.clock
+    def use(self, values: list[Value]) -> None:
+        for buffer in jax.tree.leaves(values):
+            buffer.end = buffer.base.end = self.clock
 
     def loop(self, one: Instruction, carried: Value) -> Value:
         self.use([carried])
-        first = self.clock
-        root = self.computation(one.called["body"], [carried])
-        for inner, outer in zip(leaves(root), leaves(carried), strict=True):
-            if inner.start > first:
-                self.store(inner, outer)
+        self.run_into(one.called["body"], carried, carried)
         self.use([carried])
         return carried
 
     def branches(self, one: Instruction, operands: list[Value]) -> Value:
         result = self.new(one.shape, one)
         for name, operand in zip(one.branches, operands[1:], strict=False):
-            first = self.clock
-            root = self.computation(name, [operand])
-            for inner, outer in zip(leaves(root), leaves(result), strict=True):
-                if inner.start > first:
-                    self.store(inner, outer)
+            self.run_into(name, operand, result)
         self.use([*operands, result])
         return result
+
+    def run_into(self, name: str, argument: Value, result: Value) -> None:
+        """Walk a computation whose root, as far as it makes it, is stored in `result`."""
+        first = self.clock
+        root = self.computation(name, [argument])
+        for inner, outer in zip(jax.tree.leaves(root), jax.tree.leaves(result), strict=True):
+            if inner.start > first:
+                self.store(inner, outer)
 
     def compute(self, one: Instruction, operands: list[Value]) -> Value:
         """Any other instruction: it writes a new array, unless its text names an operand to write to."""
         self.use(operands)
-        given = [buffer for value in operands for buffer in leaves(value)]
-        result = self.new(one.shape, one)
-        flat = list(leaves(result))
+        given, result = jax.tree.leaves(operands), self.new(one.shape, one)
+        flat = jax.tree.leaves(result)
         for buffer in flat:
             buffer.origin = given[0] if given else None
         if one.opcode.endswith("-start"):
             self.asynchronous(one, given, flat)
-        _, _, text = one.text.partition("output_to_operand_aliasing={")
-        for out, number, path in ALIAS.findall(text):
-            target = [*leaves(_part(operands[int(number)], path))]
-            for inner, outer in zip(leaves(_part(result, out)), target, strict=True):
+        for out, number, path in one.aliases:
+            target = jax.tree.leaves(_part(operands[number], path))
+            for inner, outer in zip(jax.tree.leaves(_part(result, out)), target, strict=True):
                 self.store(inner, outer)
-        self.follow_weights(one, operands, flat)
+        self.follow_weights(one, given, flat)
         self.uses.append((one, flat, given))
         return result
 
@@ -216,9 +205,8 @@ class _Walker:
                 free.remove(same)
                 self.store(buffer, same)
 
-    def follow_weights(self, one: Instruction, operands: list[Value], made: list[Buffer]) -> None:
+    def follow_weights(self, one: Instruction, given: list[Buffer], made: list[Buffer]) -> None:
         """Note whether results are moved arguments, and which collectives have such operands."""
-        given = [buffer for value in operands for buffer in leaves(value)]
         large = [buffer for buffer in given if buffer.array.bytes > 4096] or given
         inner = self.program.computations.get(one.called.get("calls", ""), [])
         if COLLECTIVE.match(one.opcode) and all(buffer.moved for buffer in large):
@@ -247,11 +235,6 @@ class _Walker:
         return bool(ELEMENTWISE.fullmatch(one.opcode)) or (one.opcode == "fusion" and "kind=kLoop" in one.text)
 
 
-def _without_size(shape: Shape) -> Shape:
-    """Constants are part of the program."""
-    return shape._replace(bytes=0) if isinstance(shape, Array) else tuple(map(_without_size, shape))
-
-
 def _done(kind: str, value: Value) -> Value:
     """The result in the tuple of the `-start`: after the operands, except of a copy; an all-reduce has only results."""
     if (kind in SAME and kind != "copy-done") or not isinstance(value, tuple) or kind == "all-reduce-done":
@@ -269,10 +252,10 @@ def _part(value: Value, path: str) -> Value:
 
 def largest(found: Sequence[Buffer], most: int) -> list[tuple[list[Buffer], int]]:
     """(arrays of the same shape from the same code, their bytes), the most bytes first."""
-    groups: dict[tuple[str, str], list[Buffer]] = {}
-    for buffer in found:
-        maker = buffer.maker
-        key = str(buffer.number) if maker is None else f"{maker.source} {maker.opcode}"
-        groups.setdefault((buffer.array.text, key), []).append(buffer)
+
+    def made_by(buffer: Buffer) -> str:
+        return f"{buffer.number}" if buffer.maker is None else f"{buffer.maker.source} {buffer.maker.opcode}"
+
+    groups = grouped(found, lambda buffer: (buffer.array.text, made_by(buffer)))
     sizes = [(group, sum(buffer.array.bytes for buffer in group)) for group in groups.values()]
     return sorted(sizes, key=lambda item: -item[1])[:most]

@@ -1,0 +1,135 @@
+"""A compiled program: its computations with their instructions in the order in which they run, and how often each runs.
+
+It is read from the text of the optimized program, because XLA's own analyses do not report collectives, count the body
+of a loop once, and report the sum of the memory but no array of it. The text has all of them and, in its tables of
+stack frames, the methods that made them.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flax_mesh.errors import ShardingError
+from flax_mesh.hlo.instructions import Instruction, aliases_of, read_instruction
+
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HloProgram:
+    """A compiled program."""
+
+    entry: str  # computation
+    computations: Mapping[str, list[Instruction]]
+    head: str  # the first line of the text
+    tables: Mapping[str, Mapping[int, str]]
+
+    @cached_property
+    def executions(self) -> Mapping[str, tuple[int, bool]]:
+        """Computation -> (executions per step, whether that is exact). All branches of a conditional count once."""
+        calls = {name: list(self._calls(found)) for name, found in self.computations.items()}
+        counts: dict[str, tuple[int, bool]] = dict.fromkeys(self.computations, (0, True))
+
+        def run(name: str, times: int, known: bool) -> None:
+            count, certain = counts[name]
+            counts[name] = count + times, certain and known
+            for callee, trips in calls[name]:
+                if callee in counts:
+                    run(callee, times * (trips or 1), known and trips is not None)
+
+        run(self.entry, 1, True)
+        return counts
+
+    def _calls(self, instructions: Iterable[Instruction]) -> Iterator[tuple[str, int | None]]:
+        """(computation, times) of every call; None for the body of a loop whose trip count is not known."""
+        for one in instructions:
+            for role, name in one.called.items():  # the condition of a loop counts once: it contains no collectives
+                yield name, self._trip_count(one) if role == "body" else 1
+
+    def _trip_count(self, loop: Instruction) -> int | None:
+        """The number that the compiler has written, or n of the condition `i < n`: programs for TPUs have only that."""
+        if trips := _TRIPS.search(loop.text):
+            return int(trips[1])
+        condition = self.computations.get(loop.called.get("condition", ""), [])
+        limits = [x.inputs[1:-1] for x in condition if x.opcode == "constant" and x.result.startswith("s32[]")]
+        compared = any(x.opcode == "compare" and "direction=LT" in x.text for x in condition)
+        return int(limits[0]) if len(limits) == 1 and limits[0].isdecimal() and compared else None
+
+    @property
+    def cycles(self) -> int:
+        """Those of all instructions with a number, times the trips of the loops around them."""
+        # What is inside of one instruction, a fusion or a reduction, is part of its number.
+        loops = ("while", "call", "conditional", "async-start")
+        inside = {name for one in self.instructions() if one.opcode not in loops for name in one.called.values()}
+        return sum(
+            one.cycles * self.executions[name][0]
+            for name, instructions in self.computations.items()
+            if name not in inside
+            for one in instructions
+        )
+
+    def instructions(self) -> Iterator[Instruction]:
+        for found in self.computations.values():
+            yield from found
+
+    @property
+    def aliases(self) -> dict[int, int]:
+        """Result -> argument in whose memory it is stored."""
+        part = self.head.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+        return {int(out or 0): number for out, number, _ in aliases_of(part)}
+
+    def place(self, text: str) -> str:
+        """Where the code that made an instruction is: `Decoder/DecoderLayer/Attention (decoder.py:187)`; "" if unknown.
+
+        The path has the classes whose methods were running, outermost first.
+        """
+        found = _FRAME.search(text)
+        at, classes, line = int(found[1]) if found else 0, [], ""
+        while fields := _fields(self.tables["StackFrames"].get(at, "")):
+            location = _fields(self.tables["FileLocations"].get(fields["file_location_id"], ""))
+            function = self.tables["FunctionNames"].get(location.get("function_name_id", 0), "")
+            path = self.tables["FileNames"].get(location.get("file_name_id", 0), "")
+            owner = function.split(".")[0]
+            if "." in function and owner[:1].isupper():
+                if not line:
+                    line = f"{path.rsplit('/', 1)[-1]}:{location['line']}"
+                if classes[:1] != [owner]:
+                    classes.insert(0, owner)
+            at = fields["parent_frame_id"] - 1  # the table counts parents from 1, and 1 is no frame
+        return f"{'/'.join(classes)} ({line})" if classes else ""
+
+
+def read_hlo(compiled: Any) -> HloProgram:
+    """Reads a compiled program: a `jax.stages.Compiled`, or its `as_text()`."""
+    text: str = compiled if isinstance(compiled, str) else compiled.as_text()
+    computations: dict[str, list[Instruction]] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    entry, instructions, rows = "", [], {}
+    for line in text.splitlines():
+        if line[:1] in ("", " ", "}"):
+            if one := read_instruction(line):
+                instructions.append(one)
+        elif header := _HEADER.match(line):
+            instructions = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line in tables:
+            rows = tables[line]
+        elif row := _ROW.match(line):
+            rows[int(row[1])] = row[2] if row[2] is not None else row[3]
+    if not entry:
+        raise ShardingError(
+            "the text must be an optimized HLO program, but it has no ENTRY computation. Pass "
+            "jax.jit(f).lower(...).compile().as_text()."
+        )
+    return HloProgram(entry, computations, text.partition("\n")[0], tables)
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, _, value in (part.partition("=") for part in text.split())}

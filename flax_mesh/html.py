@@ -1,0 +1,51 @@
+"""HTML pages without external resources: their style sheet, sections, tables, tiles and findings."""
+
+import re
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from flax_mesh.text import Table, count_text
+
+STYLE = Path(__file__).with_name("page.css")
+
+
+def html_page(template: Path, **parts: str) -> str:
+    """The template with `parts` in place of %name%, and the style sheet of all pages in place of %style%."""
+    parts["style"] = STYLE.read_text(encoding="utf-8")
+    page = template.read_text(encoding="utf-8")
+    return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass, since a title may contain "%data%"
+
+
+def html_section(title: str, *contents: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(contents) + "</section>"
+
+
+def html_table(table: Table) -> str:
+    """A table below its caption."""
+    looks = [' class="number"' if head in table.right else "" for head in table.heads]
+
+    def row_text(tag: str, cells: Sequence[str]) -> str:
+        parts = (f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in zip(looks, cells, strict=True))
+        return f"<tr>{''.join(parts)}</tr>"
+
+    caption = f"{html_note(table.caption)}\n" if table.caption else ""
+    head, body = row_text("th", table.heads), "".join(row_text("td", row) for row in table.rows)
+    return f'{caption}<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
+
+
+def html_note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def html_tiles(tiles: Sequence[tuple[str, str]]) -> str:
+    """Pairs (label, value) as boxes."""
+    return "".join(f"<li><b>{escape(value)}</b><span>{escape(label)}</span></li>" for label, value in tiles)
+
+
+def html_findings(findings: Sequence[object]) -> str:
+    if not findings:
+        return '<p class="clean">No findings.</p>'
+    items = "".join(f"<li>{escape(str(finding))}</li>" for finding in findings)
+    title = count_text(len(findings), "finding")
+    return f'<section class="findings"><h2>{title}</h2><ul>{items}</ul></section>'
