@@ -22,7 +22,7 @@ from flax_mesh.settings import path_problem
 GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
 LARGEST = 1e30  # of any figure, far below the limits of a float
-MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
+_MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
 
@@ -386,8 +386,8 @@ def _problems_together(chip: Chip) -> list[str]:
         found.append("peak_flops must contain bfloat16")
     if (chip.platform == "tpu") != bool(chip.pod):
         found.append(f"pod, the sides of the largest torus, must be set for tpu only; platform is {chip.platform}")
-    if math.prod(chip.pod) > MOST_CHIPS:
-        found.append(f"pod must have at most {MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
+    if math.prod(chip.pod) > _MOST_CHIPS:
+        found.append(f"pod must have at most {_MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
     if chip.wrap and not chip.pod:
         found.append(f"wrap={chip.wrap} requires pod")
     return found

@@ -15,7 +15,7 @@ from flax import nnx
 
 from flax_mesh.tree import named_leaves, path_and_start, path_of
 
-EMPTY: Mapping[str, int] = {}
+_EMPTY: Mapping[str, int] = {}
 # Number of dims of the variables of Flax's layers. One dim more is the layer dim of nnx.vmap or nnx.scan.
 DIMS: dict[type[nnx.Module], dict[str, int]] = {
     nnx.Linear: {"kernel": 2, "bias": 1},
@@ -40,7 +40,7 @@ def ranks_in(model: Any) -> dict[str, int]:
 
 
 def without_single_layers(
-    layers: Sequence[str], leaves: Sequence[tuple[str, Any]], ranks: Mapping[str, int] = EMPTY
+    layers: Sequence[str], leaves: Sequence[tuple[str, Any]], ranks: Mapping[str, int] = _EMPTY
 ) -> tuple[str, ...]:
     """The paths of `layers` except those of modules that are one layer: neither a list nor a scanned stack.
 

@@ -13,7 +13,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.text import path_lines
 
 # A stack is below a list of layers, so its path has at least two names.
-PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
+_PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
 
 
 def path_of(key_path: Sequence[Any]) -> str:
@@ -100,7 +100,7 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 def path_and_start(path: str) -> tuple[str, int]:
     """("layers/q", 2) for "layers/q/from 2", which is the part of a scanned stack from layer 2 on; else (path, 0)."""
-    part = PART_OF_STACK.fullmatch(path)
+    part = _PART_OF_STACK.fullmatch(path)
     return (part[1], int(part[2])) if part else (path, 0)
 
 
@@ -109,11 +109,11 @@ def layer_path(path: str, stack: str, index: int) -> str:
     return f"{stack}/{index}/{path[len(stack) + 1 :]}"
 
 
-Children = Callable[[Any], Iterable[tuple[Any, Any]]]  # (name, child) pairs of a node
+_Children = Callable[[Any], Iterable[tuple[Any, Any]]]  # (name, child) pairs of a node
 
 
 def _walk(
-    prefix: str, pairs: Iterable[tuple[Any, Any]], children: dict[type, Children], found: list[tuple[str, Any]]
+    prefix: str, pairs: Iterable[tuple[Any, Any]], children: dict[type, _Children], found: list[tuple[str, Any]]
 ) -> None:
     """Appends the leaves at and below `pairs`. `jax.tree_util.tree_flatten_with_path` takes five times as long."""
     for name, node in pairs:
@@ -148,7 +148,7 @@ def _join(keys: Sequence[Any]) -> str:
 _NAME_OF: dict[type, str] = {DictKey: "key", FlattenedIndexKey: "key", GetAttrKey: "name", SequenceKey: "idx"}
 
 # Children, in JAX's order, of the node types that are common in large trees; others take the slower `_one_level`.
-_CHILDREN: dict[type, Children] = {
+_CHILDREN: dict[type, _Children] = {
     dict: lambda node: [(key, node[key]) for key in sorted(node)],
     list: enumerate,
     tuple: enumerate,

@@ -35,7 +35,7 @@ Tree = TypeVar("Tree")
 # The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
 # "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
-UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
+_UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -412,7 +412,7 @@ class Checkpointer:
         metrics = {
             step: value for step, one in found.items() if (value := metric_of(one, self.best_metric)) is not None
         }
-        unknown = {step for step, one in found.items() if one.get(UNREADABLE)}  # one of them may be the best
+        unknown = {step for step, one in found.items() if one.get(_UNREADABLE)}  # one of them may be the best
         finite = self.newest_finite_step()
         return self.keep.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
 
@@ -421,7 +421,7 @@ class Checkpointer:
         try:
             return self.metadata(step)
         except UnreadableError:
-            return {"finite": False, UNREADABLE: True}
+            return {"finite": False, _UNREADABLE: True}
         except ConfigError:  # damaged, or deleted meanwhile
             return {"finite": False}
 

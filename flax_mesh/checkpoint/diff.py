@@ -12,7 +12,7 @@ import numpy as np
 from flax_mesh.checkpoint.read import Array, mesh_of
 from flax_mesh.text import array_text, mesh_text
 
-READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
+_READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
 SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "layout")
 
@@ -57,7 +57,7 @@ def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
     """Largest absolute difference of each array that differs between two steps, by path; NaN if one is NaN.
 
-    Arrays are compared bitwise, and read a few at a time: at most READ_BYTES of each step, or one array.
+    Arrays are compared bitwise, and read a few at a time: at most _READ_BYTES of each step, or one array.
     """
     found: dict[str, float] = {}
     for batch in batches(arrays):
@@ -78,10 +78,10 @@ def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
 
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """Arrays in batches of at most READ_BYTES, or of one array."""
+    """Arrays in batches of at most _READ_BYTES, or of one array."""
     batch: list[Array] = []
     for array in arrays:
-        if batch and sum(one.nbytes for one in batch) + array.nbytes > READ_BYTES:
+        if batch and sum(one.nbytes for one in batch) + array.nbytes > _READ_BYTES:
             yield batch
             batch = []
         batch.append(array)

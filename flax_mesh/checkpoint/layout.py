@@ -18,11 +18,11 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
 
-BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
+_BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
 
 @dataclass(frozen=True)
-class ArrayShard:
+class _ArrayShard:
     """One shard of an array, read lazily; `index` and `replica_id` as in `jax.Shard`."""
 
     index: tuple[slice, ...]
@@ -46,23 +46,23 @@ class ShardedArray:
     A layer of a stack is never materialized as an array over its devices: its shards are slices of the stack's shards.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[_ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
         # Orbax asks every process for the shape of a shard, even one that writes none.
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
-        self.addressable_shards = list(shards) or [ArrayShard((), sys.maxsize, None, lambda: shard)]
+        self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
 def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
-    """(path, leaf) of every leaf, and `stacked_paths`. ConfigError if two leaves have the same name on disk.
+    """(path, leaf) of every leaf, and `_stacked_paths`. ConfigError if two leaves have the same name on disk.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
     would be one array, and a leaf ["a"] cannot contain another one.
     """
     named = named_leaves(state)
-    stacks = stacked_paths(named, layers)
+    stacks = _stacked_paths(named, layers)
     owners: dict[str, list[int]] = {}  # name on disk -> indices of leaves
     paths: dict[str, list[int]] = {}
     for i, (path, leaf) in enumerate(named):
@@ -116,7 +116,7 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     for path, leaf in named:
         if 0 in leaf.shape:
             continue
-        leaf = as_key_data(leaf)
+        leaf = _as_key_data(leaf)
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
         if path in stacks:
             shape, sharding = shape[1:], _layer_sharding(leaf)
@@ -132,20 +132,20 @@ def from_disk(
     Stacks are assembled a few at a time, so that the devices never hold a second copy of all of them. An array that is
     placed only on devices of other processes is not read: here it is an array without shards.
     """
-    elsewhere = {path: as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
-    arrays = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
+    elsewhere = {path: _as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
+    arrays = {path: _empty(_as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
     for path, leaf in elsewhere.items():
         arrays[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
+    stacked = {path: _as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
     arrays |= dict(read([path for path, _ in named if path not in stacks and path not in arrays]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
         arrays |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
-    return [as_key(arrays[path], leaf) for path, leaf in named]
+    return [_as_key(arrays[path], leaf) for path, leaf in named]
 
 
-def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
+def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
     """Paths on disk of every leaf of a scanned stack, one per layer; optimizer leaves follow their parameter."""
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
     bases = [path_and_start(path) for path, _ in named]
@@ -191,7 +191,7 @@ def is_key(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def as_key_data(abstract: Any) -> Any:
+def _as_key_data(abstract: Any) -> Any:
     """Random keys are stored as their data: uint32, with one more dim."""
     if not is_key(abstract):
         return abstract
@@ -200,7 +200,7 @@ def as_key_data(abstract: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def as_key(data: Any, abstract: Any) -> Any:
+def _as_key(data: Any, abstract: Any) -> Any:
     """`data` wrapped as random keys if `abstract` is a key array, else unchanged."""
     if not is_key(abstract):
         return data
@@ -229,8 +229,8 @@ def _written_shards(leaf: Any) -> list[Any]:
     return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
-def _shard(shard: Any) -> ArrayShard:
-    return ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
+def _shard(shard: Any) -> _ArrayShard:
+    return _ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
 
 
 def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
@@ -242,7 +242,7 @@ def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
             start, stop, _ = shard.index[0].indices(stack.shape[0])
             if start <= i < stop:
                 read = functools.partial(_cut, data, i - start)
-                layer.append(ArrayShard(shard.index[1:], 0, shard.device, read))
+                layer.append(_ArrayShard(shard.index[1:], 0, shard.device, read))
         yield ShardedArray(stack.shape[1:], stack.dtype, sharding, layer)
 
 
@@ -276,7 +276,7 @@ def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
         for path in paths:
             leaf = stacks[path]
             shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            if batch and size + shard > BATCH_BYTES:
+            if batch and size + shard > _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
             batch, size = [*batch, path], size + shard

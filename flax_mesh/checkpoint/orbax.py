@@ -21,9 +21,9 @@ from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
-STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
+_STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
 # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
-STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
+_STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 
 
 class _Step(ocp.CompositeCheckpointHandler):
@@ -116,8 +116,8 @@ class Storage:
 
     def abandon(self) -> None:
         """`close` after a failed save. Its error was reported already, and Orbax raises another one for every file."""
-        for _ in range(STEP_FILES):
-            with contextlib.suppress(*STORAGE_ERRORS):
+        for _ in range(_STEP_FILES):
+            with contextlib.suppress(*_STORAGE_ERRORS):
                 return self._orbax.close()
 
 

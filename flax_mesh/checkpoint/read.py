@@ -50,7 +50,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     refused to read, none if nothing.
     """
     set_aside, unreadable = not STEP.fullmatch(step.name), []
-    record, problems = sections_of({}), None
+    record, problems = _sections_of({}), None
     count, size = folder_size(step)
     try:
         problems = find_damage(step) if verify else None if set_aside else find_other_step(step) or None
@@ -65,7 +65,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "set_aside": set_aside,
         "bytes": size,
         "files": count,
-        "saved": saved_at(step),
+        "saved": _saved_at(step),
         "problems": problems,
         "unreadable": unreadable,
         "metrics": record["metrics"],
@@ -101,10 +101,10 @@ def read_record(step: Path) -> dict[str, Any]:
         if (step / RECORD).exists():
             raise
         found = {}
-    return sections_of(found)
+    return _sections_of(found)
 
 
-def sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def _sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
     """`found` with all sections, empty where they are missing or invalid."""
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
@@ -141,7 +141,7 @@ def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
     return {str(name): size for name, size in zip(names, sizes, strict=False) if isinstance(size, int) and size > 1}
 
 
-def saved_at(step: Path) -> str | None:
+def _saved_at(step: Path) -> str | None:
     """Time of the commit as ISO 8601 in UTC, None if unknown."""
     try:
         nanoseconds = json.loads((step / MARKERS[0]).read_bytes())["commit_timestamp_nsecs"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST = sys.float_info.max
-JUDGED = ("loss", "grad_norm", "eval_loss")
+_JUDGED = ("loss", "grad_norm", "eval_loss")
 
 
 @dataclass(frozen=True)
@@ -60,5 +60,5 @@ def has_finite_numbers(metadata: Mapping[str, Any]) -> bool:
     flag, metrics = metadata.get("finite"), metadata.get("metrics")
     if isinstance(flag, bool):
         return flag
-    values = [metrics[name] for name in JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
+    values = [metrics[name] for name in _JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
     return all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in values)

@@ -24,10 +24,9 @@ from flax_mesh.mesh.shape import (
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
 
-AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-NUM_SLICES_VARIABLE = (
-    "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the only environment variable that the library reads
-)
+_AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
+# Set by multislice TPU runs; the only environment variable that the library reads.
+_NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
@@ -39,7 +38,7 @@ def create_mesh(
     allow_split_physical_axes: bool = True,
     backend: str | None = None,
     use_jax: bool = False,
-    axis_types: AxisTypes = None,
+    axis_types: _AxisTypes = None,
     devices: Sequence[Any] | None = None,
     num_slices: int | None = None,
 ) -> Mesh:
@@ -115,7 +114,7 @@ def _cached_mesh(
     allow_split: bool,
     backend: str | None,
     use_jax: bool,
-    axis_types: AxisTypes,
+    axis_types: _AxisTypes,
     source: int | tuple[Any, ...],
     num_slices: int | None,
     environment: str | None,
@@ -127,7 +126,7 @@ def _cached_mesh(
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
     if environment is not None:
-        num_slices, origin = _parse_environment(environment), NUM_SLICES_VARIABLE
+        num_slices, origin = _parse_environment(environment), _NUM_SLICES_VARIABLE
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
     dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
@@ -141,7 +140,7 @@ def _cached_mesh(
     return Mesh(array, names, axis_types=types)
 
 
-def normalize_axis_types(axis_types: AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
+def normalize_axis_types(axis_types: _AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
     """One AxisType per axis; None means Auto. ValueError for an invalid string or count, TypeError for a wrong type."""
     if axis_types is None or isinstance(axis_types, str | AxisType):
         given = [axis_types or AxisType.Auto] * len(names)
@@ -242,12 +241,12 @@ def _slices_in_environment(devices: Sequence[Any]) -> str | None:
         return None
     if all(getattr(device, "slice_index", None) is not None for device in devices):
         return None
-    return os.environ.get(NUM_SLICES_VARIABLE)
+    return os.environ.get(_NUM_SLICES_VARIABLE)
 
 
 def _parse_environment(text: str) -> int:
     if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{NUM_SLICES_VARIABLE} must be a positive integer, got {text!r}. Unset it for one slice.")
+        raise ValueError(f"{_NUM_SLICES_VARIABLE} must be a positive integer, got {text!r}. Unset it for one slice.")
     return int(text)
 
 

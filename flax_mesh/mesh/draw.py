@@ -14,7 +14,7 @@ from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 from flax_mesh.text import listed
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
-PANELS_PER_ROW = 4
+_PANELS_PER_ROW = 4
 MOST_CELLS, MOST_PLANES = 8, 4  # of a corner
 _text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 
@@ -32,7 +32,7 @@ def draw_mesh_svg(mesh: Mesh) -> str:
     rows, columns = len(panels[0][2]), len(panels[0][2][0])
     width = columns * (CELL + GAP) - GAP
     height = rows * (CELL + GAP) - GAP
-    per_row = min(PANELS_PER_ROW, len(panels))
+    per_row = min(_PANELS_PER_ROW, len(panels))
     texts = _legend(mesh, layout)
     top = MARGIN + LINE * (len(texts) + 1)
     body, spots = [], {}

@@ -14,8 +14,8 @@ from flax_mesh.text import count_text, plural
 # Axes to split over DCN, least traffic first: pipelines transfer one activation per microbatch, data parallelism one
 # gradient per step, fsdp gathers every weight; expert, sequence and tensor parallelism communicate inside every layer.
 # Axes with other names come between the two lists, in mesh order.
-DCN_FIRST = ("pp", "dp", "fsdp")
-DCN_LAST = ("ep", "sp", "tp")
+_DCN_FIRST = ("pp", "dp", "fsdp")
+_DCN_LAST = ("ep", "sp", "tp")
 
 
 class SlowNetworkWarning(UserWarning):
@@ -62,14 +62,14 @@ def resolve_dcn_dims(
     dcn_mesh_dims: Sequence[int] | None = None,
     kind: str = "",
 ) -> tuple[int, ...]:
-    """The number of granules that each axis spans: `dcn_mesh_dims`, validated, or chosen in the order of DCN_FIRST.
+    """The number of granules that each axis spans: `dcn_mesh_dims`, validated, or chosen in the order of _DCN_FIRST.
 
     `dims` are the sizes of the entire mesh. Warns with SlowNetworkWarning if ep, sp or tp had to be split.
     """
     mesh = format_mesh_shape(names, dims)
     if dcn_mesh_dims is None:
         splits = preferred_splits(dims, names, num_granules)
-        slow = [name for name, split in zip(names, splits, strict=True) if split > 1 and name in DCN_LAST]
+        slow = [name for name, split in zip(names, splits, strict=True) if split > 1 and name in _DCN_LAST]
         if slow:
             _warn_slow(slow, mesh, format_mesh_shape(names, splits), num_granules, granule, kind)
         return splits
@@ -90,9 +90,9 @@ def resolve_dcn_dims(
 def preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
     """Takes gcd(remaining granules, size) from each axis in order of preference. As in `shape.split_between_hosts` this
     finds a split whenever one exists, and splits a later axis only if the earlier ones are not sufficient."""
-    rank = {name: i for i, name in enumerate(DCN_FIRST)} | {name: i + 9 for i, name in enumerate(DCN_LAST)}
+    rank = {name: i for i, name in enumerate(_DCN_FIRST)} | {name: i + 9 for i, name in enumerate(_DCN_LAST)}
     left, splits = num_granules, [1] * len(dims)
-    for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(DCN_FIRST))):
+    for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(_DCN_FIRST))):
         splits[axis] = math.gcd(left, dims[axis])
         left //= splits[axis]
     if left > 1:

@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.sharding.constrain import constrain
 
-SMALLEST_BUCKET = 16  # slots of a prompt
+_SMALLEST_BUCKET = 16  # slots of a prompt
 CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
 
 
@@ -88,7 +88,7 @@ def slot_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
 
 def bucket_slots(length: int, unit: int) -> int:
     """P, the slots of prompts of at most this length: a power of two, or the next multiple of `unit`."""
-    return round_up(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), unit)
+    return round_up(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), unit)
 
 
 def cache_shape(

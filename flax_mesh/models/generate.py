@@ -24,8 +24,8 @@ from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
 
-GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
-ANY_TOKEN = np.iinfo(np.int32).max
+_GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
+_ANY_TOKEN = np.iinfo(np.int32).max
 
 
 class Sampling(NamedTuple):
@@ -47,7 +47,7 @@ class Sampling(NamedTuple):
         found = []
         if not (_is_number(self.temperature) and 0 <= self.temperature < math.inf):
             found.append(f"temperature must be a finite number of at least 0 (0: greedy), got {self.temperature!r}")
-        if not (_is_integer(self.top_k) and 0 <= self.top_k <= ANY_TOKEN):
+        if not (_is_integer(self.top_k) and 0 <= self.top_k <= _ANY_TOKEN):
             found.append(f"top_k must be an integer of at least 0 (0: all tokens), got {self.top_k!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             found.append(f"top_p must be a number above 0 and at most 1, got {self.top_p!r}")
@@ -118,7 +118,7 @@ def generate(
         >>> one.tokens.shape, one.log_probs.dtype, one.stopped
         ((5,), dtype('float32'), False)
     """
-    check_model(model)
+    _check_model(model)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
     problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]
@@ -148,7 +148,7 @@ def _as_row(prompt: Any) -> np.ndarray:
         return np.asarray(prompt, object)
 
 
-def check_model(model: Any) -> None:
+def _check_model(model: Any) -> None:
     missing = [name for name in ("prefill", "decode") if not callable(getattr(model, name, None))]
     if missing:
         raise ConfigError(
@@ -177,10 +177,10 @@ def _names(rows: Sequence[np.ndarray]) -> list[str]:
 def option_problems(
     max_tokens: Any, seed: Any, batch_size: Any, cache_length: Any, stop_tokens: Sequence[Any], vocab_size: int
 ) -> list[str]:
-    limits = {"max_tokens": (max_tokens, 1, ANY_TOKEN), "batch_size": (batch_size, 1, ANY_TOKEN)}
+    limits = {"max_tokens": (max_tokens, 1, _ANY_TOKEN), "batch_size": (batch_size, 1, _ANY_TOKEN)}
     limits["seed"] = seed, 0, 2**32 - 1
     if cache_length is not None:
-        limits["cache_length"] = cache_length, 1, ANY_TOKEN
+        limits["cache_length"] = cache_length, 1, _ANY_TOKEN
     found = [
         f"{name} must be an integer from {least} to {most}, got {value!r}"
         for name, (value, least, most) in limits.items()
@@ -252,7 +252,7 @@ def choose_tokens(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling) -
         kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, sampling), lambda: scaled_BV)
         return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
 
-    is_greedy = jnp.asarray(sampling.temperature) < GREEDY_BELOW
+    is_greedy = jnp.asarray(sampling.temperature) < _GREEDY_BELOW
     return jax.lax.cond(is_greedy, lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), sampled)
 
 

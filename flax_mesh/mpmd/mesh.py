@@ -63,7 +63,7 @@ class MpmdMesh:
                 f"mpmd_axis_name {self.mpmd_axis_name!r} is not an axis of the mesh {axes}. Use one of its axes, or "
                 f"add one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
             )
-        groups_of_processes([mesh.devices.flat for mesh in self.unstack])
+        _groups_of_processes([mesh.devices.flat for mesh in self.unstack])
 
     def __repr__(self) -> str:
         axes = format_mesh_shape(self.jax_mesh.axis_names, self.jax_mesh.axis_sizes)
@@ -136,7 +136,7 @@ class MpmdMesh:
     @cached_property
     def representative_groups(self) -> tuple[int, ...]:
         """The representative groups, the first group of each process: what is sent to them reaches every process."""
-        owned = groups_of_processes([mesh.devices.flat for mesh in self._groups])
+        owned = _groups_of_processes([mesh.devices.flat for mesh in self._groups])
         return tuple(sorted({groups[0] for groups in owned.values()}))
 
     @property
@@ -178,7 +178,7 @@ def current_mpmd_mesh() -> MpmdMesh | None:
     return entered[-1] if entered else None
 
 
-def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
+def _groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
     """The groups in which each process has devices, by process index.
 
     `groups` contains the devices of each group; only their `process_index` is read. Raises ValueError that names every

@@ -322,12 +322,12 @@ def _normalize(made: Any, eager_sharding: bool) -> None:
                 # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
                 if isinstance(value, nnx.Rngs | nnx.RngStream):
                     node.del_metadata(name)
-                elif has_array(value):
+                elif _has_array(value):
                     problems.append((path_of(path), f"its metadata {name!r} contains an array"))
             node.set_metadata(eager_sharding=eager_sharding)
         elif isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
-                if has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
+                if _has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
                     setattr(node, name, nnx.data(value))
     if problems:
         raise ShardingError(
@@ -336,12 +336,12 @@ def _normalize(made: Any, eager_sharding: bool) -> None:
         )
 
 
-def has_array(value: Any) -> bool:
+def _has_array(value: Any) -> bool:
     """Whether `value` is an array, or a list, tuple or dict that contains one."""
     if isinstance(value, list | tuple):
-        return any(map(has_array, value))
+        return any(map(_has_array, value))
     if isinstance(value, dict):
-        return any(map(has_array, value.values()))
+        return any(map(_has_array, value.values()))
     return isinstance(value, jax.Array | np.ndarray)
 
 

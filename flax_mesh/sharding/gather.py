@@ -15,11 +15,11 @@ from flax_mesh.text import path_lines, processes_text
 from flax_mesh.tree import named_leaves
 
 Index = tuple[slice, ...]
-Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
-Remote = Literal["error", "leave", "collect"]
+_Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
+_Remote = Literal["error", "leave", "collect"]
 
 
-def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, remote: Remote = "error") -> Any:
+def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, remote: _Remote = "error") -> Any:
     """Returns `tree` with every array as a complete numpy array. Numbers and random keys are returned unchanged.
 
     Args:
@@ -37,7 +37,7 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
     if remote not in ("error", "leave", "collect"):
         raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {remote!r}.")
     leaves, treedef = jax.tree.flatten(tree)
-    partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not is_local(x)]
+    partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_local(x)]
     if partial and remote == "error":
         named = named_leaves(tree)
         raise ShardingError(_remote_text([named[i] for i in partial]))
@@ -54,7 +54,7 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
 
 def gather_leaf(x: Any, dtype: Any = None) -> Any:
     """As `gather` for one array, without the overhead of flattening a tree."""
-    if isinstance(x, jax.Array) and not is_local(x):
+    if isinstance(x, jax.Array) and not _is_local(x):
         return gather(x, dtype=dtype)
     return _cast(jax.device_get(x), dtype)
 
@@ -114,7 +114,7 @@ def _new_array(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
 
 
-def is_local(x: jax.Array) -> bool:
+def _is_local(x: jax.Array) -> bool:
     """Whether every element is on a device of this process."""
     if x.is_fully_addressable:
         return True
@@ -128,7 +128,7 @@ def collect(x: jax.Array) -> np.ndarray:
     every process, so that at most one shard of each is in memory; a process without an i-th shard sends zeros.
     """
     owners = _all_bounds(x)
-    queues: list[list[Bounds]] = [[] for _ in range(jax.process_count())]
+    queues: list[list[_Bounds]] = [[] for _ in range(jax.process_count())]
     for bounds in sorted(owners):
         queues[owners[bounds]].append(bounds)
     local = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
@@ -144,16 +144,16 @@ def collect(x: jax.Array) -> np.ndarray:
     return full
 
 
-def _all_bounds(x: jax.Array) -> dict[Bounds, int]:
+def _all_bounds(x: jax.Array) -> dict[_Bounds, int]:
     """Every distinct shard -> the lowest process that stores it."""
-    first: dict[Bounds, int] = {}
+    first: dict[_Bounds, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         bounds, process = _bounds(index or (), x.shape), int(device.process_index)
         first[bounds] = min(first.get(bounds, process), process)
     return first
 
 
-def _bounds(index: Index, shape: Sequence[int]) -> Bounds:
+def _bounds(index: Index, shape: Sequence[int]) -> _Bounds:
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
 
 

@@ -15,7 +15,7 @@ from flax_mesh.text import listed
 from flax_mesh.tree import named_leaves
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
-OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
+_OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
 
 
 def is_on_host(x: Any) -> bool:
@@ -31,7 +31,7 @@ def host_kind(sharding: Any) -> str | None:
 def memory_problem(mesh: Mesh | AbstractMesh, kind: str) -> str | None:
     """Why the devices of a mesh have no memory of a kind, or None; the kinds of an AbstractMesh are not known."""
     if isinstance(mesh, AbstractMesh):
-        return None if kind in OPTIMIZER_MEMORY else f"must be {' or '.join(OPTIMIZER_MEMORY)}, got {kind!r}"
+        return None if kind in _OPTIMIZER_MEMORY else f"must be {' or '.join(_OPTIMIZER_MEMORY)}, got {kind!r}"
     for device in mesh.local_devices:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if kind not in kinds:

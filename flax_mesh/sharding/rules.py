@@ -17,9 +17,9 @@ from flax_mesh.text import at_most, axes_text, group_lines, group_paths
 from flax_mesh.tree import in_stack, named_leaves
 
 Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
-CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
+_CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
 Policy = Literal["error", "warn", "drop"]
-MATCHES_KEPT = 8
+_MATCHES_KEPT = 8
 # A pattern distinguishes digits only by a digit, a character by its name, or a back-reference.
 _DISTINGUISHES_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
 # Words, groups and a few classes, in which digits appear only behind the letters of a word.
@@ -56,7 +56,7 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[CompiledRule, ...] = field(init=False, repr=False, compare=False)
+    _compiled: tuple[_CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
     _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
@@ -169,7 +169,7 @@ def match_partition_rules(
     match = rules._matches.get(key)
     if match is None:
         match = rules._matches[key] = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
-        while len(rules._matches) > MATCHES_KEPT:
+        while len(rules._matches) > _MATCHES_KEPT:
             rules._matches.pop(next(iter(rules._matches)))
     apply_policy(match.findings, on_mismatch, dropped)
     if dropped is not None:
@@ -217,13 +217,13 @@ def match_leaves(
                 unmatched.append(f"{path} {tuple(shape)}")
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
-                spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
+                spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
                 if problem:
                     kept.append(problem)
                     specs.append(spec)
                     continue
             else:
-                spec, problems = fit_rule(rules, index, path, shape, mesh)
+                spec, problems = _fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # mismatches are reported per leaf, so they are not cached
             decided[key] = spec
@@ -235,7 +235,7 @@ def match_leaves(
     return RuleMatch(specs, findings, kept)
 
 
-def split_largest_dim(
+def _split_largest_dim(
     path: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: bool
 ) -> tuple[PartitionSpec, Finding | None]:
     """The spec that splits the largest dim that divides over `axes`, the last of equal dims.
@@ -284,7 +284,7 @@ def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_si
     return prod(shape[1:] if rules.stack(path) else shape) <= 1 or prod(shape) < min_size
 
 
-def fit_rule(
+def _fit_rule(
     rules: PartitionRules, index: int, path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh | None
 ) -> tuple[PartitionSpec, list[Finding]]:
     """`fit_spec` of rule `index`, and a finding for each mesh axis that two of its dims resolve to."""
@@ -394,7 +394,7 @@ def without_numbers(path: str) -> str:
     return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
 
 
-def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[CompiledRule, ...]:
+def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[_CompiledRule, ...]:
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:

@@ -16,7 +16,7 @@ from flax_mesh.text import path_lines, paths_text
 from flax_mesh.tree import map_named, named_leaves
 
 
-class UnfittedSharding(NamedTuple):
+class _UnfittedSharding(NamedTuple):
     """The arguments of a NamedSharding whose spec has not been checked against an array and the mesh yet."""
 
     spec: PartitionSpec
@@ -198,18 +198,18 @@ def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -
 
 def _layout(
     spec: Any, mesh: Any, memory_kind: str | None, current: NamedSharding | None = None
-) -> UnfittedSharding | Sharding:
+) -> _UnfittedSharding | Sharding:
     """`spec` with the mesh and the memory kind that it lacks: from the `current` sharding, or else the context."""
     if isinstance(spec, PartitionSpec):
         mesh = mesh or (current.mesh if current else get_incontext_mesh())
-        return UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
+        return _UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
     if isinstance(spec, NamedSharding):
-        return UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
+        return _UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
     return spec.with_memory_kind(memory_kind) if memory_kind else spec
 
 
 def _fitting(
-    tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
+    tree: Any, leaves: Sequence[Any], layouts: Sequence[_UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
     cache: dict[Any, Sharding] = {}
     shardings: list[Sharding] = []
@@ -229,8 +229,10 @@ def _fitting(
     return shardings, findings
 
 
-def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Sharding) -> tuple[Sharding, list[Finding]]:
-    if not isinstance(layout, UnfittedSharding):
+def _sharding(
+    path: str, shape: tuple[int, ...], layout: _UnfittedSharding | Sharding
+) -> tuple[Sharding, list[Finding]]:
+    if not isinstance(layout, _UnfittedSharding):
         return layout, []
     if isinstance(layout.mesh, AbstractMesh):
         raise ShardingError(

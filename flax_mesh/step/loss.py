@@ -25,7 +25,7 @@ Batch = Any  # a pytree of arrays whose first dim is the batch
 Metrics = dict[str, jax.Array]
 Variables = tuple[nnx.State, nnx.State]  # (trained parameters, variables that are neither trained nor random streams)
 RESERVED = {"loss", "weight", "grad_norm", "learning_rate"}  # names of metrics that the step adds
-FORMS = (
+_FORMS = (
     "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or (loss_sum, weight, metrics), where metrics is a "
     "dict and the others are real scalars."
 )
@@ -117,7 +117,7 @@ def check_weight(weight: Any) -> None:
     if weight is not None:
         raise ValueError(
             "the weight that loss_fn returns must not depend on trained parameters, but it does; it is the number of "
-            f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {FORMS}"
+            f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {_FORMS}"
         )
 
 
@@ -177,7 +177,7 @@ def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
         scalars.append(1.0)
     named = _flat(metrics)
     if len(scalars) != 2 or not all(map(_is_scalar, scalars)) or not all(_is_numeric(value) for _, value in named):
-        raise ValueError(f"{FORMS} It returned {_form_text(result)}.")
+        raise ValueError(f"{_FORMS} It returned {_form_text(result)}.")
     names = [name for name, _ in named]
     problems = [f"{name!r} is a metric of the step" for name in sorted(RESERVED.intersection(names))]
     problems += [f"{name!r} occurs twice" for name in sorted({name for name in names if names.count(name) > 1})]

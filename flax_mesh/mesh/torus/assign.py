@@ -85,7 +85,7 @@ def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) ->
     return math.fsum(seconds)
 
 
-def neighbour_hops(torus: Torus, factors: Sequence[int], strides: Sequence[int]) -> float:
+def _neighbour_hops(torus: Torus, factors: Sequence[int], strides: Sequence[int]) -> float:
     """Mean ICI hops between ring neighbors of a logical axis laid out by `arrange`."""
     places = np.stack(np.unravel_index(np.arange(math.prod(factors)), tuple(factors)), axis=-1) * np.array(strides)
     return mean_hops(places, torus)[0]
@@ -180,7 +180,7 @@ def choose_assignment(
 
 def _axis_cost(torus: Torus, factors: Sequence[int], strides: Sequence[int], num_bytes: float) -> AxisCost:
     seconds = gather_seconds(axis_phases(torus, factors, strides), num_bytes)
-    return AxisCost(seconds, neighbour_hops(torus, factors, strides))
+    return AxisCost(seconds, _neighbour_hops(torus, factors, strides))
 
 
 def _within(cost: AxisCost, limit: AxisCost) -> bool:

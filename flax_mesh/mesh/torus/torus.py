@@ -23,11 +23,11 @@ from flax_mesh.hardware import chip_of
 
 Assignment = tuple[tuple[int, ...], ...]  # [physical axis][logical axis]
 
-V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
+_V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
 # If a chip is more than one device, the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
-FLAT_KINDS = ("TPU v2", "TPU v3")
-CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
-EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
+_FLAT_KINDS = ("TPU v2", "TPU v3")
+_CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
+_EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
 
 
 class Device(NamedTuple):
@@ -81,7 +81,7 @@ def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """
     chip = chip_of(kind)
     if chip is None or not chip.pod:
-        return tuple(kind == "TPU v2" and size == V2_POD_SIDE for size in shape)
+        return tuple(kind == "TPU v2" and size == _V2_POD_SIDE for size in shape)
     rings = chip.wraps(shape[:3])
     return rings + (False,) * (len(shape) - len(rings))
 
@@ -103,16 +103,16 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
         raise ValueError(f"{kind} devices need coords (x, y, z); these ids have none: {_few(without)}.")
     cores = max(record.core for record in records) - min(record.core for record in records) + 1
     second = [record.id for record in records if record.core != 0]
-    if second and kind not in FLAT_KINDS + CORE_KINDS + EITHER_KINDS:
+    if second and kind not in _FLAT_KINDS + _CORE_KINDS + _EITHER_KINDS:
         raise ValueError(
             f"A mesh of {kind} requires one device per chip, but these ids are a second core: {_few(second)}. "
             "Run with megacore, which makes each chip one device."
         )
     axes = ("x", "y", "z")
     points = [record.coords for record in records]
-    if kind in FLAT_KINDS:
+    if kind in _FLAT_KINDS:
         axes, points = ("x", "y", "core"), [(*record.coords[:2], record.core) for record in records if record.coords]
-    elif cores > 1 or kind in CORE_KINDS:
+    elif cores > 1 or kind in _CORE_KINDS:
         axes, points = (*axes, "core"), [(*record.coords, record.core) for record in records if record.coords]
     grid = _fill_cuboid(devices, np.array(points), kind, axes)
     return grid, Torus(kind, axes, grid.shape, wraps_around(kind, grid.shape))

@@ -41,7 +41,7 @@ from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.
 Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
-Slot = tuple[jax.Array, jax.Array]  # step and microbatch
+_Slot = tuple[jax.Array, jax.Array]  # step and microbatch
 
 
 class ScheduleRun:
@@ -57,7 +57,7 @@ class ScheduleRun:
         number: int,
         leaves: dict[int, dict[int, jax.Array]],
         data: list[list[jax.Array]],
-        slots: Mapping[int, Sequence[Slot]],
+        slots: Mapping[int, Sequence[_Slot]],
     ):
         self.compiled, self.number, self.leaves, self.data, self.slots = compiled, number, leaves, data, slots
         self.stages = list(compiled.stages)

@@ -25,7 +25,7 @@ from flax_mesh.text import paths_text
 
 # What one group runs in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
-GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
+_GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
 
 class Update:
@@ -185,7 +185,7 @@ def _compile(
     hosted: Set[Any],
     mesh: Mesh,
     options: dict[str, Any] | None,
-) -> GroupFunction:
+) -> _GroupFunction:
     """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves, `placed` of all leaves.
 
     Values in `hosted` are in the memory of the host.

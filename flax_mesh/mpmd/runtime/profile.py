@@ -28,7 +28,7 @@ from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 
 # Results of F, B and W that the next action of the stage donates: they may be deleted before a worker waits for them.
-DONATED = {"F": 3, "B": 1, "W": slice(None)}
+_DONATED = {"F": 3, "B": 1, "W": slice(None)}
 MEASURED, SIMULATED = 0, 1  # process ids in the trace
 
 
@@ -223,7 +223,7 @@ def _when_ready(values: Any, earliest: float) -> float:
 
 def _results_to_await(outs: Any, kind: str) -> Any:
     """Results that are ready when an action is done and that no later action donates."""
-    donated = jax.tree.leaves(outs[DONATED[kind]])
+    donated = jax.tree.leaves(outs[_DONATED[kind]])
     ids = set(map(id, donated))
     others = [x for x in jax.tree.leaves(outs) if id(x) not in ids]
     return others or (_marks(donated[0]) if donated else [])

@@ -16,7 +16,7 @@ from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
 from flax_mesh.text import at_most, count_text, listed, shortened
 
 NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
-MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
+_MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
 
 
 class Action(NamedTuple):
@@ -269,9 +269,9 @@ def make_schedule(
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
     """Raises a ValueError if a schedule would have too many actions for the memory of this machine."""
-    if (forwards := num_stages * num_microbatches) > MOST_FORWARDS:
+    if (forwards := num_stages * num_microbatches) > _MOST_FORWARDS:
         raise ValueError(
-            f"the schedule would have {forwards:,} forward actions, and at most {MOST_FORWARDS:,} are supported; use "
+            f"the schedule would have {forwards:,} forward actions, and at most {_MOST_FORWARDS:,} are supported; use "
             "fewer stages or microbatches"
         )
 

@@ -23,7 +23,7 @@ from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import named_leaves
 
 TOLERANCE, HALF_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one if the program has half-precision values
-ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
+_ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
 CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 
 
@@ -210,7 +210,7 @@ def _differences(
     ):
         allowed, largest = 0.0, _largest(a)
         if np.issubdtype(a.dtype, np.inexact):
-            allowed = max(tolerance * largest, ROUNDINGS * _distance(a, c))
+            allowed = max(tolerance * largest, _ROUNDINGS * _distance(a, c))
         difference = _distance(a, b)
         if difference > allowed:
             found.append(

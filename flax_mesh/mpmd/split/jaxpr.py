@@ -28,7 +28,7 @@ ELEMENTWISE = frozenset(
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
 
-BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these may keep the rows of a stack apart
+_BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these may keep the rows of a stack apart
 
 
 class Program(NamedTuple):
@@ -249,7 +249,7 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         return _scan_chunks(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
         return _split_chunks(chunks, eqn.params["sizes"])
-    if name in BY_ROW and (found := _by_row(eqn, values, chunks)):
+    if name in _BY_ROW and (found := _by_row(eqn, values, chunks)):
         return [found]
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]

@@ -16,7 +16,7 @@ from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, 
 MOST = 12  # items of a list in a message
 
 
-def stages_text(stages: Iterable[int]) -> str:
+def _stages_text(stages: Iterable[int]) -> str:
     """`stage 1`, `stages 0, 2`."""
     found = sorted(stages)
     return f"{plural('stage', len(found))} {listed(found)}"
@@ -144,7 +144,7 @@ def _unavailable_variables(forward: Forward, model: Any, layers: Sequence[str]) 
     if not found:
         return []
     lines = path_lines(
-        f"{leaf.path} changes in stage {stage}{written} and is read in {stages_text(before)}{read}"
+        f"{leaf.path} changes in stage {stage}{written} and is read in {_stages_text(before)}{read}"
         for leaf, stage, before, written, read in found
     )
     outside = [leaf.path for leaf, *_ in found if leaf.layer is None]
@@ -163,7 +163,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
     leaf_of = dict(zip(forward.program.inputs, forward.leaves, strict=False))
     # The layers that a value depends on, for values that depend on variables alone.
     taken: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v, leaf in leaf_of.items() if leaf.layer in ranks}
-    head = f"{stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
+    head = f"{_stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
         among = frozenset().union(*(taken.get(v, ()) for v in inputs))

@@ -31,7 +31,7 @@ from flax_mesh.mpmd.transport.server import check_key, transport_of
 
 
 @dataclass(frozen=True)
-class Route:
+class _Route:
     """How to transfer an array from one sharding to another.
 
     `layout` is the sharding on the source's devices from which shards are copied. `pairs` has (source device, target
@@ -87,7 +87,7 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
 
 
 @lru_cache(maxsize=4096)
-def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route:
+def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> _Route:
     """Copies entire shards if the numbers of devices are equal, else slices of a replicated array."""
     sources, targets = source.devices_indices_map(shape), target.devices_indices_map(shape)
     devices, layout = list(sources), None  # None: the numbers of devices differ
@@ -98,7 +98,7 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Ro
         source_mesh = Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
         layout = NamedSharding(source_mesh, target.spec)
     if layout is not None:
-        return Route(layout, tuple((device, to, None) for device, to in zip(devices, targets, strict=True)))
+        return _Route(layout, tuple((device, to, None) for device, to in zip(devices, targets, strict=True)))
     replicated = (
         source if source.is_fully_replicated else NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
     )
@@ -106,7 +106,7 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Ro
     for k, (to, part) in enumerate(targets.items()):
         local = [device for device in devices if device.process_index == to.process_index] or devices
         pairs.append((local[k % len(local)], to, part))
-    return Route(replicated, tuple(pairs))
+    return _Route(replicated, tuple(pairs))
 
 
 def _as_array(x: Any) -> Any:
@@ -182,7 +182,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
     return _assemble(x, sharding, shards) if shards else None
 
 
-def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
+def _pieces(laid_out: jax.Array, route: _Route) -> dict[Any, jax.Array]:
     """{target device: its shard, on the source device} for every source device of this process."""
     shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
     pairs = [(shards[device], to, part) for device, to, part in route.pairs if device in shards]

@@ -23,8 +23,8 @@ from flax_mesh.mpmd.transport.server import transport_of
 from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.text import processes_text
 
-LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
-DESCRIPTIONS = {  # kind of key -> description of the value
+_LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
+_DESCRIPTIONS = {  # kind of key -> description of the value
     "F": "the input of F of stage {1}, microbatch {0}",
     "B": "the gradient for B of stage {2}, microbatch {0}, computed by stage {1}",
     "leaf": "{0}",
@@ -36,7 +36,7 @@ DESCRIPTIONS = {  # kind of key -> description of the value
 }
 
 
-class Pending(NamedTuple):
+class _Pending(NamedTuple):
     """An array that had not arrived in this process when last checked."""
 
     key: tuple[Any, ...]
@@ -48,7 +48,7 @@ class Pending(NamedTuple):
 class Channel:
     """Asynchronous transfers between the groups of this process and those of other processes.
 
-    A key is (kind, run, ...): a kind of DESCRIPTIONS, the number of the run, and the values of the placeholders.
+    A key is (kind, run, ...): a kind of _DESCRIPTIONS, the number of the run, and the values of the placeholders.
     Between the same groups each key is used once.
     """
 
@@ -64,7 +64,7 @@ class Channel:
         self._layouts: dict[Hashable, NamedSharding] = {}
         self._places: dict[Hashable, list[tuple[int, list[jax.ShapeDtypeStruct]]]] = {}
         self.watched = False  # set if `waiting` is called regularly, which removes entries from `_pending`
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[_Pending] = deque()
         self._requested: str | None = None
         self._lock = threading.Lock()
 
@@ -111,7 +111,7 @@ class Channel:
         """Include `value` in `waiting` until it has arrived."""
         if self.watched and hasattr(value, "is_ready"):  # arrays of random keys have no is_ready
             with self._lock:
-                self._pending.append(Pending(key, sender, receiver, value))
+                self._pending.append(_Pending(key, sender, receiver, value))
 
     def publish_layout(self, key: Hashable, value: jax.Array, sender: int) -> jax.Array:
         """`value` in the layout of the first value with this key, which is published for the receivers."""
@@ -140,7 +140,7 @@ class Channel:
         if layout is None:
             mesh = self.groups[receiver]
             self._requested = f"the layout of {key!r} from group {sender} ({self._owners(sender)}), which is compiling"
-            text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
+            text = get_text(self._store_key(key), _LAYOUT_TIMEOUT_S)
             self._requested = None
             spec = _spec_of(text)
             expected = _layout_text(shape, dtype, spec, mesh)
@@ -163,7 +163,7 @@ class Channel:
             pending = [one for one in self._pending if not _has_arrived(one.array)]
         found = [self._requested] if self._requested else []
         for (kind, _, *rest), sender, receiver, _ in pending:
-            description = DESCRIPTIONS[kind].format(*rest)
+            description = _DESCRIPTIONS[kind].format(*rest)
             found.append(f"group {receiver} for {description}, from group {sender} ({self._owners(sender)})")
         return found
 

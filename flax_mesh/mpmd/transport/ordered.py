@@ -42,8 +42,8 @@ from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import processes_text
 
 TRANSPORTS = ("auto", "server", "ordered")
-PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
-TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
+_PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
+_TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
 REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'
 
 Move = Callable[[jax.Array, NamedSharding], jax.Array]
@@ -59,7 +59,7 @@ class OrderedTransfer(NamedTuple):
     receiver: int
 
 
-class TransferOrder(NamedTuple):
+class _TransferOrder(NamedTuple):
     """The order of the transfers of one pass over a schedule, the same in all processes."""
 
     place: Mapping[Action, int]  # place of every action of all processes, by start
@@ -67,14 +67,14 @@ class TransferOrder(NamedTuple):
     keys: frozenset[tuple[Any, ...]]
 
 
-def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> TransferOrder:
+def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> _TransferOrder:
     """The order of all transfers; `sends` returns those of one action."""
     times = schedule.unit_times()
     starts = [start for start, _ in times.values()]
     by_end = sorted(times, key=lambda action: times[action][1])  # a stable sort: equal in all processes
     transfers = tuple((bisect_left(starts, times[action][1]), one) for action in by_end for one in sends(action))
     place = {action: i for i, action in enumerate(times)}
-    return TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
+    return _TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
 
 
 class OrderedPass:
@@ -84,7 +84,7 @@ class OrderedPass:
     array, or None if another process receives.
     """
 
-    def __init__(self, order: TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
+    def __init__(self, order: _TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
         self._order, self._call, self._num_done = order, call, 0
         self._offered: dict[tuple[Any, ...], Any] = {}
         self._arrived: dict[tuple[Any, ...], Any] = {}
@@ -118,10 +118,10 @@ class OrderedPass:
 class OrderedTransport:
     """The ordered transport of one pipeline. `move(array, sharding)` is the call that every process makes."""
 
-    def __init__(self, channel: Channel, move: Move = jax.device_put, trial_timeout_s: float = TRIAL_TIMEOUT_S):
+    def __init__(self, channel: Channel, move: Move = jax.device_put, trial_timeout_s: float = _TRIAL_TIMEOUT_S):
         self.channel, self.move, self.trial_timeout_s = channel, move, trial_timeout_s
         self._processes = [{device.process_index for device in mesh.devices.flat} for mesh in channel.groups]
-        self._orders: dict[Hashable, TransferOrder] = {}
+        self._orders: dict[Hashable, _TransferOrder] = {}
         self._tested: set[tuple[int, int]] = set()
 
     def start_pass(
@@ -227,7 +227,7 @@ def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str
     """
     if channel is None:
         return None
-    reason = 'transport="server" is set' if transport == "server" else unsupported_reason(mesh)
+    reason = 'transport="server" is set' if transport == "server" else _unsupported_reason(mesh)
     folder = _publish(channel, "transport", reason)
     if reason and transport != "ordered":
         return None  # no need to read the others: all processes read this reason
@@ -238,7 +238,7 @@ def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str
     return None if reasons else OrderedTransport(channel)
 
 
-def unsupported_reason(mesh: MpmdMesh) -> str:
+def _unsupported_reason(mesh: MpmdMesh) -> str:
     """Why `jax.device_put` cannot transfer between the processes of `mesh` (the conditions of JAX 0.10.2), or ""."""
     kinds = sorted({device.device_kind for device in mesh.jax_mesh.devices.flat})
     if len(kinds) > 1:
@@ -262,4 +262,4 @@ def _publish(channel: Channel, name: str, text: str) -> str:
 def _read_all(channel: Channel, folder: str) -> dict[int, str]:
     """{process: its text} of all processes that have devices of the pipeline."""
     processes = sorted({device.process_index for mesh in channel.groups for device in mesh.devices.flat})
-    return {process: get_text(f"{folder}/{process}", PUBLISH_TIMEOUT_S) for process in processes}
+    return {process: get_text(f"{folder}/{process}", _PUBLISH_TIMEOUT_S) for process in processes}

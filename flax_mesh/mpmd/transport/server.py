@@ -16,7 +16,7 @@ from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import get_text, put_text
 
-ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
+_ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
 
 _starting = threading.Lock()
 Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
@@ -104,10 +104,10 @@ def _start(client: Any) -> Transport:
 
     def look_up(process: int) -> str:
         try:
-            return get_text(f"{folder}/{process}", ADDRESS_TIMEOUT_S)
+            return get_text(f"{folder}/{process}", _ADDRESS_TIMEOUT_S)
         except TimeoutError as error:
             raise TimeoutError(
-                f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for the first transfer of "
+                f"Process {client.process_index()} waited {_ADDRESS_TIMEOUT_S} s for the first transfer of "
                 f"process {process}; every process must make the same calls of mpmd.device_put. ({error})"
             ) from error
 
