@@ -335,11 +335,11 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
@@ -373,7 +373,7 @@ _NEEDED = [  # the fields of Chip without a default
 ]
 
 
-def _problem(key: str, value: Any) -> str:
+def _problem(key: str, value: object) -> str:
     """What is wrong with the value of a field, "" if nothing is."""
     is_right, text = _RULES.get(key, _NUMBER)
     return "" if is_right(value) else f"must be {text}, got {str(value)[:80]!r}"

@@ -207,7 +207,7 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
 
 
-def _encode(block: int, files: Mapping[str, Any]) -> bytes:
+def _encode(block: int, files: Mapping[str, object]) -> bytes:
     import xxhash  # imported here: training without checkpoints does not need it
 
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)

@@ -12,12 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
+from flax_mesh.tree import PyTree, Shaped, in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
 
+Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
+Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
 _BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
 
@@ -27,12 +29,12 @@ class _ArrayShard:
 
     index: tuple[slice, ...]
     replica_id: int
-    device: Any
-    read: Callable[[], Any]
-    _last: list[Any] = field(default_factory=list)  # weak reference to the last value read
+    device: object
+    read: Callable[[], Shaped]
+    _last: list[weakref.ref[jax.Array]] = field(default_factory=list)  # weak reference to the last value read
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Shaped:
         found = self._last[0]() if self._last else None
         if found is None:  # Orbax reads once for the shape and once for the data
             found = self.read()
@@ -46,7 +48,7 @@ class ShardedArray:
     A layer of a stack is never materialized as an array over its devices: its shards are slices of the stack's shards.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[_ArrayShard]):
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, shards: Sequence[_ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
@@ -55,7 +57,7 @@ class ShardedArray:
         self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
-def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
+def paths_on_disk(state: PyTree, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
     """(path, leaf) of every leaf, and `_stacked_paths`. ConfigError if two leaves have the same name on disk.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
@@ -110,7 +112,7 @@ def to_disk(
             yield path, leaf
 
 
-def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> dict[str, Any]:
+def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> Target:
     """Shape, dtype and sharding to restore into, by path on disk, for (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
@@ -124,9 +126,7 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     return target
 
 
-def from_disk(
-    read: Callable[[list[str]], Mapping[str, Any]], named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]
-) -> list[Any]:
+def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> list[jax.Array]:
     """The arrays for (path, abstract leaf) pairs; `read` returns the arrays at some paths on disk.
 
     Stacks are assembled a few at a time, so that the devices never hold a second copy of all of them. An array that is
@@ -166,7 +166,7 @@ def _above(path: str) -> Iterator[str]:
 
 
 def check_same(
-    target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
+    target: Mapping[str, Shaped], stored: Mapping[str, Shaped], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
     """Raise one ConfigError that lists every path on which two trees differ; with `cast` float dtypes may differ."""
     problems = [f"  {path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
@@ -181,17 +181,17 @@ def check_same(
         raise ConfigError([head, *path_lines(sorted(problems)), *([f"  {repair}"] if repair else [])])
 
 
-def fits(stored: Any, target: Any, *, cast: bool) -> bool:
+def fits(stored: Shaped, target: Shaped, *, cast: bool) -> bool:
     """Whether `stored` can be restored as `target`: equal shapes, and equal dtypes or (`cast`) two float dtypes."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
     return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Shaped) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _as_key_data(abstract: Any) -> Any:
+def _as_key_data(abstract: Any) -> jax.ShapeDtypeStruct:
     """Random keys are stored as their data: uint32, with one more dim."""
     if not is_key(abstract):
         return abstract
@@ -200,7 +200,7 @@ def _as_key_data(abstract: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def _as_key(data: Any, abstract: Any) -> Any:
+def _as_key(data: jax.Array, abstract: Any) -> jax.Array:
     """`data` wrapped as random keys if `abstract` is a key array, else unchanged."""
     if not is_key(abstract):
         return data
@@ -210,12 +210,12 @@ def _as_key(data: Any, abstract: Any) -> Any:
     return keys if _is_elsewhere(abstract) else jax.device_put(keys, abstract.sharding)
 
 
-def _is_elsewhere(abstract: Any) -> bool:
+def _is_elsewhere(abstract: object) -> bool:
     sharding = getattr(abstract, "sharding", None)
     return sharding is not None and not sharding.addressable_devices
 
 
-def _empty(abstract: Any) -> Any:
+def _empty(abstract: Shaped) -> jax.Array:
     """An array of size zero; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:
@@ -224,7 +224,7 @@ def _empty(abstract: Any) -> Any:
     return jax.make_array_from_callback(abstract.shape, sharding, lambda _: shard, dtype=abstract.dtype)
 
 
-def _written_shards(leaf: Any) -> list[Any]:
+def _written_shards(leaf: jax.Array) -> list[Any]:
     """The shards that this process writes: one replica of each."""
     return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
@@ -233,7 +233,7 @@ def _shard(shard: Any) -> _ArrayShard:
     return _ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
 
 
-def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
+def _layers(stack: jax.Array, on_host: bool) -> Iterator[ShardedArray]:
     sharding = _layer_sharding(stack)
     shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
     for i in range(stack.shape[0]):
@@ -246,7 +246,7 @@ def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
         yield ShardedArray(stack.shape[1:], stack.dtype, sharding, layer)
 
 
-def _cut(data: Any, i: int) -> Any:
+def _cut(data: jax.Array | np.ndarray, i: int) -> jax.Array:
     """Layer `i` of one shard of a stack, on the host if the shard is on the host."""
     return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
 
@@ -259,7 +259,7 @@ def _host() -> Any:
         return None
 
 
-def _layer_sharding(stack: Any) -> Any:
+def _layer_sharding(stack: object) -> Any:
     sharding = getattr(stack, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -268,7 +268,7 @@ def _layer_sharding(stack: Any) -> Any:
 
 def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
     """Paths in batches of limited bytes, each on one mesh: a program cannot run on several pipeline groups."""
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path, leaf in stacks.items():
         groups.setdefault(getattr(leaf.sharding, "mesh", None), []).append(path)
     for paths in groups.values():
@@ -284,5 +284,5 @@ def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_stack(shardings: tuple[Any, ...]) -> Any:
+def _compiled_stack(shardings: tuple[Sharding, ...]) -> Callable[[list[list[jax.Array]]], list[jax.Array]]:
     return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))

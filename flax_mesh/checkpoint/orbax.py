@@ -6,7 +6,7 @@ propagate failures: if one process cannot write, the others would wait in a barr
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
-from flax_mesh.checkpoint.layout import ShardedArray
+from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.tree import named_leaves, nest
@@ -103,7 +103,7 @@ class Storage:
             async_options=in_background,
         )
 
-    def save(self, step: Path, arrays: Any, metadata: dict[str, Any]) -> None:
+    def save(self, step: Path, arrays: Iterable[tuple[str, object]], metadata: dict[str, object]) -> None:
         """Start writing; returns once the arrays in memory may change."""
         args = {STATE: _StateArgs(nest(arrays)), METADATA: ocp.args.JsonSave(metadata)}
         self._orbax.save(step, args=_StepArgs(**args))
@@ -137,7 +137,7 @@ def _is_index(name: str) -> bool:
     return name.startswith(f"{STATE}/") and not name.startswith(f"{STATE}/ocdbt.process_")
 
 
-def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
+def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
     """The arrays at the paths of `target`, with its shardings and dtypes."""
     item = nest(target.items())
     args = ocp.args.PyTreeRestore(

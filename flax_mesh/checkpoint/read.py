@@ -21,6 +21,7 @@ from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 
+Record = Mapping[str, Any]  # the metadata of a step, all sections included
 MOST = sys.float_info.max
 INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
 
@@ -104,7 +105,7 @@ def read_record(step: Path) -> dict[str, Any]:
     return _sections_of(found)
 
 
-def _sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def _sections_of(found: Record) -> dict[str, Any]:
     """`found` with all sections, empty where they are missing or invalid."""
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
@@ -113,7 +114,7 @@ def _sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return record | {"rules": pairs}
 
 
-def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
+def read_tree(step: Path, record: Record) -> dict[str, Array]:
     """Shapes and dtypes of a step by path; reads no array. CheckpointCorruptedError if the tree is unreadable."""
     from flax_mesh.checkpoint.orbax import stored_arrays
 
@@ -132,7 +133,7 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
         ) from error
 
 
-def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
+def mesh_of(record: Record) -> dict[str, int]:
     """Axes of the mesh that are larger than 1."""
     mesh = record["mesh"]
     names, sizes = mesh.get("axis_names"), mesh.get("shape")
@@ -165,12 +166,12 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value of JSON is a number that a float can represent."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > MOST
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """`value` as portable JSON: numbers that no float can represent become null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}

@@ -23,6 +23,7 @@ from flax_mesh.mesh.shape import (
     split_between_hosts,
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
+from flax_mesh.mesh.torus.torus import DeviceLike
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 # Set by multislice TPU runs; the only environment variable that the library reads.
@@ -39,7 +40,7 @@ def create_mesh(
     backend: str | None = None,
     use_jax: bool = False,
     axis_types: _AxisTypes = None,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
     num_slices: int | None = None,
 ) -> Mesh:
     """Creates a mesh of the given shape.
@@ -115,7 +116,7 @@ def _cached_mesh(
     backend: str | None,
     use_jax: bool,
     axis_types: _AxisTypes,
-    source: int | tuple[Any, ...],
+    source: int | tuple[DeviceLike, ...],
     num_slices: int | None,
     environment: str | None,
 ) -> Mesh:
@@ -203,7 +204,7 @@ def create_cpu_mesh(
 
 
 @contextmanager
-def force_cpu() -> Iterator[Any]:
+def force_cpu() -> Iterator[DeviceLike]:
     """Places new arrays and uncommitted computations on the first local CPU device, and yields that device."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
@@ -235,7 +236,7 @@ def _as_tuple(values: Any) -> Any:
     return tuple(values) if hasattr(values, "__iter__") and not isinstance(values, str) else values
 
 
-def _slices_in_environment(devices: Sequence[Any]) -> str | None:
+def _slices_in_environment(devices: Sequence[DeviceLike]) -> str | None:
     """MEGASCALE_NUM_SLICES if the devices are TPUs without a slice index, else None."""
     if not devices or devices[0].platform != "tpu":
         return None
@@ -250,7 +251,7 @@ def _parse_environment(text: str) -> int:
     return int(text)
 
 
-def _checked(devices: tuple[Any, ...], backend: str | None) -> list[Any]:
+def _checked(devices: tuple[DeviceLike, ...], backend: str | None) -> list[DeviceLike]:
     if not devices:
         raise ValueError("devices is empty. Omit it to use all devices.")
     twice = [str(device) for device, count in Counter(devices).items() if count > 1]

@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from colorsys import hls_to_rgb
 from functools import partial
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
 from flax_mesh.mesh.describe import MeshLayout, device_panels, place_texts, read_layout
 from flax_mesh.mesh.shape import format_mesh_shape
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 from flax_mesh.text import listed
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
 _PANELS_PER_ROW = 4
 MOST_CELLS, MOST_PLANES = 8, 4  # of a corner
+_Spots = dict[object, tuple[int, ...]]  # device -> panel, column and row there, left and upper edge
 _text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 
 
@@ -63,7 +64,7 @@ def _legend(mesh: Mesh, layout: MeshLayout) -> list[str]:
     return [title, *places, f"colour and lines: groups along {mesh.axis_names[_busiest(mesh)]}"]
 
 
-def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tuple[int, ...]]) -> str:
+def _device(mesh: Mesh, index: tuple[int, ...], device: DeviceLike, spots: _Spots) -> str:
     busiest = _busiest(mesh)
     group = 0
     for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):
@@ -76,7 +77,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
     return box + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
 
 
-def _links(mesh: Mesh, layout: MeshLayout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
+def _links(mesh: Mesh, layout: MeshLayout, spots: _Spots, columns: int, rows: int) -> list[str]:
     """Lines between neighbors along the busiest axis in the same panel; stubs for links that wrap around."""
     lines = []
     devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)

@@ -3,12 +3,11 @@
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from flax_mesh.hardware import chip_of
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
-from flax_mesh.mesh.torus.torus import read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, read_device
 from flax_mesh.text import count_text, plural
 
 # Axes to split over DCN, least traffic first: pipelines transfer one activation per microbatch, data parallelism one
@@ -23,13 +22,13 @@ class SlowNetworkWarning(UserWarning):
 
 
 def find_granules(
-    devices: Sequence[Any],
+    devices: Sequence[DeviceLike],
     num_slices: int | None = None,
     *,
     source: str = "num_slices",
     dcn_mesh_dims: Sequence[int] | None = None,
     sort: bool = True,
-) -> tuple[list[list[Any]], str]:
+) -> tuple[list[list[DeviceLike]], str]:
     """The devices of each granule, and the kind of granule: "slice" or "process".
 
     `num_slices` (set by `source`) takes precedence over the slice indices of the devices. A slice of several processes
@@ -107,7 +106,7 @@ def _product(dims: Sequence[int] | None) -> int | None:
     return math.prod(dims) if dims is not None and all(isinstance(size, int) for size in dims) else None
 
 
-def _equal_runs(devices: Sequence[Any], num_slices: int, source: str) -> list[list[Any]]:
+def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> list[list[DeviceLike]]:
     """`num_slices` equal groups of consecutive devices; no group may contain only a part of a slice or process."""
     if num_slices < 1 or len(devices) % num_slices:
         raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend import core as jex
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
@@ -51,7 +52,7 @@ class Attention(nnx.Module):
         return y_BPD, pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
 
     def decode(
-        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: Any = None
+        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for one token of each row, and `keys` and `values` with those of the token.
 
@@ -134,7 +135,7 @@ def attend(
         ) from error
 
 
-def is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+def is_fused_attention(primitive: jex.Primitive, *_: object, **params: object) -> bool:
     """A policy of `jax.checkpoint` that saves what kernels of attention return."""
     if primitive.name.startswith("dot_product_attention_fwd"):
         return True

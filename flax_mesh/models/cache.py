@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.sharding.constrain import constrain
+from flax_mesh.tree import PyTree
 
 _SMALLEST_BUCKET = 16  # slots of a prompt
 CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
@@ -38,8 +39,8 @@ class KVCache:
         used: Number of used slots, P plus the generated tokens that the model has read, int32.
     """
 
-    keys: Any
-    values: Any
+    keys: PyTree
+    values: PyTree
     lengths_B: jax.Array
     prompt: jax.Array
     used: jax.Array

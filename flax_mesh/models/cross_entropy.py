@@ -6,21 +6,24 @@ the tokens on the mesh, C tokens of a group in one chunk.
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
+_Gradients = tuple[jax.Array, jax.Array]  # of hidden states and weights
+_Carry = tuple[jax.Array, ...]
 
-def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:
+
+def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Mode = "train") -> jax.Array:
     """Logits (B, S, V) float32."""
     logical = (*token_dims(mode), "vocab")
 
@@ -94,8 +97,10 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
-def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout) -> Any:
-    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+def _forward(
+    x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
+) -> tuple[jax.Array, _Gradients]:
+    def add(carry: _Carry) -> _Carry:
         n, sum_G, dx_NGCD, dw_GDV = carry
         x_GCD, targets_GC = x_NGCD[n], targets_NGC[n]
         logits_GCV = _logits(x_GCD, weights_DV, layout)
@@ -119,7 +124,7 @@ def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
 
-def _backward(layout: _LossLayout, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[Any, ...]:
+def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     return *((g * d).astype(d.dtype) for d in saved), None
 
 

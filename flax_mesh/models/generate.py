@@ -14,18 +14,22 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import current_mesh, in_mesh
-from flax_mesh.models.cache import bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
+from flax_mesh.models.cache import KVCache, bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
+from flax_mesh.tree import PyTree
 
 _GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 _ANY_TOKEN = np.iinfo(np.int32).max
+_Leaves = list[jax.Array]  # of the state of a model
+_Chosen = tuple[PyTree, ...]  # a token of every row, its log-probability, and the cache if it has changed
 
 
 class Sampling(NamedTuple):
@@ -74,7 +78,7 @@ class Generated(NamedTuple):
 
 def generate(
     model: Decoder,
-    prompts: Sequence[Any],
+    prompts: Sequence[ArrayLike | Sequence[int]],
     *,
     max_tokens: int = 64,
     sampling: Sampling = Sampling(),  # noqa: B008 (a frozen value)
@@ -141,14 +145,14 @@ def generate(
     return found
 
 
-def _as_row(prompt: Any) -> np.ndarray:
+def _as_row(prompt: object) -> np.ndarray:
     try:
         return np.asarray(prompt)
     except ValueError:  # NumPy's, for nested lists of unequal lengths
         return np.asarray(prompt, object)
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     missing = [name for name in ("prefill", "decode") if not callable(getattr(model, name, None))]
     if missing:
         raise ConfigError(
@@ -203,39 +207,44 @@ class Programs:
         self._options = (np.uint32(seed), np.float32(sampling.temperature), np.int32(sampling.top_k))
         self._options += (np.float32(sampling.top_p),)
 
-    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> Any:
+    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> _Chosen:
         with in_mesh(self.mesh):
             return self._prefill(self._leaves, tokens_BP, lengths_B, ids_B, *self._options, num_slots=num_slots)
 
-    def decode(self, tokens_B: jax.Array, cache: Any, ids_B: np.ndarray) -> Any:
+    def decode(self, tokens_B: jax.Array, cache: KVCache, ids_B: np.ndarray) -> _Chosen:
         with in_mesh(self.mesh):
             return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: Any, tree: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def model_of(leaves: Any) -> Decoder:
+def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., _Chosen], Callable[..., _Chosen]]:
+    def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
     def prefill(
-        leaves: Any, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *options: Any, num_slots: int
-    ) -> Any:
+        leaves: _Leaves,
+        tokens_BP: jax.Array,
+        lengths_B: jax.Array,
+        ids_B: jax.Array,
+        *options: jax.Array,
+        num_slots: int,
+    ) -> _Chosen:
         logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+        return *_choose(logits_BV, cache, ids_B, *options), cache
 
-    def decode(leaves: Any, tokens_B: jax.Array, cache: Any, ids_B: jax.Array, *options: Any) -> Any:
+    def decode(leaves: _Leaves, tokens_B: jax.Array, cache: KVCache, ids_B: jax.Array, *options: jax.Array) -> _Chosen:
         logits_BV, cache = model_of(leaves).decode(tokens_B, cache)
-        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+        return *_choose(logits_BV, cache, ids_B, *options), cache
 
     return jax.jit(prefill, static_argnames="num_slots"), jax.jit(decode, donate_argnums=2)
 
 
-def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *sampling: Any) -> tuple[Any, Any]:
+def _choose(logits_BV: jax.Array, cache: KVCache, ids_B: jax.Array, seed: jax.Array, *sampling: jax.Array) -> _Chosen:
     """The next token of every row, and its log-probability, replicated."""
     key, index = jax.random.key(seed), cache.used - cache.prompt
     keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
 
-    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
+    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens_B = choose_tokens(logits_BV, keys_B, Sampling(*sampling))
         log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
         return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
@@ -360,7 +369,7 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     prefilled = model.prefill(tokens_BP, jnp.full(num_rows, start), round_up(bucket + num_tokens, unit))
     tokens = jnp.zeros(start + num_tokens, jnp.int32).at[:start].set(prompt)
 
-    def add_token(i: jax.Array, carry: Any) -> Any:
+    def add_token(i: jax.Array, carry: PyTree) -> PyTree:
         tokens, (logits_BV, cache) = carry
         keys_B = jnp.broadcast_to(jax.random.fold_in(key, i), num_rows)
         chosen_B = choose_tokens(logits_BV, keys_B, Sampling(temperature))
@@ -370,9 +379,9 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     return jax.lax.fori_loop(start, start + num_tokens, add_token, (tokens, prefilled))[0]
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return _is_integer(value) or isinstance(value, float | np.floating)

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text, listed
+from flax_mesh.tree import PyTree
 
 _CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, which is what `auto` uses
 LANES = 128  # the smallest block of splash attention
@@ -208,14 +209,14 @@ def _auto_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in types if kind != AxisType.Manual)
 
 
-def _attend_on_device(kernel: Any, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments: Any) -> Any:
+def _attend_on_device(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
     of_rows = [library.SegmentIds(*segments)] if segments else []
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
 
 
 @lru_cache(maxsize=32)
-def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -> Any:
+def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -> PyTree:
     """The kernel of one row: a pytree of NumPy arrays that say which blocks of keys each block of queries reads.
 
     Cached, because finding them takes seconds for long sequences, and every layer has the same ones.

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mesh.context import current_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.text import axes_text
 
@@ -48,8 +49,8 @@ class MoE(nnx.Module):
         experts_per_token: int,
         *,
         axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         if not 1 <= experts_per_token <= num_experts:
@@ -83,7 +84,7 @@ class MoE(nnx.Module):
 class Kernel(nnx.Module):
     """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each matrix."""
 
-    def __init__(self, shape: tuple[int, ...], param_dtype: Any, *, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, *, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
 
@@ -99,7 +100,7 @@ class Kernels(NamedTuple):
 class _MoELayout(NamedTuple):
     """Mesh axes (without those of size 1) that split the dims of one call; all empty without a mesh."""
 
-    mesh: Any = None
+    mesh: AnyMesh | None = None
     manual: frozenset[str] = frozenset()
     batch: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()

@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mesh.text import count_text, listed
+from flax_mesh.tree import PyTree
 
 _ON_HOST = "@host"
 # The other names of jax.checkpoint_policies are functions that return a policy.
 _POLICIES = tuple(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_"))
 
-_CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+_Policy = Callable[..., bool] | None  # of jax.checkpoint
+_CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, PyTree]]
 
 
 class RematRun(NamedTuple):
@@ -99,7 +101,7 @@ def named(x: jax.Array, name: str, text: str) -> jax.Array:
     return checkpoint_name(x, name) if name in names_of(text) else x
 
 
-def _with_remat(call: _CallLayer, kind: str, *, also: Any = None) -> _CallLayer:
+def _with_remat(call: _CallLayer, kind: str, *, also: _Policy = None) -> _CallLayer:
     """`call` with one kind of remat. Policies that save dots also save what the policy `also` saves."""
     if kind == "none":
         return call
@@ -125,8 +127,8 @@ def _with_remat(call: _CallLayer, kind: str, *, also: Any = None) -> _CallLayer:
 
 
 def call_layers(
-    call: _CallLayer, layers: Any, x: jax.Array, text: str, *, also: Any = None, scan: bool = False
-) -> tuple[jax.Array, Any]:
+    call: _CallLayer, layers: PyTree, x: jax.Array, text: str, *, also: _Policy = None, scan: bool = False
+) -> tuple[jax.Array, PyTree]:
     """The output of the last layer, and what the layers returned beside it, with a leading layer dim.
 
     `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x)` calls one
@@ -152,7 +154,7 @@ def call_layers(
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
-def split_stack(stack: Any, sizes: Sequence[int]) -> list[Any]:
+def split_stack(stack: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """A scanned stack as consecutive stacks. Their gradients are concatenated, not padded and added."""
     if len(sizes) == 1:
         return [stack]

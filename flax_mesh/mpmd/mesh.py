@@ -87,12 +87,12 @@ class MpmdMesh:
         return self.jax_mesh.shape[self.mpmd_axis_name]
 
     @cached_property
-    def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
+    def device_coords(self) -> Mapping[object, tuple[int, ...]]:
         """Coordinates of every device in the mesh, one index per axis."""
         return MappingProxyType({device: coords for coords, device in np.ndenumerate(self.jax_mesh.devices)})
 
     @cached_property
-    def device_mpmd_idx(self) -> Mapping[Any, int]:
+    def device_mpmd_idx(self) -> Mapping[object, int]:
         """Group index of every device."""
         return MappingProxyType({device: coords[self.mpmd_axis] for device, coords in self.device_coords.items()})
 
@@ -184,7 +184,7 @@ def _groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int
     `groups` contains the devices of each group; only their `process_index` is read. Raises ValueError that names every
     process that shares a group with another process and also has devices in a different group.
     """
-    owned: dict[int, dict[int, list[Any]]] = {}  # process -> group -> devices
+    owned: dict[int, dict[int, list[object]]] = {}  # process -> group -> devices
     sharers: list[set[int]] = []  # processes that have devices in each group
     for index, devices in enumerate(groups):
         sharers.append(set())

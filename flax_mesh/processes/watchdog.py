@@ -90,7 +90,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
             if isinstance(error, jax.errors.JaxRuntimeError) and self._peer_failed.wait(NOTICE_S):
                 self._thread.join()  # that thread reports the lost process, and exits
@@ -107,7 +107,7 @@ class Watch:
         for connection in list(self._peers):
             connection.close()
 
-    def step_ended(self, row: Any = None) -> None:
+    def step_ended(self, row: object = None) -> None:
         """Restarts the time limit. Call it after every step."""
         self._step, self._since = self._step + 1, time.monotonic()
 

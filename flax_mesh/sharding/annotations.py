@@ -8,11 +8,11 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import LOGICAL_AXES, PartitionAxis, as_tuple
+from flax_mesh.axes import LOGICAL_AXES, AxisName, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
-_Annotation = tuple[Any, ...] | PartitionSpec  # what names the dims of an array
+_Annotation = tuple[AxisName, ...] | PartitionSpec  # what names the dims of an array
 
 
 def annotations_of(state: nnx.State) -> dict[str, _Annotation]:
@@ -62,8 +62,8 @@ def _names(annotation: Any) -> _Annotation:
 
 
 def _resolve(
-    annotation: _Annotation, rules: Mapping[Any, Any], mesh: Mesh | AbstractMesh, axes: PartitionAxis
-) -> tuple[tuple[Any, ...], list[str]]:
+    annotation: _Annotation, rules: Mapping[str, AxisName], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+) -> tuple[tuple[AxisName, ...], list[str]]:
     """(mesh axes of each dim, names that are neither a mesh axis nor a logical axis)."""
     known = {*LOGICAL_AXES, *dict(axes.extra)}
     dims, unmapped = [], []

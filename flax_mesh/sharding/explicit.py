@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -17,12 +17,14 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.sharding.constrain import spec_in_mesh
-from flax_mesh.tree import path_of
+from flax_mesh.tree import PyTree, path_of
+
+_Result = TypeVar("_Result")
 
 
 def on_auto_axes(
     function: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     out: Iterable[tuple[str | None, ...]],
     axes: PartitionAxis,
     mode: Mode = "train",
@@ -40,7 +42,7 @@ def on_auto_axes(
     return jax.sharding.auto_axes(function, out_sharding=tuple(specs) if len(specs) > 1 else specs[0])(*args)
 
 
-def made_on_auto_axes(make: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> Any:
+def made_on_auto_axes(make: Callable[[], _Result], mesh: Mesh | AbstractMesh | None) -> _Result:
     """`make()` with `mesh` in context, in a trace. Explicit axes are Auto, unless `make` raises an error on Auto axes.
 
     On Explicit axes random values are replicated unless `make` passes `out_sharding=`: every device would compute and

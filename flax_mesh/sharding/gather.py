@@ -3,23 +3,27 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import path_lines, processes_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, named_leaves
 
+_Name = TypeVar("_Name")
 Index = tuple[slice, ...]
 _Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
 _Remote = Literal["error", "leave", "collect"]
 
 
-def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, remote: _Remote = "error") -> Any:
+def gather(
+    tree: PyTree, *, dtype: DTypeLike | None = None, bytes_in_flight: int | None = None, remote: _Remote = "error"
+) -> PyTree:
     """Returns `tree` with every array as a complete numpy array. Numbers and random keys are returned unchanged.
 
     Args:
@@ -52,14 +56,14 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
     return jax.tree.unflatten(treedef, [found[i] for i in range(len(leaves))])
 
 
-def gather_leaf(x: Any, dtype: Any = None) -> Any:
+def gather_leaf(x: Any, dtype: DTypeLike | None = None) -> Any:
     """As `gather` for one array, without the overhead of flattening a tree."""
     if isinstance(x, jax.Array) and not _is_local(x):
         return gather(x, dtype=dtype)
     return _cast(jax.device_get(x), dtype)
 
 
-def stream(leaves: Sequence[Any], dtype: Any, bytes_in_flight: int) -> list[Any]:
+def stream(leaves: Sequence[Any], dtype: DTypeLike | None, bytes_in_flight: int) -> list[Any]:
     """The leaves as numpy, transferred shard by shard in their order, at most `bytes_in_flight` at a time."""
     if bytes_in_flight < 1:
         raise ValueError(f"bytes_in_flight must be at least 1, got {bytes_in_flight}.")
@@ -75,9 +79,9 @@ def stream(leaves: Sequence[Any], dtype: Any, bytes_in_flight: int) -> list[Any]
     return done
 
 
-def in_turn(pieces: Iterable[tuple[Any, Any]], limit: int) -> Iterator[tuple[Any, np.ndarray]]:
+def in_turn(pieces: Iterable[tuple[_Name, Any]], limit: int) -> Iterator[tuple[_Name, np.ndarray]]:
     """Yields each (name, data) as (name, numpy), in order. A transfer starts once its bytes fit within `limit`."""
-    in_flight: deque[tuple[Any, Any]] = deque()
+    in_flight: deque[tuple[_Name, jax.Array]] = deque()
     total = 0
     for name, data in pieces:
         while in_flight and total + data.nbytes > limit:
@@ -91,7 +95,7 @@ def in_turn(pieces: Iterable[tuple[Any, Any]], limit: int) -> Iterator[tuple[Any
         yield _finish(*in_flight.popleft())
 
 
-def _finish(name: Any, data: Any) -> tuple[Any, np.ndarray]:
+def _finish(name: _Name, data: jax.Array) -> tuple[_Name, np.ndarray]:
     return name, np.asarray(data)
 
 
@@ -174,11 +178,11 @@ def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
     )
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: DTypeLike | None) -> Any:
     if dtype is None or not isinstance(x, np.ndarray):
         return x
     return x.astype(_cast_dtype(x.dtype, dtype), copy=False)
 
 
-def _cast_dtype(found: Any, dtype: Any) -> Any:
+def _cast_dtype(found: np.dtype, dtype: DTypeLike | None) -> DTypeLike:
     return dtype if dtype is not None and jnp.issubdtype(found, jnp.floating) else found

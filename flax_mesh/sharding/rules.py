@@ -2,10 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -14,7 +14,7 @@ from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_ent
 from flax_mesh.errors import ShardingError
 from flax_mesh.stacks import ranks_in, without_single_layers
 from flax_mesh.text import at_most, axes_text, group_lines, group_paths
-from flax_mesh.tree import in_stack, named_leaves
+from flax_mesh.tree import PyTree, in_stack, named_leaves
 
 Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
 _CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
@@ -58,11 +58,11 @@ class PartitionRules:
     layers: tuple[str, ...] = ()
     _compiled: tuple[_CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
-    _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
+    _matches: dict[Hashable, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
-        table: str | Iterable[tuple[str, Any]],
+        table: str | Iterable[tuple[str, object]],
         axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
@@ -90,7 +90,7 @@ class PartitionRules:
         tails = ("/".join(parts[start:]) for start in range(len(parts)))
         return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
-    def without_single_layers(self, leaves: Sequence[tuple[str, Any]], model: Any = None) -> "PartitionRules":
+    def without_single_layers(self, leaves: Sequence[tuple[str, object]], model: PyTree = None) -> "PartitionRules":
         """These rules with only lists and stacks as `layers`, see `flax_mesh.stacks`."""
         ranks = ranks_in(model) if model is not None and self.layers else {}
         layers = without_single_layers(self.layers, leaves, ranks)
@@ -114,7 +114,7 @@ class PartitionRules:
         return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
 
 
-Rules = PartitionRules | str | Iterable[tuple[str, Any]]  # what `rules=` accepts; see PartitionRules
+Rules = PartitionRules | str | Iterable[tuple[str, object]]  # what `rules=` accepts; see PartitionRules
 
 
 class Finding(NamedTuple):
@@ -136,14 +136,14 @@ class RuleMatch(NamedTuple):
 
 def match_partition_rules(
     rules: Rules,
-    tree: Any,
+    tree: PyTree,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     axes: PartitionAxis | None = None,
     min_size: int = 0,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
-) -> Any:
+) -> PyTree:
     """The PartitionSpec of every leaf of a tree, in a tree of the same structure.
 
     Scalars, leaves of one element or of fewer than `min_size`, and leaves that are not arrays get `P()`. A mesh axis
@@ -188,7 +188,7 @@ def as_rules(rules: Rules, axes: PartitionAxis | None = None, layers: Sequence[s
 
 def match_leaves(
     rules: PartitionRules,
-    leaves: Sequence[tuple[str, Any]],
+    leaves: Sequence[tuple[str, object]],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     min_size: int = 0,
@@ -412,7 +412,7 @@ def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[
     return tuple(compiled)
 
 
-def _frozen(table: str | Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
+def _frozen(table: str | Iterable[object]) -> tuple[tuple[str, Dims], ...]:
     if isinstance(table, str):
         names = tuple(name.strip() for name in table.split("+"))
         if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):

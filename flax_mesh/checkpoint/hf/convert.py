@@ -24,14 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
-from flax_mesh.tree import named_leaves, path_and_start
+from flax_mesh.tree import PyTree, Shaped, named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
+_Bounds = tuple[int, int]  # start and stop of a dim
 REPAIR = "  Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
 _BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 NUMBER = "(?:0|[1-9][0-9]*)"  # in a path; "01" would have the name of "1" in the files
@@ -121,11 +123,11 @@ def load_safetensors(
 
 def save_safetensors(
     folder: str | Path,
-    state: Any,
+    state: PyTree,
     names: Iterable[ParamMapping],
     *,
-    config: Mapping[str, Any] | None = None,
-    dtype: Any = None,
+    config: Mapping[str, object] | None = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write parameters to a new folder, as one file or several with an index; `config` becomes its config.json.
@@ -151,7 +153,7 @@ def save_safetensors(
     )
 
 
-def map_params(state: Any, names: Iterable[ParamMapping]) -> list[_MappedParam]:
+def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[_MappedParam]:
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params = tuple(names), []
     named = named_leaves(state)
@@ -167,7 +169,7 @@ def map_params(state: Any, names: Iterable[ParamMapping]) -> list[_MappedParam]:
     return params
 
 
-def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> _MappedParam:
+def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> _MappedParam:
     base, start = path_and_start(path)
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
@@ -262,7 +264,7 @@ def _load(param: _MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
 
 
 def read_slice(
-    arrays: Sequence[_MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[tuple[int, int]], dtype: Any
+    arrays: Iterable[_MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[_Bounds], dtype: DTypeLike
 ) -> np.ndarray:
     """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -295,17 +297,17 @@ def _copy_transposed(out: np.ndarray, values: np.ndarray) -> None:
         np.copyto(out[columns], values[columns])
 
 
-def stored_value(array: _MappedArray, value: Any) -> np.ndarray:
+def stored_value(array: _MappedArray, value: np.ndarray) -> np.ndarray:
     """The array as stored in the file, from `value[array.at]` of its parameter."""
     out = np.empty(array.split, value.dtype)
     copy_slice(out, np.asarray(value).transpose(np.argsort(array.order)))
     return out.reshape(array.shape)
 
 
-def _stored_values(params: Iterable[_MappedParam], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _stored_values(params: Iterable[_MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array as stored) of all parameters; one parameter of one layer is on the host at a time."""
     for param in params:
-        groups: dict[Any, list[_MappedArray]] = {}
+        groups: dict[int | None, list[_MappedArray]] = {}
         for one in param.arrays:
             groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
         for layer, arrays in groups.items():
@@ -315,11 +317,11 @@ def _stored_values(params: Iterable[_MappedParam], dtype: Any) -> Iterator[tuple
                 yield one.name, stored_value(one, value[one.at[1:] if param.stacked else one.at])
 
 
-def _take(stack: Any, layer: int) -> Any:
+def _take(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:
     return stack[layer] if isinstance(stack, np.ndarray) else jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
-def _dtype(value: Any, dtype: Any) -> Any:
+def _dtype(value: Shaped, dtype: DTypeLike | None) -> np.dtype:
     return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
 
 

@@ -15,6 +15,7 @@ from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
 from flax_mesh.errors import ConfigError
 
+Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
 Tree = TypeVar("Tree")
 ATTENTION = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
@@ -73,9 +74,9 @@ class _Family(NamedTuple):
 
     architecture: str
     keys: Mapping[str, str]
-    absent: Mapping[str, Any]
-    must: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    absent: Json
+    must: Json
+    settings: Json
     window: str = ""
 
 
@@ -188,7 +189,7 @@ class DecoderFolder(NamedTuple):
 
     path: Path
     model_type: str
-    settings: Mapping[str, Any]
+    settings: Json
     ignore: tuple[str, ...]
 
     def problems(self) -> list[str]:
@@ -254,7 +255,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
+def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[str, Any]:
     """Settings of the decoder in a config.json: `DecoderConfig(**decoder_config_from_hf(config))`.
 
     `dtype` and `param_dtype` are the dtype of the stored parameters. Raises one ConfigError that lists every key with a
@@ -276,9 +277,7 @@ def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] =
     return settings
 
 
-def huggingface_config(
-    settings: Mapping[str, Any], *, max_position_embeddings: int | None = None, **more: Any
-) -> dict[str, Any]:
+def huggingface_config(settings: Json, *, max_position_embeddings: int | None = None, **more: object) -> dict[str, Any]:
     """The config.json of a decoder with these settings, `vars` of its DecoderConfig; options that it lacks are off.
 
     Its "model_type" is the key of the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that
@@ -322,7 +321,7 @@ def _kind(family: _Family) -> dict[str, Any]:
     return settings | {"experts": "num_experts" in family.keys.values(), "sliding_window": bool(family.window)}
 
 
-def _value(config: Mapping[str, Any], key: str, family: _Family, problems: list[str]) -> Any:
+def _value(config: Json, key: str, family: _Family, problems: list[str]) -> Any:
     value = config.get(key)
     if value is None:
         value = config.get(OTHER_NAME.get(key, ""))
@@ -335,7 +334,7 @@ def _value(config: Mapping[str, Any], key: str, family: _Family, problems: list[
     return value
 
 
-def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
     dtype = (
         config.get("dtype") or config.get("torch_dtype") or "float32"
     )  # the name since transformers 5, and the one before
@@ -344,7 +343,7 @@ def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return {"dtype": dtype, "param_dtype": dtype}
 
 
-def _rope(config: Mapping[str, Any], family: _Family, problems: list[str]) -> dict[str, Any]:
+def _rope(config: Json, family: _Family, problems: list[str]) -> dict[str, Any]:
     """Rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5)."""
     given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
@@ -370,7 +369,7 @@ def _rope(config: Mapping[str, Any], family: _Family, problems: list[str]) -> di
     return settings
 
 
-def _window(config: Mapping[str, Any], family: _Family, num_layers: Any, problems: list[str]) -> int:
+def _window(config: Json, family: _Family, num_layers: object, problems: list[str]) -> int:
     """`sliding_window`, which all layers have or none: 0."""
     layer_types = config.get("layer_types") or []
     is_on = bool(family.window) and (family.window == WINDOW or config.get(USE_WINDOW, False) is True)
@@ -400,15 +399,15 @@ def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
 
 
-def _divide(size: Any, parts: Any) -> int | None:
+def _divide(size: object, parts: object) -> int | None:
     return size // parts if type(size) is int and type(parts) is int and parts else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:
+def _unsupported(config: Json, family: _Family) -> list[str]:
     found = []
     for key, value in family.must.items():
         given = config.get(key, family.absent.get(key, value))

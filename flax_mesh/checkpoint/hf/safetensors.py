@@ -23,6 +23,7 @@ import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.text import at_most, listed, path_lines
+from flax_mesh.tree import Shaped
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -64,10 +65,10 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 def write_safetensors(
     folder: str | Path,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Shaped],
     values: Iterable[tuple[str, np.ndarray]],
     *,
-    json_files: Mapping[str, Any] | None = None,
+    json_files: Mapping[str, object] | None = None,
     copies: Iterable[Path] = (),
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
@@ -156,7 +157,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _is_file_name(file: Any) -> bool:
+def _is_file_name(file: object) -> bool:
     """Whether `file` is the name of a visible file directly in the folder."""
     return isinstance(file, str) and bool(re.fullmatch(r"[\w-][\w.-]*\.safetensors", file, re.ASCII))
 
@@ -202,7 +203,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, _FileSlice]]:
     return length, entries
 
 
-def _entry(entry: Any) -> _FileSlice | str:
+def _entry(entry: object) -> _FileSlice | str:
     """The entry, or a text on its error."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
@@ -239,13 +240,13 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 100 else text[:100] + "..."
 
 
 def _parse_json(path: Path, text: bytes) -> Any:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
             duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
@@ -264,7 +265,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     )
 
 
-def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, _FileSlice]]:
+def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int) -> dict[str, dict[str, _FileSlice]]:
     """The entries of every file: names in natural order, a new file where the next array would exceed the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
     wrong = [f"  {name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
@@ -290,13 +291,13 @@ def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str,
     return planned
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort key that puts layer 2 before layer 10."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _header(entries: Mapping[str, _FileSlice]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     for name, (dtype, shape, begin, end) in entries.items():
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -304,7 +305,7 @@ def _header(entries: Mapping[str, _FileSlice]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(files: Mapping[str, Mapping[str, _FileSlice]]) -> dict[str, Any]:
+def _index(files: Mapping[str, Mapping[str, _FileSlice]]) -> dict[str, object]:
     if len(files) == 1:
         return {}
     total = sum(stored.end - stored.begin for entries in files.values() for stored in entries.values())

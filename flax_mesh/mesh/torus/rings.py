@@ -13,13 +13,12 @@ position of each chip in the ring:
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from flax_mesh.mesh.torus.torus import physical_mesh, read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, physical_mesh, read_device
 
-_RingHandler = Callable[[Sequence[Any], tuple[int, ...]], Sequence[Any] | None]
+_RingHandler = Callable[[Sequence[DeviceLike], tuple[int, ...]], Sequence[DeviceLike] | None]
 
 # Indices into the devices sorted by (z, y, x), or in the order of `jax.devices()`, that form a ring of direct links.
 _RING_2X2 = (0, 1, 3, 2)
@@ -30,19 +29,19 @@ _RING_TRAY = (0, 1, 2, 3, 6, 7, 4, 5)  # eight cores on four chips; the two core
 _Z_MAJOR_2X2X2 = (0, 4, 2, 6, 1, 5, 3, 7)  # v5e slices of 2x2x2, JAX's order: not a ring; z varies fastest
 
 
-def _tray(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any]:
+def _tray(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike]:
     """v2 and v3: a tray of eight cores is a ring. Larger slices use it only if the last axis is 8."""
     if len(devices) != 8 and (not mesh_shape or mesh_shape[-1] != 8):
         return devices
     return [devices[start + index] for start in range(0, len(devices), 8) for index in _RING_TRAY]
 
 
-def _square(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
+def _square(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike] | None:
     """v4 lite and 8i: four chips form a ring."""
     return [devices[index] for index in _RING_2X2] if len(devices) == 4 else None
 
 
-def _lite(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
+def _lite(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike] | None:
     """v5e and v6e: 2x2, eight chips, and 4x4 if one mesh axis contains all 16 chips."""
     extent = _extent(devices)
     if len(devices) == 4 and extent == (2, 2, 1):
@@ -54,12 +53,12 @@ def _lite(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] 
     return None
 
 
-def _cube(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
+def _cube(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike] | None:
     """v5p: 2x2x2 chips form a ring."""
     return _reorder(devices, _RING_2X2X2) if len(devices) == 8 and _extent(devices) == (2, 2, 2) else None
 
 
-def _columns(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
+def _columns(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike] | None:
     """7x: up to four layers of 2x2 chips with two cores each. Every layer is a ring; layers are concatenated."""
     if len(devices) % 8 or len(devices) > 32 or max(physical_mesh(devices)[1].shape[:2]) > 2:
         return None
@@ -79,18 +78,18 @@ RING_HANDLERS: Mapping[str, _RingHandler] = {
 }
 
 
-def ring_order(devices: Sequence[Any], mesh_shape: tuple[int, ...]) -> Sequence[Any] | None:
+def ring_order(devices: Sequence[DeviceLike], mesh_shape: tuple[int, ...]) -> Sequence[DeviceLike] | None:
     """The devices in the ring order of their kind, or None if the kind has none for this slice and mesh shape."""
     handler = RING_HANDLERS.get(devices[-1].device_kind)
     return None if handler is None else handler(devices, mesh_shape)
 
 
-def _extent(devices: Sequence[Any]) -> tuple[int, ...]:
+def _extent(devices: Sequence[DeviceLike]) -> tuple[int, ...]:
     """Size of the bounding box of the devices; devices without coordinates count as being at the origin."""
     points = np.array([read_device(device).coords or (0, 0, 0) for device in devices])
     return tuple(int(size) for size in points.max(axis=0) - points.min(axis=0) + 1)
 
 
-def _reorder(devices: Sequence[Any], order: Sequence[int]) -> Sequence[Any]:
+def _reorder(devices: Sequence[DeviceLike], order: Sequence[int]) -> Sequence[DeviceLike]:
     by_coords = sorted(devices, key=lambda device: tuple(reversed(read_device(device).coords or ())))
     return [by_coords[index] for index in order]

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -28,6 +28,22 @@ _V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
 _FLAT_KINDS = ("TPU v2", "TPU v3")
 _CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
 _EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
+
+
+class DeviceLike(Protocol):
+    """The attributes that every `jax.Device` has. `read_device` reads the others, such as the coordinates of TPUs."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
 
 
 class Device(NamedTuple):
@@ -57,7 +73,7 @@ class Torus:
         return f"{self.kind} {sides} ({', '.join(self.axes)}), wrapping along {', '.join(rings) or 'none'}"
 
 
-def read_device(device: Any) -> Device:
+def read_device(device: DeviceLike) -> Device:
     """The record of a `jax.Device`, or of any object with the same attributes; missing coordinates become None."""
     coords = getattr(device, "coords", None)
     return Device(
@@ -86,7 +102,7 @@ def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
     return rings + (False,) * (len(shape) - len(rings))
 
 
-def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
+def physical_mesh(devices: Sequence[DeviceLike]) -> tuple[np.ndarray, Torus]:
     """The devices of one slice as an array indexed by coordinates, and the torus that they form.
 
     The cuboid may start at any coordinates. Raises a ValueError that lists all offending devices for holes, two devices
@@ -173,7 +189,7 @@ def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
     return tuple(hops)
 
 
-def _fill_cuboid(devices: Sequence[Any], points: np.ndarray, kind: str, axes: tuple[str, ...]) -> np.ndarray:
+def _fill_cuboid(devices: Sequence[DeviceLike], points: np.ndarray, kind: str, axes: tuple[str, ...]) -> np.ndarray:
     origin = points.min(axis=0)
     places = [tuple(place) for place in (points - origin).tolist()]
     grid = np.full(tuple(points.max(axis=0) - origin + 1), None, dtype=object)
@@ -240,5 +256,5 @@ def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assig
     return tuple(zip(*reversed(columns), strict=True))
 
 
-def _few(items: Sequence[Any], limit: int = 8) -> str:
+def _few(items: Sequence[object], limit: int = 8) -> str:
     return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.runtime.compile import CompiledPipeline, StageFunctions
+from flax_mesh.mpmd.runtime.compile import CompiledPipeline, Slot, StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.jaxpr import Var
 from flax_mesh.mpmd.transport.keyed import Channel
@@ -41,7 +41,7 @@ from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.
 Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
-_Slot = tuple[jax.Array, jax.Array]  # step and microbatch
+_Key = tuple[str, int, int]  # kind, microbatch, and stage that receives the activation
 
 
 class ScheduleRun:
@@ -57,7 +57,7 @@ class ScheduleRun:
         number: int,
         leaves: dict[int, dict[int, jax.Array]],
         data: list[list[jax.Array]],
-        slots: Mapping[int, Sequence[_Slot]],
+        slots: Mapping[int, Sequence[Slot]],
     ):
         self.compiled, self.number, self.leaves, self.data, self.slots = compiled, number, leaves, data, slots
         self.stages = list(compiled.stages)
@@ -218,7 +218,7 @@ class ScheduleRun:
             found.append(self._receive(("B", microbatch, stage), v, group, stage) if value is None else value)
         return found
 
-    def _send(self, key: tuple[Any, ...], v: Var, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
+    def _send(self, key: _Key, v: Var, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
         """Send `value` of `v`, or its gradient. Returns it on the receiving group, or None if that is remote."""
         if sender == receiver:
             return value
@@ -231,7 +231,7 @@ class ScheduleRun:
             return self._pass.offer((*key, *name), value)
         return channel.send((kind, self.number, *rest, *name), value, sender, receiver)
 
-    def _receive(self, key: tuple[Any, ...], v: Var, group: int, stage: int) -> jax.Array:
+    def _receive(self, key: _Key, v: Var, group: int, stage: int) -> jax.Array:
         """Receive `v` or its gradient on `group`, computed by `stage` of another process."""
         (kind, *rest), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
         if self._pass is not None and self._pass.includes((*key, *name)):

@@ -109,7 +109,7 @@ class Pipeline:
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         optimizer_memory: str = "device",
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: Mapping[str, object] | None = None,
         transport: Literal["auto", "server", "ordered"] = "auto",
         skip_nonfinite: bool = False,
     ):
@@ -143,7 +143,7 @@ class Pipeline:
         self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
         self._updates: dict[Hashable, Update] = {}
         self._numbers: dict[tuple[int, int], list[jax.Array]] = {}  # (group, how many) -> numbers of microbatches
-        self._shared: dict[int, tuple[Any, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
+        self._shared: dict[int, tuple[object, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
 
     @property
     def abstract(self) -> TrainState:

@@ -5,7 +5,7 @@ differ, a jitted program first changes the layout on the source's devices. `jax.
 host and block until the array is computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,7 @@ from flax_mesh.mpmd.array import (
 from flax_mesh.mpmd.mesh import current_mpmd_mesh
 from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.server import check_key, transport_of
+from flax_mesh.tree import Shaped
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class _Route:
         return any(part is not None for _, _, part in self.pairs)
 
 
-def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
+def device_put(x: Any, sharding: Sharding, key: Hashable = None) -> MpmdArray:
     """Transfers an array to `sharding`, on the same or other devices. Every process must call it.
 
     If `x` is committed to devices, a process that has devices of both `x` and `sharding` copies, one that has devices
@@ -155,10 +156,10 @@ def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
-def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
+def _exchange(x: Any, sharding: Sharding, key: Hashable) -> jax.Array | None:
     """The local shards of a transfer between processes."""
     route = find_route(x.sharding, sharding, x.shape)
-    pieces: dict[Any, jax.Array] = {}
+    pieces: dict[object, jax.Array] = {}
     if not is_fully_remote_sharding(x.sharding):
         # Always a copy: the buffer is read later, and a program in between may have donated it.
         pieces = _pieces(copy_to(route.layout)(_strong(as_jax_array(x))), route)
@@ -204,7 +205,7 @@ def _strong(x: Any) -> Any:
     return jax.lax.convert_element_type(x, x.dtype) if is_weakly_typed(x) else x
 
 
-def _assemble(x: Any, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
+def _assemble(x: Shaped, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
     """An array like `x` from shards that are on their devices, moved to the memory kind of `sharding`."""
     memory = str(shards[0].sharding.memory_kind)
     array = jax.make_array_from_single_device_arrays(x.shape, sharding.with_memory_kind(memory), shards)

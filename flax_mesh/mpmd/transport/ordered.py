@@ -36,7 +36,7 @@ from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.jax_compat import supports_cross_host_transfers, transfers_over_dcn_are_forced
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
-from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import processes_text
@@ -52,7 +52,7 @@ Move = Callable[[jax.Array, NamedSharding], jax.Array]
 class OrderedTransfer(NamedTuple):
     """An activation or gradient that an action sends to another group."""
 
-    key: tuple[Any, ...]  # as in Channel, without the number of the pass
+    key: Key  # as in Channel, without the number of the pass
     layout: Hashable  # key under which the layout is published
     aval: Any
     sender: int  # groups
@@ -64,7 +64,7 @@ class _TransferOrder(NamedTuple):
 
     place: Mapping[Action, int]  # place of every action of all processes, by start
     transfers: tuple[tuple[int, OrderedTransfer], ...]  # (number of actions that start before it, transfer)
-    keys: frozenset[tuple[Any, ...]]
+    keys: frozenset[Key]
 
 
 def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> _TransferOrder:
@@ -86,10 +86,10 @@ class OrderedPass:
 
     def __init__(self, order: _TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
         self._order, self._call, self._num_done = order, call, 0
-        self._offered: dict[tuple[Any, ...], Any] = {}
-        self._arrived: dict[tuple[Any, ...], Any] = {}
+        self._offered: dict[Key, Any] = {}
+        self._arrived: dict[Key, Any] = {}
 
-    def includes(self, key: tuple[Any, ...]) -> bool:
+    def includes(self, key: Key) -> bool:
         return key in self._order.keys
 
     def before(self, action: Action) -> None:
@@ -98,10 +98,10 @@ class OrderedPass:
     def end(self) -> None:
         self._until(len(self._order.place))
 
-    def offer(self, key: tuple[Any, ...], value: Any) -> None:
+    def offer(self, key: Key, value: Any) -> None:
         self._offered[key] = value
 
-    def take(self, key: tuple[Any, ...]) -> Any:
+    def take(self, key: Key) -> Any:
         """The received array, which may not have arrived yet."""
         return self._arrived.pop(key)
 
@@ -143,14 +143,14 @@ class OrderedTransport:
         between = self._processes[one.sender] != self._processes[one.receiver]
         return bool(between and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
 
-    def _transfer(self, number: int, one: OrderedTransfer, value: Any) -> jax.Array | None:
+    def _transfer(self, number: int, one: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
         shape, dtype = one.aval.shape, one.aval.dtype
         there = self.channel.fetch_layout(one.layout, shape, dtype, one.sender, one.receiver)
         kind, *rest = one.key
         return self._moved((kind, number, *rest), value, shape, dtype, there, one.sender, one.receiver)
 
     def _moved(
-        self, key: tuple[Any, ...], value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
+        self, key: Key, value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
     ) -> jax.Array | None:
         """The array on group `receiver`, or None if it is remote. `value` is None if another process sends."""
         here = NamedSharding(self.channel.groups[sender], there.spec)
@@ -207,7 +207,7 @@ class OrderedTransport:
         return f"test of jax.device_put {pair} failed: {received}"
 
 
-def _numbers_of(array: Any, end: float) -> dict[Any, int] | str:
+def _numbers_of(array: Any, end: float) -> dict[object, int] | str:
     """The first number on each device, or an error text if they do not arrive by `end` (of `time.monotonic`)."""
     while not array.is_ready():
         if time.monotonic() > end:

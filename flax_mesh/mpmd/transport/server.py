@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import get_text, put_text
+from flax_mesh.tree import Shaped
 
 _ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
 
@@ -129,7 +130,7 @@ def _is_plain(key: Hashable) -> bool:
     return all(map(_is_plain, key)) if isinstance(key, tuple) else key is None or isinstance(key, str | int)
 
 
-def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Any]) -> int:
+def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Shaped]) -> int:
     """63 bits, the size that the server accepts."""
     shapes = [(array.shape, str(array.dtype)) for array in arrays]
     digest = hashlib.blake2b(repr((name, sender, receiver, shapes)).encode(), digest_size=8).digest()
@@ -144,7 +145,7 @@ def address_towards(coordinator: str) -> str:
         return probe.getsockname()[0]
 
 
-def _is_key(x: Any) -> bool:
+def _is_key(x: Shaped) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
