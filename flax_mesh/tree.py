@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.variablelib import HijaxVariable
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -24,6 +25,11 @@ class Shaped(Protocol):
 
     @property
     def dtype(self) -> Any: ...
+
+
+def is_key(x: Shaped) -> bool:
+    """Whether `x` is an array of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 # A stack is below a list of layers, so its path has at least two names.

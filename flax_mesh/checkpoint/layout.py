@@ -16,7 +16,17 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import PyTree, Shaped, in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
+from flax_mesh.tree import (
+    PyTree,
+    Shaped,
+    in_stack,
+    indexed_paths,
+    is_key,
+    layer_path,
+    named_leaves,
+    owner_of,
+    path_and_start,
+)
 
 Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
@@ -72,7 +82,8 @@ def paths_on_disk(state: PyTree, layers: Sequence[str]) -> tuple[list[tuple[str,
             owners.setdefault(part.replace("/", "."), []).append(i)
             paths.setdefault(part, []).append(i)
     shared = [found for found in owners.values() if len(found) > 1]
-    shared += [paths[top] + paths[path] for path in paths for top in _above(path) if top in paths]
+    folders = ((path, path[: match.start()]) for path in paths for match in re.finditer("/", path))
+    shared += [paths[folder] + paths[path] for path, folder in folders if folder in paths]
     if shared:
         keys = indexed_paths(state)
         raise ConfigError(
@@ -160,11 +171,6 @@ def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> d
     return found
 
 
-def _above(path: str) -> Iterator[str]:
-    """The folders that contain `path`: "a" and "a/b" for "a/b/c"."""
-    return (path[: match.start()] for match in re.finditer("/", path))
-
-
 def check_same(
     target: Mapping[str, Shaped], stored: Mapping[str, Shaped], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
@@ -185,10 +191,6 @@ def fits(stored: Shaped, target: Shaped, *, cast: bool) -> bool:
     """Whether `stored` can be restored as `target`: equal shapes, and equal dtypes or (`cast`) two float dtypes."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
     return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
-
-
-def is_key(leaf: Shaped) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _as_key_data(abstract: Any) -> jax.ShapeDtypeStruct:

@@ -7,7 +7,6 @@ used as a path. `plain` makes text safe to print.
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,11 +17,10 @@ import numpy as np
 
 from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage, find_other_step, reading
 from flax_mesh.checkpoint.find import STEP, step_number
-from flax_mesh.checkpoint.retention import has_finite_numbers
+from flax_mesh.checkpoint.retention import MOST, has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 
 Record = Mapping[str, Any]  # the metadata of a step, all sections included
-MOST = sys.float_info.max
 INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
 
 

@@ -127,7 +127,10 @@ def _cached_mesh(
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
     if environment is not None:
-        num_slices, origin = _parse_environment(environment), _NUM_SLICES_VARIABLE
+        origin = _NUM_SLICES_VARIABLE
+        if not environment.strip().isdecimal() or int(environment) < 1:
+            raise ValueError(f"{origin} must be a positive integer, got {environment!r}. Unset it for one slice.")
+        num_slices = int(environment)
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
     dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
@@ -243,12 +246,6 @@ def _slices_in_environment(devices: Sequence[DeviceLike]) -> str | None:
     if all(getattr(device, "slice_index", None) is not None for device in devices):
         return None
     return os.environ.get(_NUM_SLICES_VARIABLE)
-
-
-def _parse_environment(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{_NUM_SLICES_VARIABLE} must be a positive integer, got {text!r}. Unset it for one slice.")
-    return int(text)
 
 
 def _checked(devices: tuple[DeviceLike, ...], backend: str | None) -> list[DeviceLike]:

@@ -17,15 +17,7 @@ from flax_mesh.mesh.torus.assign import (
     is_better,
     strides_of,
 )
-from flax_mesh.mesh.torus.torus import (
-    Assignment,
-    DeviceLike,
-    Torus,
-    arrange,
-    known_assignment,
-    mean_hops,
-    physical_mesh,
-)
+from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
 from flax_mesh.text import plural, table_text
 
 _PICTURE_LIMIT = 64  # the text draws all planes of slices with at most this many devices
@@ -218,7 +210,7 @@ def _drawing(mesh: Mesh, layout: MeshLayout) -> list[str]:
     return lines
 
 
-def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[DeviceLike]]]]:
+def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[object]]]]:
     """(granule, plane, rows of devices) for every plane of every granule: rows run along y, columns along x.
 
     Without a torus each granule is one plane: the last axis longer than 1 is horizontal, the axes before it vertical.

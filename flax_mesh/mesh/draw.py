@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 
 from flax_mesh.mesh.describe import MeshLayout, device_panels, place_texts, read_layout
 from flax_mesh.mesh.shape import format_mesh_shape
-from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 from flax_mesh.text import listed
 
@@ -64,7 +63,7 @@ def _legend(mesh: Mesh, layout: MeshLayout) -> list[str]:
     return [title, *places, f"colour and lines: groups along {mesh.axis_names[_busiest(mesh)]}"]
 
 
-def _device(mesh: Mesh, index: tuple[int, ...], device: DeviceLike, spots: _Spots) -> str:
+def _device(mesh: Mesh, index: tuple[int, ...], device: object, spots: _Spots) -> str:
     busiest = _busiest(mesh)
     group = 0
     for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):

@@ -221,16 +221,9 @@ def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., _Chos
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
-    def prefill(
-        leaves: _Leaves,
-        tokens_BP: jax.Array,
-        lengths_B: jax.Array,
-        ids_B: jax.Array,
-        *options: jax.Array,
-        num_slots: int,
-    ) -> _Chosen:
+    def prefill(leaves: _Leaves, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *more, num_slots: int):
         logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        return *_choose(logits_BV, cache, ids_B, *options), cache
+        return *_choose(logits_BV, cache, ids_B, *more), cache
 
     def decode(leaves: _Leaves, tokens_B: jax.Array, cache: KVCache, ids_B: jax.Array, *options: jax.Array) -> _Chosen:
         logits_BV, cache = model_of(leaves).decode(tokens_B, cache)

@@ -181,7 +181,9 @@ def splash_attention(
     interpret, size = platform_of(mesh) == "cpu", q_BSHC.shape
     q_BSHC = q_BSHC * jnp.asarray(size[-1] ** -0.5, q_BSHC.dtype)
     segments = () if segment_ids_BS is None else (segment_ids_BS.astype(jnp.int32),) * 2
-    manual = () if mesh is None else _auto_axes(mesh)
+    types = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # Those that are not Manual already, in a shard_map around the model.
+    manual = tuple(axis for axis, kind in types.items() if kind != AxisType.Manual)
     if mesh is None or not manual:
         return _attend_on_device(_kernel(size[1], window, size[2], 1, interpret), q_BSHC, k_BSKC, v_BSKC, *segments)
     resolved = axes.resolve(("batch", "query_sequence", "heads"), mode)
@@ -201,12 +203,6 @@ def splash_attention(
         axis_names=set(manual),
         check_vma=False,  # the kernel does not state over which axes its results vary
     )(kernel, q_BSHC, k_BSKC, v_BSKC, *segments)
-
-
-def _auto_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes that are not Manual already, in a shard_map around the model."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(axis for axis, kind in types if kind != AxisType.Manual)
 
 
 def _attend_on_device(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import path_lines, processes_text
-from flax_mesh.tree import PyTree, named_leaves
+from flax_mesh.tree import PyTree, is_key, named_leaves
 
 _Name = TypeVar("_Name")
 Index = tuple[slice, ...]
@@ -67,7 +67,7 @@ def stream(leaves: Sequence[Any], dtype: DTypeLike | None, bytes_in_flight: int)
     """The leaves as numpy, transferred shard by shard in their order, at most `bytes_in_flight` at a time."""
     if bytes_in_flight < 1:
         raise ValueError(f"bytes_in_flight must be at least 1, got {bytes_in_flight}.")
-    streamed = [isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    streamed = [isinstance(x, jax.Array) and not is_key(x) for x in leaves]
     done = [
         np.empty(x.shape, _cast_dtype(x.dtype, dtype)) if by_shard else _cast(jax.device_get(x), dtype)
         for x, by_shard in zip(leaves, streamed, strict=True)

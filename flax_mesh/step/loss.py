@@ -20,7 +20,7 @@ from flax_mesh.modes import user_modes
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
 from flax_mesh.text import array_text, group_paths
-from flax_mesh.tree import PyTree, in_stack, layer_path, map_named, named_leaves
+from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves
 
 Batch = PyTree  # of arrays whose first dim is the batch
 Metrics = dict[str, jax.Array]
@@ -258,7 +258,7 @@ def reseed(streams: nnx.State, parts: Sequence[int | jax.Array], layers: Iterabl
     """
 
     def new(path: str, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return jnp.zeros_like(leaf)
         key = jax.random.key(0, impl=jax.random.key_impl(leaf))
         for part in parts:

@@ -42,6 +42,7 @@ from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 # before F; after B, if W follows, also the cotangents and the carry.
 Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
 _Key = tuple[str, int, int]  # kind, microbatch, and stage that receives the activation
+_pack, _unpack = jax.jit(jnp.stack), jax.jit(list)  # scalars of several names are sent as one array
 
 
 class ScheduleRun:
@@ -276,13 +277,3 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
             if group == first and received is not None:
                 found |= zip(names, _unpack(received), strict=True)
     return {name: found[name] for name in named}
-
-
-@jax.jit
-def _pack(values: list[jax.Array]) -> jax.Array:
-    return jnp.stack(values)
-
-
-@jax.jit
-def _unpack(packed: jax.Array) -> list[jax.Array]:
-    return list(packed)

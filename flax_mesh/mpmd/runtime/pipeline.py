@@ -352,12 +352,7 @@ class Pipeline:
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
-    problems = _schedule_problems(schedule)
-    if schedule.num_groups != mesh.mpmd_dim:
-        problems.append(
-            f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {mesh.mpmd_dim} along "
-            f"{mesh.mpmd_axis_name!r}; make both the same"
-        )
+    problems = [*_schedule_problems(schedule), *schedule.group_problems(mesh.mpmd_dim, mesh.mpmd_axis_name)]
     if schedule.num_stages != staged.num_stages:
         problems.append(
             f"schedule {schedule.name} has {schedule.num_stages} stages, but the model is split into "

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -28,6 +27,7 @@ from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import PyTree
 
+_first = jax.jit(lambda x: x[(0,) * x.ndim] if x.size else x.sum())
 # Results of F, B and W that the next action of the stage donates: they may be deleted before a worker waits for them.
 _DONATED = {"F": 3, "B": 1, "W": slice(None)}
 MEASURED, SIMULATED = 0, 1  # process ids in the trace
@@ -136,17 +136,10 @@ def measured_step(
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
     took: dict[tuple[str, int], list[float]] = {}
 
-    def wrap(call: Jitted, kind: str, stage: int) -> Jitted:
-        def timed(*args: PyTree) -> PyTree:
-            jax.block_until_ready(args)
-            begun = perf_counter()
-            outs = jax.block_until_ready(call(*args))
-            took.setdefault((kind, stage), []).append(1e3 * (perf_counter() - begun))
-            return outs
+    def record(key: tuple[str, int], begun: float, ended: float) -> None:
+        took.setdefault(key, []).append(1e3 * (ended - begun))
 
-        return timed
-
-    run.stages = [_wrapped(stage, partial(wrap, stage=stage.stage)) for stage in run.stages]
+    run.stages = [_timed(stage, record) for stage in run.stages]
     pipeline.dispatch(run, fuse=False)
     new, metrics = pipeline.update(state, run, limits)
     return new, metrics, took
@@ -243,15 +236,26 @@ def _compile_marks(run: ScheduleRun) -> None:
             _marks(x)
 
 
-@jax.jit
-def _first(x: jax.Array) -> jax.Array:
-    return x[(0,) * x.ndim] if x.size else x.sum()
-
-
 def _wrapped(stage: StageFunctions, wrap: Callable[[Jitted, str], Jitted]) -> StageFunctions:
     return stage._replace(
         forward=wrap(stage.forward, "F"), backward=wrap(stage.backward, "B"), weights=wrap(stage.weights, "W")
     )
+
+
+def _timed(stage: StageFunctions, record: Callable[[tuple[str, int], float, float], None]) -> StageFunctions:
+    """The stage with programs that run alone and call `record((kind, stage), begun, ended)`."""
+
+    def wrap(call: Jitted, kind: str) -> Jitted:
+        def timed(*args: PyTree) -> PyTree:
+            jax.block_until_ready(args)
+            begun = perf_counter()
+            outs = jax.block_until_ready(call(*args))
+            record((kind, stage.stage), begun, perf_counter())
+            return outs
+
+        return timed
+
+    return _wrapped(stage, wrap)
 
 
 def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[Action, tuple[float, ...]]:
@@ -260,17 +264,11 @@ def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[
     jax.block_until_ready((run.leaves, run.data, run.grads, run.sums))
     begun = ended = 0.0
 
-    def wrap(call: Jitted, kind: str) -> Jitted:
-        def timed(*args: PyTree) -> PyTree:
-            nonlocal begun, ended
-            begun = perf_counter()
-            outs = jax.block_until_ready(call(*args))
-            ended = perf_counter()
-            return outs
+    def record(key: tuple[str, int], *span: float) -> None:
+        nonlocal begun, ended
+        begun, ended = span
 
-        return timed
-
-    run.stages = [_wrapped(stage, wrap) for stage in run.stages]
+    run.stages = [_timed(stage, record) for stage in run.stages]
     times = {}
     for action in pipeline.schedule.order():
         before = run.num_transfers

@@ -32,7 +32,7 @@ def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  #
     group. W is lower than F and B. White is idle time. On the right are the busy fraction and the peak activations.
     """
     result = simulate(schedule, costs)
-    return _document([_simulated(schedule, costs, result)], result, schedule)
+    return _document([_simulated(schedule, costs, result)], schedule)
 
 
 def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs, unit: str = "") -> str:
@@ -52,7 +52,7 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
     bubble = 1 - busy / (schedule.num_groups * span) if span else 0.0
     average = busy / span if span else 0.0
     text = f"measured: {time_text(span, unit)}, bubble {bubble:.1%}, {average:.2f} groups busy on average"
-    return _document([(text, events), _simulated(schedule, costs, result, unit)], result, schedule, unit)
+    return _document([(text, events), _simulated(schedule, costs, result, unit)], schedule, unit)
 
 
 def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", *, most: int = 2000) -> str:
@@ -67,7 +67,7 @@ def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", 
     if len(events) > most:
         events = events[:most]  # in the order of their starts
         title += f"; the first {time_text(max(end for *_, end in events), unit)}"
-    return _document([(title, events)], result, schedule, unit)
+    return _document([(title, events)], schedule, unit)
 
 
 _Panel = tuple[str, list[Event]]
@@ -78,7 +78,7 @@ def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str =
     return f"{heading(schedule, costs)}: {summary(result, unit)}", events
 
 
-def _document(panels: Sequence[_Panel], result: Simulation, schedule: Schedule, unit: str = "") -> str:
+def _document(panels: Sequence[_Panel], schedule: Schedule, unit: str = "") -> str:
     span = max((end for _, events in panels for *_, end in events), default=0.0)
     # Actions that take almost no time, such as the empty B of a first stage, do not set the scale.
     lengths = [end - start for _, events in panels for *_, start, end in events]

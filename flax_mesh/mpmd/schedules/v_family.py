@@ -13,7 +13,7 @@ blocks that are about as long as the memory limit permits, the one with the smal
 is used. For up to 12 groups the idle time of a group then is that of `idle_time`, or up to 2 units more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -56,16 +56,14 @@ def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[t
 @lru_cache(maxsize=64)
 def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[Block, int]:
     """(block, reserve). From 2 microbatches per group on it does not depend on their number."""
-    least = (
-        _PERIOD * num_microbatches + idle_time(num_groups, memory_limit),
-        _PERIOD * num_microbatches + num_groups - 1,
-    )
+    work_time = _PERIOD * num_microbatches
+    least = (work_time + idle_time(num_groups, memory_limit), work_time + num_groups - 1)
     third = -(-num_groups // 3)
     best, chosen, work = (least[0] * 10, 0), None, WORK
     for block in _blocks(num_groups, memory_limit):
         for reserve in (third, third + 1, 1):
             found = _squeeze(block, num_microbatches, memory_limit, reserve)
-            work -= _PERIOD * num_groups * num_microbatches
+            work -= num_groups * work_time
             if found is not None and found[:2] < best:
                 best, chosen = found[:2], (block, reserve)
         if chosen is not None and (work < 0 or (best[0] <= least[0] and best[1] <= max(least))):
@@ -94,11 +92,10 @@ def _all_blocks(num_groups: int) -> list[tuple[int, Block]]:
     return [(max(b0 - f0 + b1 - f1 for f0, f1, b1, b0 in zip(*block, strict=True)), block) for block in found]
 
 
-def _blocks(num_groups: int, memory_limit: int) -> Iterator[Block]:
+def _blocks(num_groups: int, memory_limit: int) -> list[Block]:
     target = _PERIOD * memory_limit - 1
     found = [(abs(length - target), block) for length, block in _all_blocks(num_groups) if length <= target + 4]
-    for _, block in sorted(found, key=lambda item: item[0]):
-        yield block
+    return [block for _, block in sorted(found, key=lambda item: item[0])]
 
 
 def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int]) -> Block:
@@ -128,9 +125,8 @@ def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: in
             return None
         time += 1
         left -= len(running)
-    return _Squeezed(
-        max(group.end - group.start for group in groups), time, tuple(tuple(group.row) for group in groups)
-    )
+    period = max(group.end - group.start for group in groups)
+    return _Squeezed(period, time, tuple(tuple(group.row) for group in groups))
 
 
 class _Group:

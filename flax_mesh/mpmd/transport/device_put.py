@@ -171,7 +171,7 @@ def _exchange(x: Any, sharding: Sharding, key: Hashable) -> jax.Array | None:
             (local if to in pieces else senders.setdefault(device.process_index, [])).append(to)
         elif to in pieces:
             receivers.setdefault(to.process_index, []).append(to)
-    transport = transport_of(_local_client(x.sharding, sharding))
+    transport = transport_of(next(filter(is_local_device, x.sharding.device_set | sharding.device_set)).client)
     name = transport.calls.name(_ids(x.sharding, x.shape), _ids(sharding, x.shape), key)
     for process, devices in receivers.items():
         transport.send(name, process, [pieces[to] for to in devices])
@@ -215,8 +215,3 @@ def _assemble(x: Shaped, sharding: Sharding, shards: list[jax.Array]) -> jax.Arr
 @lru_cache(maxsize=4096)
 def _ids(sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(device.id for device in sharding.devices_indices_map(shape))
-
-
-def _local_client(*shardings: Sharding) -> Any:
-    devices = [device for sharding in shardings for device in sharding.device_set]
-    return next(device for device in devices if is_local_device(device)).client

@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,6 +39,7 @@ from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import processes_text
+from flax_mesh.tree import is_key
 
 TRANSPORTS = ("auto", "server", "ordered")
 _PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
@@ -141,7 +141,7 @@ class OrderedTransport:
     def _applies_to(self, one: OrderedTransfer) -> bool:
         """Whether `one` is between processes, not empty and not of random keys. The rest uses the transfer server."""
         between = self._processes[one.sender] != self._processes[one.receiver]
-        return bool(between and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
+        return bool(between and one.aval.size and not is_key(one.aval))
 
     def _transfer(self, number: int, one: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
         shape, dtype = one.aval.shape, one.aval.dtype

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import get_text, put_text
-from flax_mesh.tree import Shaped
+from flax_mesh.tree import Shaped, is_key
 
 _ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
 
@@ -145,21 +145,17 @@ def address_towards(coordinator: str) -> str:
         return probe.getsockname()[0]
 
 
-def _is_key(x: Shaped) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _key_data(array: jax.Array) -> jax.Array:
-    return jax.random.key_data(array) if _is_key(array) else array
+    return jax.random.key_data(array) if is_key(array) else array
 
 
 def _key_data_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    data = jax.eval_shape(jax.random.key_data, shape) if _is_key(shape) else shape
+    data = jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shape.sharding)
 
 
 def _as_requested(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    if not _is_key(shape):
+    if not is_key(shape):
         return array
     impls: list[Any] = []
     jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), shape)
