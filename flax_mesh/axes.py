@@ -23,7 +23,7 @@ class _Follow:
         return "<follows its mesh axis>"
 
 
-_follow: Any = _Follow  # these are the defaults of fields of another type
+_follow: Any = _Follow  # Any, because these are the defaults of fields of the type AxisName
 _FOLLOW_DATA = _follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"))
 _FOLLOW_TENSOR = _follow(("tensor_parallel_axis",))
 _FOLLOW_SEQUENCE = _follow(("sequence_parallel_axis",))

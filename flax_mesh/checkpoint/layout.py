@@ -16,17 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import (
-    PyTree,
-    Shaped,
-    in_stack,
-    indexed_paths,
-    is_key,
-    layer_path,
-    named_leaves,
-    owner_of,
-    path_and_start,
-)
+from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owner_of, path_and_start
 
 Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
@@ -67,7 +57,7 @@ class ShardedArray:
         self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
-def paths_on_disk(state: PyTree, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
+def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
     """(path, leaf) of every leaf, and `_stacked_paths`. ConfigError if two leaves have the same name on disk.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]

@@ -140,10 +140,10 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
                 return _on_chunks(eqn, values)
         return evaluate(eqn, values)
 
-    return run(program, args, outputs_of)
+    return evaluate_with(program, args, outputs_of)
 
 
-def run(program: Program, args: Sequence[Any], outputs_of: Callable[[Eqn, list[Any]], list[Any]]) -> list[Any]:
+def evaluate_with(program: Program, args: Sequence[Any], outputs_of: Callable[..., list[Any]]) -> list[Any]:
     """Evaluate `program` with `outputs_of(eqn, values)` in the place of every equation."""
     env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
     for eqn in program.eqns:

@@ -30,9 +30,9 @@ from flax_mesh.mpmd.split.jaxpr import (
     Var,
     body,
     evaluate,
+    evaluate_with,
     inline,
     needed,
-    run,
     shape_of,
     trace,
     variables,
@@ -50,7 +50,7 @@ def split_scans(program: Program, first: Sequence[Any]) -> Program:
         split = eqn.outvars and eqn.outvars[0] in splits
         return _two_scans(eqn, values, [v in early for v in eqn.outvars]) if split else evaluate(eqn, values)
 
-    return trace(lambda *args: run(program, args, outputs_of), *(shape_of(v.aval) for v in program.inputs))[0]
+    return trace(lambda *args: evaluate_with(program, args, outputs_of), *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:
