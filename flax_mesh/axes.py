@@ -23,10 +23,11 @@ class _Follow:
         return "<follows its mesh axis>"
 
 
-_FOLLOW_DATA: Any = _Follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"))
-_FOLLOW_TENSOR: Any = _Follow(("tensor_parallel_axis",))
-_FOLLOW_SEQUENCE: Any = _Follow(("sequence_parallel_axis",))
-_FOLLOW_EXPERT: Any = _Follow(("expert_parallel_axis",))
+_follow: Any = _Follow  # Any, because these are the defaults of fields of the type AxisName
+_FOLLOW_DATA = _follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"))
+_FOLLOW_TENSOR = _follow(("tensor_parallel_axis",))
+_FOLLOW_SEQUENCE = _follow(("sequence_parallel_axis",))
+_FOLLOW_EXPERT = _follow(("expert_parallel_axis",))
 
 # Logical axis -> field; `layers` (the leading dim of a scanned stack) is never sharded.
 LOGICAL_AXES = {
@@ -230,7 +231,7 @@ def as_entry(axes: Iterable[AxisName]) -> AxisName:
     return flat[0] if len(flat) == 1 else flat or None
 
 
-def _axis_name(field: str, value: Any) -> AxisName:
+def _axis_name(field: str, value: object) -> AxisName:
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
@@ -251,7 +252,7 @@ class LargestDim:
         return f"largest dim over {'+'.join(self.mesh_axes)}"
 
 
-def dims_text(dims: Any) -> str:
+def dims_text(dims: LargestDim | Iterable[AxisName] | None) -> str:
     """The entries of a spec or a rule as text, with `-` for None; an empty PartitionSpec prints as `P()`."""
     if isinstance(dims, LargestDim):
         return str(dims)

@@ -23,7 +23,7 @@ from flax_mesh.text import first_line
 GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
 LARGEST = 1e30  # of any figure, far below the limits of a float
-MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
+_MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
 
@@ -336,11 +336,11 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _is_positive(value: Any) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < LARGEST
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
@@ -374,7 +374,7 @@ _NEEDED = [  # the fields of Chip without a default
 ]
 
 
-def _problem(key: str, value: Any) -> str:
+def _problem(key: str, value: object) -> str:
     """What is wrong with the value of a field, "" if nothing is."""
     is_right, text = _RULES.get(key, _NUMBER)
     return "" if is_right(value) else f"must be {text}, got {str(value)[:80]!r}"
@@ -387,8 +387,8 @@ def _problems_together(chip: Chip) -> list[str]:
         found.append("peak_flops must contain bfloat16")
     if (chip.platform == "tpu") != bool(chip.pod):
         found.append(f"pod, the sides of the largest torus, must be set for tpu only; platform is {chip.platform}")
-    if math.prod(chip.pod) > MOST_CHIPS:
-        found.append(f"pod must have at most {MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
+    if math.prod(chip.pod) > _MOST_CHIPS:
+        found.append(f"pod must have at most {_MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
     if chip.wrap and not chip.pod:
         found.append(f"wrap={chip.wrap} requires pod")
     return found

@@ -355,7 +355,7 @@ def propagated_module(ir: Any, manager: Any, lowered: Any, prepare: Callable[[An
 
 ATTENTION = "flax_mesh.attention"  # the target of calls that stand for attention kernels
 KERNEL = "flax_mesh.kernel"  # of calls that stand for Pallas kernels, which state their FLOPs
-SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # kernel of splash attention -> its matrix products
+_SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # kernel of splash attention -> its matrix products
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 CHECKS = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
 _kernels_lock = threading.RLock()
@@ -441,11 +441,11 @@ def lower_without_devices(
         return lower
 
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if (flops := splash_flops(ctx.avals_in, params)) is None:
+        if (flops := _splash_flops(ctx.avals_in, params)) is None:
             return lower_pallas(ctx, *operands, **params)
         types = [ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in ctx.avals_out]
         # Queries, keys and values first: the dtype of the first operand is that of the products.
-        kept = [x for x, aval in zip(operands, ctx.avals_in, strict=True) if is_floating(aval.dtype)]
+        kept = [x for x, aval in zip(operands, ctx.avals_in, strict=True) if _is_floating(aval.dtype)]
         config = f"flops: {flops}"
         return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
 
@@ -459,25 +459,25 @@ def lower_without_devices(
         needing_devices |= removed
 
 
-def is_floating(dtype: Any) -> bool:
+def _is_floating(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.numpy.floating)
 
 
-def splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None:
+def _splash_flops(inputs: Sequence[Any], params: Mapping[str, Any]) -> int | None:
     """FLOPs of a call of splash attention; None for other Pallas kernels. `inputs` have shapes.
 
     The grid counts pairs of blocks of queries and of keys. It is narrower than the sequence for a window; else it has
     all pairs, of which causal attention computes half.
     """
     kind = str(params["name"] or "").split("_")
-    if kind[0] != "splash" or len(kind) < 3 or kind[2] not in SPLASH:
+    if kind[0] != "splash" or len(kind) < 3 or kind[2] not in _SPLASH:
         return None
     mapping = params["grid_mapping"]
     rows, columns = (each.block_shape[-2].block_size for each in mapping.block_mappings[:2])
-    query, key, *_ = (x for x in inputs if is_floating(x.dtype))
+    query, key, *_ = (x for x in inputs if _is_floating(x.dtype))
     length, block = (query.shape[-2], rows) if kind[2] == "dkv" else (key.shape[-2], columns)
     pairs = math.prod(mapping.grid) / (2 if mapping.grid[-1] * block == length else 1)
-    return round(SPLASH[kind[2]] * 2 * pairs * rows * columns * query.shape[-1])
+    return round(_SPLASH[kind[2]] * 2 * pairs * rows * columns * query.shape[-1])
 
 
 def _attention_rule(inputs: Any, outputs: Any, swapped: bool) -> str:

@@ -8,12 +8,13 @@ structure in both modes, and Variables may be shared.
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
+import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.tree import check_arrays, path_of
+from flax_mesh.tree import PyTree, check_arrays, path_of
 
 
 @contextlib.contextmanager
@@ -40,7 +41,7 @@ def user_modes() -> Iterator[None]:
         ) from error
 
 
-def check_variables(made: Any) -> None:
+def check_variables(made: object) -> None:
     """Raises a ShardingError for Variables of modules that were created with `hijax=True` or `ref=True`."""
     nodes = ((path_of(path), node) for path, node in nnx.iter_graph(made, graph=True))
     variables = [(path, node) for path, node in nodes if isinstance(node, nnx.Variable)]
@@ -48,14 +49,14 @@ def check_variables(made: Any) -> None:
     check_arrays(hijax or [(path, node.get_raw_value()) for path, node in variables])
 
 
-def set_eval_mode(model: Any) -> None:
+def set_eval_mode(model: PyTree) -> None:
     """Calls `model.eval()`, or for an nnx.Pytree, which has no such method, that of the modules in it."""
     with nnx.set_graph_mode(True):
         for module in [model] if isinstance(model, nnx.Module) else [x for _, x in nnx.iter_modules(model, graph=True)]:
             module.eval()
 
 
-def optimizer_of(model: Any, transformation: Any, wrt: Any) -> nnx.Optimizer:
+def optimizer_of(model: nnx.Pytree, transformation: optax.GradientTransformation, wrt: Filter) -> nnx.Optimizer:
     """An nnx.Optimizer of a model that may share Variables, in any mode."""
     with nnx.set_graph_mode(True):
         return nnx.Optimizer(model, transformation, wrt=wrt)

@@ -9,13 +9,12 @@ A stack, made by nnx.vmap or nnx.scan, has one array per parameter for all of it
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from flax import nnx
 
-from flax_mesh.tree import named_leaves, path_and_start, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_and_start, path_of
 
-EMPTY: Mapping[str, int] = {}
+_EMPTY: Mapping[str, int] = {}
 # Number of dims of the variables of Flax's layers. One dim more is the layer dim of nnx.vmap or nnx.scan.
 DIMS: dict[type[nnx.Module], dict[str, int]] = {
     nnx.Linear: {"kernel": 2, "bias": 1},
@@ -33,14 +32,14 @@ def ranks_of(module: nnx.Module) -> dict[str, int]:
     return DIMS.get(type(module), {})
 
 
-def ranks_in(model: Any) -> dict[str, int]:
+def ranks_in(model: PyTree) -> dict[str, int]:
     """Path of every variable of a Flax layer in the model, with its number of dims outside of a stack."""
     modules = nnx.iter_modules(model, graph=True)
     return {path_of((*at, name)): dims for at, part in modules for name, dims in ranks_of(part).items()}
 
 
 def without_single_layers(
-    layers: Sequence[str], leaves: Sequence[tuple[str, Any]], ranks: Mapping[str, int] = EMPTY
+    layers: Sequence[str], leaves: Sequence[tuple[str, object]], ranks: Mapping[str, int] = _EMPTY
 ) -> tuple[str, ...]:
     """The paths of `layers` except those of modules that are one layer: neither a list nor a scanned stack.
 
@@ -52,14 +51,14 @@ def without_single_layers(
     return tuple(path for path in layers if not _is_single(path, leaves, ranks))
 
 
-def module_at(model: Any, path: str) -> Any:
+def module_at(model: PyTree, path: str) -> PyTree:
     """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
     for part in path.split("/"):
         model = model[int(part)] if part.isdigit() else getattr(model, part)
     return model
 
 
-def is_single_layer(module: Any) -> bool:
+def is_single_layer(module: object) -> bool:
     """Whether a module is one layer: neither a list nor a scanned stack."""
     if not isinstance(module, nnx.Pytree):
         return False
@@ -68,7 +67,7 @@ def is_single_layer(module: Any) -> bool:
     )
 
 
-def _is_single(top: str, leaves: Iterable[tuple[str, Any]], ranks: Mapping[str, int]) -> bool:
+def _is_single(top: str, leaves: Iterable[tuple[str, object]], ranks: Mapping[str, int]) -> bool:
     start = len(top) + 1
     shapes = {path[start:]: getattr(leaf, "shape", ()) for path, leaf in leaves if path.startswith(f"{top}/")}
     return _has_no_layer_dim(shapes, {path: ranks[f"{top}/{path}"] for path in shapes if f"{top}/{path}" in ranks})

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.variablelib import HijaxVariable
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
@@ -12,8 +13,27 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import path_lines
 
+# Any tree of JAX: dicts, lists, modules and states, or a single leaf. JAX has no type for it.
+PyTree: TypeAlias = Any
+
+
+class Shaped(Protocol):
+    """An array, a ShapeDtypeStruct, or another record of a shape and a dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+def is_key(x: Shaped) -> bool:
+    """Whether `x` is an array of random keys."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 # A stack is below a list of layers, so its path has at least two names.
-PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
+_PART_OF_STACK = re.compile(r"(.+/.+)/from (0|[1-9][0-9]*)", re.DOTALL)
 
 
 def path_of(key_path: Sequence[Any]) -> str:
@@ -26,7 +46,7 @@ def path_of(key_path: Sequence[Any]) -> str:
     return _join(key_path)
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. NNX Variables add no component to the path."""
     found: list[tuple[str, Any]] = []
     root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
@@ -39,7 +59,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def check_arrays(named: Iterable[tuple[str, Any]]) -> None:
+def check_arrays(named: Iterable[tuple[str, object]]) -> None:
     """Raises a ShardingError for leaves that are hijax Variables or Refs in the place of arrays."""
     wrong = [(path, "hijax" if _is_hijax(x) else "ref") for path, x in named if _is_hijax(x) or isinstance(x, jax.Ref)]
     if wrong:
@@ -52,22 +72,22 @@ def check_arrays(named: Iterable[tuple[str, Any]]) -> None:
         )
 
 
-def _is_hijax(x: Any) -> bool:
+def _is_hijax(x: object) -> bool:
     return isinstance(x, nnx.Variable) and not issubclass(type(x), nnx.Variable)
 
 
-def map_named(fn: Callable[[str, Any], Any], tree: Any) -> Any:
+def map_named(fn: Callable[[str, Any], object], tree: PyTree) -> PyTree:
     """A tree of the same structure with leaves `fn(path, leaf)`."""
     return jax.tree.unflatten(jax.tree.structure(tree), [fn(path, leaf) for path, leaf in named_leaves(tree)])
 
 
-def indexed_paths(tree: Any) -> list[str]:
+def indexed_paths(tree: PyTree) -> list[str]:
     """Paths of the leaves as Python indexes them, such as "['a']['b'][0]". Different leaves have different ones."""
     keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [jax.tree_util.keystr(key).removesuffix(".value") for key in keys]
 
 
-def nest(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     """A nested dict with string keys, from (path, leaf) pairs."""
     root: dict[str, Any] = {}
     for path, leaf in named:
@@ -100,7 +120,7 @@ def in_stack(path: str, layers: Iterable[str]) -> str | None:
 
 def path_and_start(path: str) -> tuple[str, int]:
     """("layers/q", 2) for "layers/q/from 2", which is the part of a scanned stack from layer 2 on; else (path, 0)."""
-    part = PART_OF_STACK.fullmatch(path)
+    part = _PART_OF_STACK.fullmatch(path)
     return (part[1], int(part[2])) if part else (path, 0)
 
 
@@ -109,11 +129,11 @@ def layer_path(path: str, stack: str, index: int) -> str:
     return f"{stack}/{index}/{path[len(stack) + 1 :]}"
 
 
-Children = Callable[[Any], Iterable[tuple[Any, Any]]]  # (name, child) pairs of a node
+_Children = Callable[[Any], Iterable[tuple[object, PyTree]]]  # (name, child) pairs of a node
 
 
 def _walk(
-    prefix: str, pairs: Iterable[tuple[Any, Any]], children: dict[type, Children], found: list[tuple[str, Any]]
+    prefix: str, pairs: Iterable[tuple[object, PyTree]], children: dict[type, _Children], found: list[tuple[str, Any]]
 ) -> None:
     """Appends the leaves at and below `pairs`. `jax.tree_util.tree_flatten_with_path` takes five times as long."""
     for name, node in pairs:
@@ -130,17 +150,17 @@ def _walk(
             _walk(path + "/", children[kind](node), children, found)
 
 
-def _one_level(node: Any) -> list[tuple[str, Any]]:
+def _one_level(node: PyTree) -> list[tuple[str, PyTree]]:
     """Children of any node type that is registered with JAX."""
     pairs = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)[0]
     return [(_join(keys), child) for keys, child in pairs]
 
 
-def _none(leaf: Any) -> list[tuple[str, Any]]:
+def _none(leaf: object) -> list[tuple[str, PyTree]]:
     return []
 
 
-def _join(keys: Sequence[Any]) -> str:
+def _join(keys: Sequence[object]) -> str:
     return "/".join([str(getattr(key, _NAME_OF[type(key)]) if type(key) in _NAME_OF else key) for key in keys])
 
 
@@ -148,7 +168,7 @@ def _join(keys: Sequence[Any]) -> str:
 _NAME_OF: dict[type, str] = {DictKey: "key", FlattenedIndexKey: "key", GetAttrKey: "name", SequenceKey: "idx"}
 
 # Children, in JAX's order, of the node types that are common in large trees; others take the slower `_one_level`.
-_CHILDREN: dict[type, Children] = {
+_CHILDREN: dict[type, _Children] = {
     dict: lambda node: [(key, node[key]) for key in sorted(node)],
     list: enumerate,
     tuple: enumerate,

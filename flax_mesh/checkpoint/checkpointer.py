@@ -19,7 +19,7 @@ import jax
 
 from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage
 from flax_mesh.checkpoint.find import STEP, check_path, entries, find_leftovers, is_step, newest_valid, step_number
-from flax_mesh.checkpoint.layout import check_same, disk_target, from_disk, paths_on_disk, to_disk
+from flax_mesh.checkpoint.layout import Reader, Target, check_same, disk_target, from_disk, paths_on_disk, to_disk
 from flax_mesh.checkpoint.read import read_metadata
 from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, metric_of
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
@@ -27,15 +27,15 @@ from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
 from flax_mesh.stacks import without_single_layers
-from flax_mesh.step.state import TrainState
+from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.text import at_most, count_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
 # The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
 # "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
-UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
+_UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -101,7 +101,7 @@ class Checkpointer:
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._storage: Any = None  # for writing; created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
-        self._checked: Any = None  # the definition of the last TrainState that was saved
+        self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
         self._inode: int | None = None  # of the folder, as found or created by the first save
         self._saving: int | None = None  # the step being saved
         self._phases: Any = None  # of the last save
@@ -158,7 +158,7 @@ class Checkpointer:
         """
         return find_damage(self._step(step))
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
+    def save(self, step: int, state: PyTree, metadata: Mapping[str, object] | None = None) -> None:
         """Save `state` as the checkpoint of `step`, in the background unless `host_bytes` is set.
 
         When this returns, the arrays of `state` may be donated.
@@ -238,7 +238,7 @@ class Checkpointer:
 
         return stored_arrays(self._step(step))
 
-    def check(self, abstract: Any, step: int, *, include: str = "", cast: bool = False) -> dict[str, Any]:
+    def check(self, abstract: PyTree, step: int, *, include: str = "", cast: bool = False) -> Target:
         """Raise the ConfigError that `restore` would raise for another model, without reading an array.
 
         Returns shape, dtype and sharding of every array to restore, by path on disk.
@@ -317,7 +317,7 @@ class Checkpointer:
             raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
         return step
 
-    def _reader(self, step: int, target: Mapping[str, Any]) -> Any:
+    def _reader(self, step: int, target: Target) -> Reader:
         from flax_mesh.checkpoint.orbax import read_arrays
 
         return lambda paths: read_arrays(self._step(step), {path: target[path] for path in paths}) if paths else {}
@@ -412,7 +412,7 @@ class Checkpointer:
         metrics = {
             step: value for step, one in found.items() if (value := metric_of(one, self.best_metric)) is not None
         }
-        unknown = {step for step, one in found.items() if one.get(UNREADABLE)}  # one of them may be the best
+        unknown = {step for step, one in found.items() if one.get(_UNREADABLE)}  # one of them may be the best
         finite = self.newest_finite_step()
         return self.keep.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
 
@@ -421,7 +421,7 @@ class Checkpointer:
         try:
             return self.metadata(step)
         except UnreadableError:
-            return {"finite": False, UNREADABLE: True}
+            return {"finite": False, _UNREADABLE: True}
         except ConfigError:  # damaged, or deleted meanwhile
             return {"finite": False}
 
@@ -437,9 +437,7 @@ class Checkpointer:
         self._deleting.start()
 
 
-def arrays_on_disk(
-    state: Any, layers: Sequence[str] | None = None, stored: Collection[str] | None = None
-) -> dict[str, Any]:
+def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: Collection[str] | None = None) -> Target:
     """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
 
     With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
@@ -449,11 +447,11 @@ def arrays_on_disk(
 
 def _read_scaled(
     scaled: Mapping[str, tuple[str, float]],
-    stored: Mapping[str, Any],
-    target: Mapping[str, Any],
-    reader: Callable[[Mapping[str, Any]], Any],
+    stored: Mapping[str, Shaped],
+    target: Target,
+    reader: Callable[[Target], Reader],
     paths: Sequence[str],
-) -> dict[str, Any]:
+) -> dict[str, jax.Array]:
     """The arrays at `paths`. Products are computed in the dtype of the array that is stored."""
     others = [path for path in paths if path not in scaled]
     found = dict(reader(target)(others))
@@ -476,11 +474,11 @@ def _checked(step: Any) -> int:
     raise ConfigError(f"a step must be an integer of at least 0, got {step!r}")
 
 
-def _tree(state: Any) -> Any:
+def _tree(state: PyTree) -> PyTree:
     return state.to_nnx() if isinstance(state, TrainState) else state
 
 
-def _layers_of(state: Any, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
+def _layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
     """`layers`, or by default those of the rule table of a TrainState's model, without the names of single layers.
 
     A checkpoint shows by the paths that it has `stored` what was saved layer by layer: in a tree without modules a

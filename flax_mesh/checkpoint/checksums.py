@@ -18,10 +18,10 @@ from flax_mesh.errors import StepDeletedError, UnreadableError
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
-READ = 2**19  # bytes read at a time: they stay in the cache of a core while they are hashed
+_READ = 2**19  # bytes read at a time: they stay in the cache of a core while they are hashed
 NUMBER = "step"  # the file with the number of the step, as text
 RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run contains the number
-FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
+_FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 ABSENT = (
@@ -30,7 +30,7 @@ ABSENT = (
     IsADirectoryError,
 )  # no other OSError means it
 # Raised by Orbax and tensorstore for files that they cannot read.
-READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
+_READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore
 
 
@@ -43,7 +43,7 @@ def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
 
 def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
     """Write checksums.json for all files below `folder`; takes over those in `parts`, and removes `parts`."""
-    known: dict[str, FileSums] = {}
+    known: dict[str, _FileSums] = {}
     for part in parts:
         known |= _decode(part.read_bytes())[1]
         part.unlink()
@@ -77,7 +77,7 @@ def reading(step: Path) -> Iterator[None]:
         yield
     except (StepDeletedError, UnreadableError):
         raise
-    except READ_ERRORS as error:
+    except _READ_ERRORS as error:
         if _is_gone(step):
             raise StepDeletedError(
                 f"{step} was deleted or renamed while it was read: a run retains only some of its checkpoints "
@@ -189,7 +189,7 @@ def _marker_problems(folder: Path) -> list[str]:
     return []
 
 
-def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
@@ -205,7 +205,7 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, FileSums]:
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
 
 
-def _encode(block: int, files: Mapping[str, Any]) -> bytes:
+def _encode(block: int, files: Mapping[str, object]) -> bytes:
     import xxhash  # imported here: training without checkpoints does not need it
 
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
@@ -213,7 +213,7 @@ def _encode(block: int, files: Mapping[str, Any]) -> bytes:
     return f'{{"block":{block},"xxh3_64":{own},"files":{text}}}'.encode()
 
 
-def _decode(data: bytes) -> tuple[int, dict[str, FileSums]]:
+def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
     """Bytes per block, and path -> (bytes, checksums); ValueError if they are not as written."""
     try:
         content = json.loads(data)
@@ -253,11 +253,11 @@ def _checksum(path: Path, start: int, size: int) -> int | OSError:
     import xxhash
 
     value, left = xxhash.xxh3_64(), size
-    buffer = memoryview(bytearray(READ))
+    buffer = memoryview(bytearray(_READ))
     try:
         with path.open("rb", buffering=0) as file:
             file.seek(start)
-            while left and (count := file.readinto(buffer[: min(left, READ)])):
+            while left and (count := file.readinto(buffer[: min(left, _READ)])):
                 value.update(buffer[:count])
                 left -= count
     except OSError as error:

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.checkpoint.read import Array, mesh_of
+from flax_mesh.checkpoint.read import Array, Record, mesh_of
 from flax_mesh.text import array_text, mesh_text
 
-READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
+_READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
 SECTIONS = ("settings", "mesh", "axes", "rules", "data", "versions", "tree", "layout")
 
@@ -26,9 +26,7 @@ class Difference(NamedTuple):
     b: str | None
 
 
-def differences(
-    a: Mapping[str, Any], b: Mapping[str, Any], a_tree: Mapping[str, Array], b_tree: Mapping[str, Array]
-) -> list[Difference]:
+def differences(a: Record, b: Record, a_tree: Mapping[str, Array], b_tree: Mapping[str, Array]) -> list[Difference]:
     """All differences of two records (`read_record`) and trees (`read_tree`), in the order of SECTIONS.
 
     A section that is empty in one record is not compared: a recipe has neither data nor versions.
@@ -44,12 +42,12 @@ def differences(
     return found + _mapping_differences("layout", *({path: one[path] for path in shared} for one in split))
 
 
-def in_both(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def in_both(section: str, a: Record, b: Record) -> bool:
     """Whether both records have a section; trees always do."""
     return section == "tree" or bool(_section(section, a) and _section(section, b))
 
 
-def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def in_one(section: str, a: Record, b: Record) -> bool:
     """Whether one record has a section that the other lacks."""
     return section != "tree" and bool(_section(section, a)) != bool(_section(section, b))
 
@@ -57,7 +55,7 @@ def in_one(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, float]:
     """Largest absolute difference of each array that differs between two steps, by path; NaN if one is NaN.
 
-    Arrays are compared bitwise, and read a few at a time: at most READ_BYTES of each step, or one array.
+    Arrays are compared bitwise, and read a few at a time: at most _READ_BYTES of each step, or one array.
     """
     found: dict[str, float] = {}
     for batch in batches(arrays):
@@ -78,10 +76,10 @@ def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
 
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """Arrays in batches of at most READ_BYTES, or of one array."""
+    """Arrays in batches of at most _READ_BYTES, or of one array."""
     batch: list[Array] = []
     for array in arrays:
-        if batch and sum(one.nbytes for one in batch) + array.nbytes > READ_BYTES:
+        if batch and sum(one.nbytes for one in batch) + array.nbytes > _READ_BYTES:
             yield batch
             batch = []
         batch.append(array)
@@ -89,7 +87,7 @@ def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
         yield batch
 
 
-def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
+def _section(name: str, record: Record) -> dict[str, str]:
     if name == "mesh":
         return {"mesh": mesh_text(mesh_of(record))} if record["mesh"] else {}
     if name == "rules":
@@ -101,7 +99,7 @@ def _section(name: str, record: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list | tuple):
         return "+".join(map(_text, value))
     return "none" if value is None else str(value)

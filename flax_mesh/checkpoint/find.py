@@ -13,8 +13,8 @@ from flax_mesh.text import at_most
 
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
-LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
-ATTEMPTS = 5  # to read a step before a run deletes it
+_LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
+_ATTEMPTS = 5  # to read a step before a run deletes it
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # a step contains at least one of them, however damaged it is
 
 
@@ -78,7 +78,7 @@ def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict
 
     Calls `steps` again if a run deletes a step while it is read, since the run has then saved a newer one.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(1, _ATTEMPTS + 1):
         damaged: dict[Path, list[str]] = {}
         try:
             for step in reversed(steps()):
@@ -87,14 +87,14 @@ def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict
                 damaged[step] = problems
             return None, damaged
         except StepDeletedError:
-            if attempt == ATTEMPTS:
+            if attempt == _ATTEMPTS:
                 raise
     raise AssertionError
 
 
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
-    return [entry for entry in entries(folder) if LEFTOVER.fullmatch(entry.name)]
+    return [entry for entry in entries(folder) if _LEFTOVER.fullmatch(entry.name)]
 
 
 def find_unfinished(folder: Path) -> list[Path]:

@@ -12,27 +12,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import in_stack, indexed_paths, layer_path, named_leaves, owner_of, path_and_start
+from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owner_of, path_and_start
 
-BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
+Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
+Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
+_BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
 
 @dataclass(frozen=True)
-class ArrayShard:
+class _ArrayShard:
     """One shard of an array, read lazily; `index` and `replica_id` as in `jax.Shard`."""
 
     index: tuple[slice, ...]
     replica_id: int
-    device: Any
-    read: Callable[[], Any]
-    _last: list[Any] = field(default_factory=list)  # weak reference to the last value read
+    device: object
+    read: Callable[[], Shaped]
+    _last: list[weakref.ref[jax.Array]] = field(default_factory=list)  # weak reference to the last value read
 
     @property
-    def data(self) -> Any:
+    def data(self) -> Shaped:
         found = self._last[0]() if self._last else None
         if found is None:  # Orbax reads once for the shape and once for the data
             found = self.read()
@@ -46,23 +48,23 @@ class ShardedArray:
     A layer of a stack is never materialized as an array over its devices: its shards are slices of the stack's shards.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Any, shards: Sequence[ArrayShard]):
+    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, shards: Sequence[_ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
         # Orbax asks every process for the shape of a shard, even one that writes none.
         shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
-        self.addressable_shards = list(shards) or [ArrayShard((), sys.maxsize, None, lambda: shard)]
+        self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
 def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
-    """(path, leaf) of every leaf, and `stacked_paths`. ConfigError if two leaves have the same name on disk.
+    """(path, leaf) of every leaf, and `_stacked_paths`. ConfigError if two leaves have the same name on disk.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
     would be one array, and a leaf ["a"] cannot contain another one.
     """
     named = named_leaves(state)
-    stacks = stacked_paths(named, layers)
+    stacks = _stacked_paths(named, layers)
     owners: dict[str, list[int]] = {}  # name on disk -> indices of leaves
     paths: dict[str, list[int]] = {}
     for i, (path, leaf) in enumerate(named):
@@ -70,7 +72,8 @@ def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, An
             owners.setdefault(part.replace("/", "."), []).append(i)
             paths.setdefault(part, []).append(i)
     shared = [found for found in owners.values() if len(found) > 1]
-    shared += [paths[top] + paths[path] for path in paths for top in _above(path) if top in paths]
+    folders = ((path, path[: match.start()]) for path in paths for match in re.finditer("/", path))
+    shared += [paths[folder] + paths[path] for path, folder in folders if folder in paths]
     if shared:
         keys = indexed_paths(state)
         raise ConfigError(
@@ -108,13 +111,13 @@ def to_disk(
             yield path, leaf
 
 
-def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> dict[str, Any]:
+def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> Target:
     """Shape, dtype and sharding to restore into, by path on disk, for (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
         if 0 in leaf.shape:
             continue
-        leaf = as_key_data(leaf)
+        leaf = _as_key_data(leaf)
         shape, sharding = leaf.shape, getattr(leaf, "sharding", None)
         if path in stacks:
             shape, sharding = shape[1:], _layer_sharding(leaf)
@@ -122,28 +125,26 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     return target
 
 
-def from_disk(
-    read: Callable[[list[str]], Mapping[str, Any]], named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]
-) -> list[Any]:
+def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> list[jax.Array]:
     """The arrays for (path, abstract leaf) pairs; `read` returns the arrays at some paths on disk.
 
     Stacks are assembled a few at a time, so that the devices never hold a second copy of all of them. An array that is
     placed only on devices of other processes is not read: here it is an array without shards.
     """
-    elsewhere = {path: as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
-    arrays = {path: _empty(as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
+    elsewhere = {path: _as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
+    arrays = {path: _empty(_as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
     for path, leaf in elsewhere.items():
         arrays[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
-    stacked = {path: as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
+    stacked = {path: _as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
     arrays |= dict(read([path for path, _ in named if path not in stacks and path not in arrays]))
     for paths in _batches(stacked):
         found = read([layer for path in paths for layer in stacks[path]])
         split = [[found[layer] for layer in stacks[path]] for path in paths]
         arrays |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
-    return [as_key(arrays[path], leaf) for path, leaf in named]
+    return [_as_key(arrays[path], leaf) for path, leaf in named]
 
 
-def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
+def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
     """Paths on disk of every leaf of a scanned stack, one per layer; optimizer leaves follow their parameter."""
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
     bases = [path_and_start(path) for path, _ in named]
@@ -158,13 +159,8 @@ def stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> di
     return found
 
 
-def _above(path: str) -> Iterator[str]:
-    """The folders that contain `path`: "a" and "a/b" for "a/b/c"."""
-    return (path[: match.start()] for match in re.finditer("/", path))
-
-
 def check_same(
-    target: Mapping[str, Any], stored: Mapping[str, Any], what: str, *, cast: bool = False, repair: str = ""
+    target: Mapping[str, Shaped], stored: Mapping[str, Shaped], what: str, *, cast: bool = False, repair: str = ""
 ) -> None:
     """Raise one ConfigError that lists every path on which two trees differ; with `cast` float dtypes may differ."""
     problems = [f"{path}: only in the model, {array_text(target[path])}" for path in target.keys() - stored.keys()]
@@ -179,17 +175,13 @@ def check_same(
         raise ConfigError(path_lines(sorted(problems)), head=head, repair=repair)
 
 
-def fits(stored: Any, target: Any, *, cast: bool) -> bool:
+def fits(stored: Shaped, target: Shaped, *, cast: bool) -> bool:
     """Whether `stored` can be restored as `target`: equal shapes, and equal dtypes or (`cast`) two float dtypes."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (stored, target))
     return tuple(stored.shape) == tuple(target.shape) and (stored.dtype == target.dtype or (cast and floats))
 
 
-def is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def as_key_data(abstract: Any) -> Any:
+def _as_key_data(abstract: Any) -> jax.ShapeDtypeStruct:
     """Random keys are stored as their data: uint32, with one more dim."""
     if not is_key(abstract):
         return abstract
@@ -198,7 +190,7 @@ def as_key_data(abstract: Any) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
 
 
-def as_key(data: Any, abstract: Any) -> Any:
+def _as_key(data: jax.Array, abstract: Any) -> jax.Array:
     """`data` wrapped as random keys if `abstract` is a key array, else unchanged."""
     if not is_key(abstract):
         return data
@@ -208,12 +200,12 @@ def as_key(data: Any, abstract: Any) -> Any:
     return keys if _is_elsewhere(abstract) else jax.device_put(keys, abstract.sharding)
 
 
-def _is_elsewhere(abstract: Any) -> bool:
+def _is_elsewhere(abstract: object) -> bool:
     sharding = getattr(abstract, "sharding", None)
     return sharding is not None and not sharding.addressable_devices
 
 
-def _empty(abstract: Any) -> Any:
+def _empty(abstract: Shaped) -> jax.Array:
     """An array of size zero; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:
@@ -222,16 +214,16 @@ def _empty(abstract: Any) -> Any:
     return jax.make_array_from_callback(abstract.shape, sharding, lambda _: shard, dtype=abstract.dtype)
 
 
-def _written_shards(leaf: Any) -> list[Any]:
+def _written_shards(leaf: jax.Array) -> list[Any]:
     """The shards that this process writes: one replica of each."""
     return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
 
 
-def _shard(shard: Any) -> ArrayShard:
-    return ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
+def _shard(shard: Any) -> _ArrayShard:
+    return _ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
 
 
-def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
+def _layers(stack: jax.Array, on_host: bool) -> Iterator[ShardedArray]:
     sharding = _layer_sharding(stack)
     shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
     for i in range(stack.shape[0]):
@@ -240,11 +232,11 @@ def _layers(stack: Any, on_host: bool) -> Iterator[ShardedArray]:
             start, stop, _ = shard.index[0].indices(stack.shape[0])
             if start <= i < stop:
                 read = functools.partial(_cut, data, i - start)
-                layer.append(ArrayShard(shard.index[1:], 0, shard.device, read))
+                layer.append(_ArrayShard(shard.index[1:], 0, shard.device, read))
         yield ShardedArray(stack.shape[1:], stack.dtype, sharding, layer)
 
 
-def _cut(data: Any, i: int) -> Any:
+def _cut(data: jax.Array | np.ndarray, i: int) -> jax.Array:
     """Layer `i` of one shard of a stack, on the host if the shard is on the host."""
     return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
 
@@ -257,7 +249,7 @@ def _host() -> Any:
         return None
 
 
-def _layer_sharding(stack: Any) -> Any:
+def _layer_sharding(stack: object) -> Any:
     sharding = getattr(stack, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -266,7 +258,7 @@ def _layer_sharding(stack: Any) -> Any:
 
 def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
     """Paths in batches of limited bytes, each on one mesh: a program cannot run on several pipeline groups."""
-    groups: dict[Any, list[str]] = {}
+    groups: dict[object, list[str]] = {}
     for path, leaf in stacks.items():
         groups.setdefault(getattr(leaf.sharding, "mesh", None), []).append(path)
     for paths in groups.values():
@@ -274,7 +266,7 @@ def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
         for path in paths:
             leaf = stacks[path]
             shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            if batch and size + shard > BATCH_BYTES:
+            if batch and size + shard > _BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
             batch, size = [*batch, path], size + shard
@@ -282,5 +274,5 @@ def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled_stack(shardings: tuple[Any, ...]) -> Any:
+def _compiled_stack(shardings: tuple[Sharding, ...]) -> Callable[[list[list[jax.Array]]], list[jax.Array]]:
     return jax.jit(lambda split: [jnp.stack(x) for x in split], out_shardings=list(shardings))

@@ -6,7 +6,7 @@ propagate failures: if one process cannot write, the others would wait in a barr
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,16 @@ import jax
 import orbax.checkpoint as ocp
 
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
-from flax_mesh.checkpoint.layout import ShardedArray
+from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.tree import named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
-STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
+_STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
 # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
-STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
+_STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
 
 
 class _Step(ocp.CompositeCheckpointHandler):
@@ -103,7 +103,7 @@ class Storage:
             async_options=in_background,
         )
 
-    def save(self, step: Path, arrays: Any, metadata: dict[str, Any]) -> None:
+    def save(self, step: Path, arrays: Iterable[tuple[str, object]], metadata: dict[str, object]) -> None:
         """Start writing; returns once the arrays in memory may change."""
         args = {STATE: _StateArgs(nest(arrays)), METADATA: ocp.args.JsonSave(metadata)}
         self._orbax.save(step, args=_StepArgs(**args))
@@ -116,8 +116,8 @@ class Storage:
 
     def abandon(self) -> None:
         """`close` after a failed save. Its error was reported already, and Orbax raises another one for every file."""
-        for _ in range(STEP_FILES):
-            with contextlib.suppress(*STORAGE_ERRORS):
+        for _ in range(_STEP_FILES):
+            with contextlib.suppress(*_STORAGE_ERRORS):
                 return self._orbax.close()
 
 
@@ -137,7 +137,7 @@ def _is_index(name: str) -> bool:
     return name.startswith(f"{STATE}/") and not name.startswith(f"{STATE}/ocdbt.process_")
 
 
-def read_arrays(step: Path, target: dict[str, Any]) -> dict[str, Any]:
+def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
     """The arrays at the paths of `target`, with its shardings and dtypes."""
     item = nest(target.items())
     args = ocp.args.PyTreeRestore(

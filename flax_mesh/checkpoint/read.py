@@ -7,7 +7,6 @@ used as a path. `plain` makes text safe to print.
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -18,11 +17,11 @@ import numpy as np
 
 from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage, find_other_step, reading
 from flax_mesh.checkpoint.find import STEP, step_number
-from flax_mesh.checkpoint.retention import has_finite_numbers
+from flax_mesh.checkpoint.retention import MOST, has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.text import one_line
 
-MOST = sys.float_info.max
+Record = Mapping[str, Any]  # the metadata of a step, all sections included
 INVALID = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)  # raised for invalid metadata
 
 
@@ -51,7 +50,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     refused to read, none if nothing.
     """
     set_aside, unreadable = not STEP.fullmatch(step.name), []
-    record, problems = sections_of({}), None
+    record, problems = _sections_of({}), None
     count, size = folder_size(step)
     try:
         problems = find_damage(step) if verify else None if set_aside else find_other_step(step) or None
@@ -66,7 +65,7 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
         "set_aside": set_aside,
         "bytes": size,
         "files": count,
-        "saved": saved_at(step),
+        "saved": _saved_at(step),
         "problems": problems,
         "unreadable": unreadable,
         "metrics": record["metrics"],
@@ -102,10 +101,10 @@ def read_record(step: Path) -> dict[str, Any]:
         if (step / RECORD).exists():
             raise
         found = {}
-    return sections_of(found)
+    return _sections_of(found)
 
 
-def sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
+def _sections_of(found: Record) -> dict[str, Any]:
     """`found` with all sections, empty where they are missing or invalid."""
     sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
     rules = found.get("rules")
@@ -114,7 +113,7 @@ def sections_of(found: Mapping[str, Any]) -> dict[str, Any]:
     return record | {"rules": pairs}
 
 
-def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
+def read_tree(step: Path, record: Record) -> dict[str, Array]:
     """Shapes and dtypes of a step by path; reads no array. CheckpointCorruptedError if the tree is unreadable."""
     from flax_mesh.checkpoint.orbax import stored_arrays
 
@@ -133,7 +132,7 @@ def read_tree(step: Path, record: Mapping[str, Any]) -> dict[str, Array]:
         ) from error
 
 
-def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
+def mesh_of(record: Record) -> dict[str, int]:
     """Axes of the mesh that are larger than 1."""
     mesh = record["mesh"]
     names, sizes = mesh.get("axis_names"), mesh.get("shape")
@@ -142,7 +141,7 @@ def mesh_of(record: Mapping[str, Any]) -> dict[str, int]:
     return {str(name): size for name, size in zip(names, sizes, strict=False) if isinstance(size, int) and size > 1}
 
 
-def saved_at(step: Path) -> str | None:
+def _saved_at(step: Path) -> str | None:
     """Time of the commit as ISO 8601 in UTC, None if unknown."""
     try:
         nanoseconds = json.loads((step / MARKERS[0]).read_bytes())["commit_timestamp_nsecs"]
@@ -166,12 +165,12 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     """Whether a value of JSON is a number that a float can represent."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > MOST
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> Any:
     """`value` as portable JSON: numbers that no float can represent become null."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}

@@ -4,10 +4,9 @@ import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 MOST = sys.float_info.max
-JUDGED = ("loss", "grad_norm", "eval_loss")
+_JUDGED = ("loss", "grad_norm", "eval_loss")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class RetentionPolicy:
         return stay | {step for step in order if self.every and step % self.every == 0}
 
 
-def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
+def metric_of(metadata: Mapping[str, object], name: str) -> float | None:
     """The number `name` in the "metrics" of a checkpoint, None if there is none."""
     metrics = metadata.get("metrics")
     value = metrics.get(name) if isinstance(metrics, Mapping) else None
@@ -52,7 +51,7 @@ def metric_of(metadata: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, float) or abs(value) <= MOST else None
 
 
-def has_finite_numbers(metadata: Mapping[str, Any]) -> bool:
+def has_finite_numbers(metadata: Mapping[str, object]) -> bool:
     """Whether a checkpoint contains finite numbers, according to its metadata: no array is read.
 
     The training loop saves this as "finite". Without it, the loss and the gradient norm in "metrics" decide.
@@ -60,5 +59,5 @@ def has_finite_numbers(metadata: Mapping[str, Any]) -> bool:
     flag, metrics = metadata.get("finite"), metadata.get("metrics")
     if isinstance(flag, bool):
         return flag
-    values = [metrics[name] for name in JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
+    values = [metrics[name] for name in _JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
     return all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in values)

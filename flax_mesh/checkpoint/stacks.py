@@ -3,7 +3,6 @@
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from posixpath import dirname
-from typing import Any
 
 from flax import nnx
 
@@ -11,12 +10,12 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.stacks import ranks_of
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import in_stack, named_leaves, path_and_start, path_of
+from flax_mesh.tree import PyTree, in_stack, named_leaves, path_and_start, path_of
 
 MODEL = "model/"
 
 
-def check_stacks_are_named(state: Any, layers: Sequence[str]) -> None:
+def check_stacks_are_named(state: PyTree, layers: Sequence[str]) -> None:
     """Raise one ConfigError that lists the arrays of all stacks that `layers` does not name.
 
     Finds only stacks that are certain: the chunks of a stack in a pipeline and, in a TrainState, whose modules are

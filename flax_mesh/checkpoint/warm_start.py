@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flax_mesh.checkpoint.layout import disk_target, fits, from_disk
+from flax_mesh.checkpoint.layout import Reader, Target, disk_target, fits, from_disk
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, path_lines
+from flax_mesh.tree import Shaped
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class RestoreReport:
 
 def restore_partial(
     named: Sequence[tuple[str, Any]],
-    stored: Mapping[str, Any],
-    reader: Callable[[Mapping[str, Any]], Callable[[list[str]], Mapping[str, Any]]],
+    stored: Mapping[str, Shaped],
+    reader: Callable[[Target], Reader],
     stacks: Mapping[str, list[str]],
     include: str,
     cast: bool,
@@ -61,7 +62,7 @@ def restore_partial(
     return [values.get(path, leaf) for path, leaf in named], RestoreReport(tuple(restored), unchanged, unused)
 
 
-def _mismatch(stored: Mapping[str, Any], path: str, target: Mapping[str, Any], cast: bool) -> str:
+def _mismatch(stored: Mapping[str, Shaped], path: str, target: Target, cast: bool) -> str:
     if path not in stored:
         return "not in the checkpoint"
     if not fits(stored[path], target[path], cast=cast):

@@ -23,11 +23,11 @@ from flax_mesh.mesh.shape import (
     split_between_hosts,
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
+from flax_mesh.mesh.torus.torus import DeviceLike
 
-AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-NUM_SLICES_VARIABLE = (
-    "MEGASCALE_NUM_SLICES"  # set by multislice TPU runs; the only environment variable that the library reads
-)
+_AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
+# Set by multislice TPU runs; the only environment variable that the library reads.
+_NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
@@ -39,8 +39,8 @@ def create_mesh(
     allow_split_physical_axes: bool = True,
     backend: str | None = None,
     use_jax: bool = False,
-    axis_types: AxisTypes = None,
-    devices: Sequence[Any] | None = None,
+    axis_types: _AxisTypes = None,
+    devices: Sequence[DeviceLike] | None = None,
     num_slices: int | None = None,
 ) -> Mesh:
     """Creates a mesh of the given shape.
@@ -115,8 +115,8 @@ def _cached_mesh(
     allow_split: bool,
     backend: str | None,
     use_jax: bool,
-    axis_types: AxisTypes,
-    source: int | tuple[Any, ...],
+    axis_types: _AxisTypes,
+    source: int | tuple[DeviceLike, ...],
     num_slices: int | None,
     environment: str | None,
 ) -> Mesh:
@@ -127,7 +127,10 @@ def _cached_mesh(
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
     if environment is not None:
-        num_slices, origin = _parse_environment(environment), NUM_SLICES_VARIABLE
+        origin = _NUM_SLICES_VARIABLE
+        if not environment.strip().isdecimal() or int(environment) < 1:
+            raise ValueError(f"{origin} must be a positive integer, got {environment!r}. Unset it for one slice.")
+        num_slices = int(environment)
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
     dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
@@ -141,7 +144,7 @@ def _cached_mesh(
     return Mesh(array, names, axis_types=types)
 
 
-def normalize_axis_types(axis_types: AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
+def normalize_axis_types(axis_types: _AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
     """One AxisType per axis; None means Auto. ValueError for an invalid string or count, TypeError for a wrong type."""
     if axis_types is None or isinstance(axis_types, str | AxisType):
         given = [axis_types or AxisType.Auto] * len(names)
@@ -204,7 +207,7 @@ def create_cpu_mesh(
 
 
 @contextmanager
-def force_cpu() -> Iterator[Any]:
+def force_cpu() -> Iterator[DeviceLike]:
     """Places new arrays and uncommitted computations on the first local CPU device, and yields that device."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
@@ -236,22 +239,16 @@ def _as_tuple(values: Any) -> Any:
     return tuple(values) if hasattr(values, "__iter__") and not isinstance(values, str) else values
 
 
-def _slices_in_environment(devices: Sequence[Any]) -> str | None:
+def _slices_in_environment(devices: Sequence[DeviceLike]) -> str | None:
     """MEGASCALE_NUM_SLICES if the devices are TPUs without a slice index, else None."""
     if not devices or devices[0].platform != "tpu":
         return None
     if all(getattr(device, "slice_index", None) is not None for device in devices):
         return None
-    return os.environ.get(NUM_SLICES_VARIABLE)
+    return os.environ.get(_NUM_SLICES_VARIABLE)
 
 
-def _parse_environment(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ValueError(f"{NUM_SLICES_VARIABLE} must be a positive integer, got {text!r}. Unset it for one slice.")
-    return int(text)
-
-
-def _checked(devices: tuple[Any, ...], backend: str | None) -> list[Any]:
+def _checked(devices: tuple[DeviceLike, ...], backend: str | None) -> list[DeviceLike]:
     if not devices:
         raise ValueError("devices is empty. Omit it to use all devices.")
     twice = [str(device) for device, count in Counter(devices).items() if count > 1]

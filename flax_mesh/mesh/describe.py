@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -21,7 +20,7 @@ from flax_mesh.mesh.torus.assign import (
 from flax_mesh.mesh.torus.torus import Assignment, Torus, arrange, known_assignment, mean_hops, physical_mesh
 from flax_mesh.text import plural, table_text
 
-PICTURE_LIMIT = 64  # the text draws all planes of slices with at most this many devices
+_PICTURE_LIMIT = 64  # the text draws all planes of slices with at most this many devices
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ def _drawing(mesh: Mesh, layout: MeshLayout) -> list[str]:
     lines = []
     panels = device_panels(mesh, layout)
     first = [panel for panel in panels if panel[0] == panels[0][0]]
-    planes = first if layout.block.size <= PICTURE_LIMIT else first[:1]
+    planes = first if layout.block.size <= _PICTURE_LIMIT else first[:1]
     for granule, plane, grid in planes:
         lines.append(f"{title} at {plane or granule}")
         cells = [["" if device is None else label[device] for device in row] for row in grid]
@@ -211,7 +210,7 @@ def _drawing(mesh: Mesh, layout: MeshLayout) -> list[str]:
     return lines
 
 
-def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[Any]]]]:
+def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[list[object]]]]:
     """(granule, plane, rows of devices) for every plane of every granule: rows run along y, columns along x.
 
     Without a torus each granule is one plane: the last axis longer than 1 is horizontal, the axes before it vertical.

@@ -10,7 +10,7 @@ import numpy as np
 from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
 from flax_mesh.mesh.torus.rings import ring_order
-from flax_mesh.mesh.torus.torus import arrange, known_assignment, physical_mesh, read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, arrange, known_assignment, physical_mesh, read_device
 
 # Slice -> mesh shapes (without axes of 1) for which a permutation of the physical axes makes the devices of every
 # process (2x2x1 chips) a contiguous block of the mesh. The same entries as in jax.experimental.mesh_utils.
@@ -26,7 +26,7 @@ CONTIGUOUS: dict[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] = {
 
 def create_device_mesh(
     mesh_shape: Sequence[int],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
     *,
     contiguous_submeshes: bool = False,
     allow_split_physical_axes: bool = False,
@@ -64,7 +64,7 @@ def create_device_mesh(
 def create_hybrid_device_mesh(
     mesh_shape: Sequence[int],
     dcn_mesh_shape: Sequence[int],
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[DeviceLike] | None = None,
     *,
     process_is_granule: bool = False,
     should_sort_granules_by_key: bool = True,
@@ -93,7 +93,7 @@ def create_hybrid_device_mesh(
 
 
 def hybrid_mesh_of(
-    granules: Sequence[Sequence[Any]],
+    granules: Sequence[Sequence[DeviceLike]],
     mesh_shape: Sequence[int],
     dcn_mesh_shape: Sequence[int],
     *,
@@ -123,14 +123,14 @@ def hybrid_mesh_of(
     return stacked.transpose(interleaved).reshape([slow * fast for slow, fast in zip(outer, inner, strict=True)])
 
 
-def in_jax_order(devices: Sequence[Any]) -> list[Any]:
+def in_jax_order(devices: Sequence[DeviceLike]) -> list[DeviceLike]:
     """Sorted by process, then id, as in `jax.devices()`; GPUs by id only, because XLA numbers them by topology."""
     return sorted(devices, key=lambda d: (0 if d.platform == "gpu" else d.process_index, d.id))
 
 
-def group_by_key(devices: Sequence[Any], keys: Sequence[Hashable], *, sort: bool) -> list[list[Any]]:
+def group_by_key(devices: Sequence[DeviceLike], keys: Sequence[Hashable], *, sort: bool) -> list[list[DeviceLike]]:
     """The devices of each key; groups are ordered by key, or by first device if `sort` is False."""
-    groups: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[DeviceLike]] = {}
     for device, key in zip(devices, keys, strict=True):
         groups.setdefault(key, []).append(device)
     return [groups[key] for key in (sorted(groups) if sort else groups)]
@@ -154,6 +154,6 @@ def _contiguous_order(topology: tuple[int, ...], shape: tuple[int, ...]) -> tupl
     return order
 
 
-def _as_array(devices: Sequence[Any]) -> np.ndarray:
+def _as_array(devices: Sequence[DeviceLike]) -> np.ndarray:
     """A one-dimensional object array. `np.array` would try to iterate over the devices."""
     return np.fromiter(devices, object, len(devices))

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from colorsys import hls_to_rgb
 from functools import partial
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -14,8 +13,9 @@ from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 from flax_mesh.text import listed
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
-PANELS_PER_ROW = 4
+_PANELS_PER_ROW = 4
 MOST_CELLS, MOST_PLANES = 8, 4  # of a corner
+_Spots = dict[object, tuple[int, ...]]  # device -> panel, column and row there, left and upper edge
 _text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 
 
@@ -32,7 +32,7 @@ def draw_mesh_svg(mesh: Mesh) -> str:
     rows, columns = len(panels[0][2]), len(panels[0][2][0])
     width = columns * (CELL + GAP) - GAP
     height = rows * (CELL + GAP) - GAP
-    per_row = min(PANELS_PER_ROW, len(panels))
+    per_row = min(_PANELS_PER_ROW, len(panels))
     texts = _legend(mesh, layout)
     top = MARGIN + LINE * (len(texts) + 1)
     body, spots = [], {}
@@ -63,7 +63,7 @@ def _legend(mesh: Mesh, layout: MeshLayout) -> list[str]:
     return [title, *places, f"colour and lines: groups along {mesh.axis_names[_busiest(mesh)]}"]
 
 
-def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tuple[int, ...]]) -> str:
+def _device(mesh: Mesh, index: tuple[int, ...], device: object, spots: _Spots) -> str:
     busiest = _busiest(mesh)
     group = 0
     for axis, (i, size) in enumerate(zip(index, mesh.devices.shape, strict=True)):
@@ -76,7 +76,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: Any, spots: dict[Any, tu
     return box + _text(left + CELL / 2, upper + CELL / 2 + 4, label, size=11, anchor="middle")
 
 
-def _links(mesh: Mesh, layout: MeshLayout, spots: dict[Any, tuple[int, ...]], columns: int, rows: int) -> list[str]:
+def _links(mesh: Mesh, layout: MeshLayout, spots: _Spots, columns: int, rows: int) -> list[str]:
     """Lines between neighbors along the busiest axis in the same panel; stubs for links that wrap around."""
     lines = []
     devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)

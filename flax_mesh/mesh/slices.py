@@ -3,19 +3,18 @@
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from flax_mesh.hardware import chip_of
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
-from flax_mesh.mesh.torus.torus import read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, read_device
 from flax_mesh.text import count_text, plural
 
 # Axes to split over DCN, least traffic first: pipelines transfer one activation per microbatch, data parallelism one
 # gradient per step, fsdp gathers every weight; expert, sequence and tensor parallelism communicate inside every layer.
 # Axes with other names come between the two lists, in mesh order.
-DCN_FIRST = ("pp", "dp", "fsdp")
-DCN_LAST = ("ep", "sp", "tp")
+_DCN_FIRST = ("pp", "dp", "fsdp")
+_DCN_LAST = ("ep", "sp", "tp")
 
 
 class SlowNetworkWarning(UserWarning):
@@ -23,13 +22,13 @@ class SlowNetworkWarning(UserWarning):
 
 
 def find_granules(
-    devices: Sequence[Any],
+    devices: Sequence[DeviceLike],
     num_slices: int | None = None,
     *,
     source: str = "num_slices",
     dcn_mesh_dims: Sequence[int] | None = None,
     sort: bool = True,
-) -> tuple[list[list[Any]], str]:
+) -> tuple[list[list[DeviceLike]], str]:
     """The devices of each granule, and the kind of granule: "slice" or "process".
 
     `num_slices` (set by `source`) takes precedence over the slice indices of the devices. A slice of several processes
@@ -62,14 +61,14 @@ def resolve_dcn_dims(
     dcn_mesh_dims: Sequence[int] | None = None,
     kind: str = "",
 ) -> tuple[int, ...]:
-    """The number of granules that each axis spans: `dcn_mesh_dims`, validated, or chosen in the order of DCN_FIRST.
+    """The number of granules that each axis spans: `dcn_mesh_dims`, validated, or chosen in the order of _DCN_FIRST.
 
     `dims` are the sizes of the entire mesh. Warns with SlowNetworkWarning if ep, sp or tp had to be split.
     """
     mesh = format_mesh_shape(names, dims)
     if dcn_mesh_dims is None:
         splits = preferred_splits(dims, names, num_granules)
-        slow = [name for name, split in zip(names, splits, strict=True) if split > 1 and name in DCN_LAST]
+        slow = [name for name, split in zip(names, splits, strict=True) if split > 1 and name in _DCN_LAST]
         if slow:
             _warn_slow(slow, mesh, format_mesh_shape(names, splits), num_granules, granule, kind)
         return splits
@@ -90,9 +89,9 @@ def resolve_dcn_dims(
 def preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: int) -> tuple[int, ...]:
     """Takes gcd(remaining granules, size) from each axis in order of preference. As in `shape.split_between_hosts` this
     finds a split whenever one exists, and splits a later axis only if the earlier ones are not sufficient."""
-    rank = {name: i for i, name in enumerate(DCN_FIRST)} | {name: i + 9 for i, name in enumerate(DCN_LAST)}
+    rank = {name: i for i, name in enumerate(_DCN_FIRST)} | {name: i + 9 for i, name in enumerate(_DCN_LAST)}
     left, splits = num_granules, [1] * len(dims)
-    for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(DCN_FIRST))):
+    for axis in sorted(range(len(dims)), key=lambda axis: rank.get(names[axis], len(_DCN_FIRST))):
         splits[axis] = math.gcd(left, dims[axis])
         left //= splits[axis]
     if left > 1:
@@ -107,7 +106,7 @@ def _product(dims: Sequence[int] | None) -> int | None:
     return math.prod(dims) if dims is not None and all(isinstance(size, int) for size in dims) else None
 
 
-def _equal_runs(devices: Sequence[Any], num_slices: int, source: str) -> list[list[Any]]:
+def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> list[list[DeviceLike]]:
     """`num_slices` equal groups of consecutive devices; no group may contain only a part of a slice or process."""
     if num_slices < 1 or len(devices) % num_slices:
         raise ValueError(

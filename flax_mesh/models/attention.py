@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend import core as jex
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
@@ -20,7 +21,7 @@ from flax_mesh.models.remat import named
 from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding.constrain import constrain
 
-Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
+_Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
 
 
 class Attention(nnx.Module):
@@ -51,7 +52,7 @@ class Attention(nnx.Module):
         return y_BPD, pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
 
     def decode(
-        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: Any = None
+        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for one token of each row, and `keys` and `values` with those of the token.
 
@@ -66,7 +67,7 @@ class Attention(nnx.Module):
         mask_B11T = mask_BT[:, None, None, :]
         # The kernels are for many queries of a row; here it has one.
         y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, implementation="xla")
-        return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
+        return self.o(constrain(y_B1HC, _Q_DIMS, axes=axes, mode="decode")), keys, values
 
     def _project(
         self, x_BSD: jax.Array, mode: Mode, positions: jax.Array | None = None
@@ -78,7 +79,7 @@ class Attention(nnx.Module):
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
         q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling, positions)
         k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling, positions)
-        q_BSHC = constrain(q_BSHC, Q_DIMS, axes=axes, mode=mode)
+        q_BSHC = constrain(q_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
         v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
@@ -98,7 +99,7 @@ class Attention(nnx.Module):
         has_segments = segment_ids_BS is not None
         kernel = self.config.attention_kernel(q_BSHC.shape[1], k_BSKC.shape[1], has_segments=has_segments, mode=mode)
         y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, mode)
-        y_BSHC = constrain(y_BSHC, Q_DIMS, axes=axes, mode=mode)
+        y_BSHC = constrain(y_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Splash attention names its output itself, together with the sums that its backward pass reads.
         return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
 
@@ -134,7 +135,7 @@ def attend(
         ) from error
 
 
-def is_fused_attention(primitive: Any, *_: Any, **params: Any) -> bool:
+def is_fused_attention(primitive: jex.Primitive, *_: object, **params: object) -> bool:
     """A policy of `jax.checkpoint` that saves what kernels of attention return."""
     if primitive.name.startswith("dot_product_attention_fwd"):
         return True

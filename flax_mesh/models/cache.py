@@ -20,8 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.sharding.constrain import constrain
+from flax_mesh.tree import PyTree
 
-SMALLEST_BUCKET = 16  # slots of a prompt
+_SMALLEST_BUCKET = 16  # slots of a prompt
 CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
 
 
@@ -38,8 +39,8 @@ class KVCache:
         used: Number of used slots, P plus the generated tokens that the model has read, int32.
     """
 
-    keys: Any
-    values: Any
+    keys: PyTree
+    values: PyTree
     lengths_B: jax.Array
     prompt: jax.Array
     used: jax.Array
@@ -88,7 +89,7 @@ def slot_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
 
 def bucket_slots(length: int, unit: int) -> int:
     """P, the slots of prompts of at most this length: a power of two, or the next multiple of `unit`."""
-    return round_up(max(SMALLEST_BUCKET, 1 << (length - 1).bit_length()), unit)
+    return round_up(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), unit)
 
 
 def cache_shape(

@@ -18,7 +18,7 @@ from flax_mesh.models.rotary import RopeScaling
 ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_NAMES = ("mlp_gate", "mlp_up")
-SIZE = {"at_least": 1, "at_most": MAX_SIZE}
+_SIZE = {"at_least": 1, "at_most": MAX_SIZE}
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class DecoderConfig:
     after it: see `RopeScaling` (Llama 3.1).
     """
 
-    vocab_size: int = field(default=256, metadata=SIZE)
-    hidden_size: int = field(default=256, metadata=SIZE)
-    num_layers: int = field(default=4, metadata=SIZE)
-    num_heads: int = field(default=8, metadata=SIZE)
-    num_kv_heads: int = field(default=4, metadata=SIZE)
-    head_dim: int = field(default=32, metadata=SIZE)
-    mlp_size: int = field(default=768, metadata=SIZE)
+    vocab_size: int = field(default=256, metadata=_SIZE)
+    hidden_size: int = field(default=256, metadata=_SIZE)
+    num_layers: int = field(default=4, metadata=_SIZE)
+    num_heads: int = field(default=8, metadata=_SIZE)
+    num_kv_heads: int = field(default=4, metadata=_SIZE)
+    head_dim: int = field(default=32, metadata=_SIZE)
+    mlp_size: int = field(default=768, metadata=_SIZE)
     num_experts: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
-    experts_per_token: int = field(default=2, metadata=SIZE)
+    experts_per_token: int = field(default=2, metadata=_SIZE)
     load_balance_loss: float = field(default=0.01, metadata={"at_least": 0})
     router_z_loss: float = field(default=0.001, metadata={"at_least": 0})
     qkv_bias: bool = False
@@ -63,7 +63,7 @@ class DecoderConfig:
     rope_factor: float = field(default=1.0, metadata={"at_least": 1})
     rope_low_frequency_factor: float = field(default=1.0, metadata={"above": 0})
     rope_high_frequency_factor: float = field(default=4.0, metadata={"above": 0})
-    rope_original_length: int = field(default=8192, metadata=SIZE)
+    rope_original_length: int = field(default=8192, metadata=_SIZE)
     norm_epsilon: float = field(default=1e-6, metadata={"at_least": 0})
     tied: bool = True
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})

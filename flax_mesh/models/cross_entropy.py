@@ -6,21 +6,24 @@ the tokens on the mesh, C tokens of a group in one chunk.
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.models.matmul import dot_float32
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
+_Gradients = tuple[jax.Array, jax.Array]  # of hidden states and weights
+_Carry = tuple[jax.Array, ...]
 
-def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Any = "train") -> jax.Array:
+
+def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Mode = "train") -> jax.Array:
     """Logits (B, S, V) float32."""
     logical = (*token_dims(mode), "vocab")
 
@@ -48,7 +51,7 @@ def cross_entropy(
     return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)
 
 
-class LossLayout(NamedTuple):
+class _LossLayout(NamedTuple):
     """Mesh axes that split tokens and vocabulary; empty without a mesh."""
 
     tokens: tuple[str, ...] = ()
@@ -66,10 +69,10 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
 
 def _in_chunks(
     x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, chunk: int, axes: PartitionAxis
-) -> tuple[jax.Array, jax.Array, jax.Array, LossLayout]:
+) -> tuple[jax.Array, jax.Array, jax.Array, _LossLayout]:
     """Arguments of `_chunked`: x (N, G, C, D), weights gathered over D, targets (N, G, C), and their layout."""
     batch, sequence, vocab = _split_axes(axes, x_BSD.shape)
-    layout, shards = LossLayout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
+    layout, shards = _LossLayout(batch[0] + sequence[0], vocab[0]), (batch[1], sequence[1])
 
     def in_chunks(a: jax.Array, padding: int) -> jax.Array:
         (b, s), rest = shards, a.shape[2:]
@@ -85,7 +88,7 @@ def _in_chunks(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> jax.Array:
+def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout) -> jax.Array:
     def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         loss_GC = _losses(_logits(part[0], weights_DV, layout), part[1])[0]
         return sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens), None
@@ -94,8 +97,10 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
-def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: LossLayout) -> Any:
-    def add(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+def _forward(
+    x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
+) -> tuple[jax.Array, _Gradients]:
+    def add(carry: _Carry) -> _Carry:
         n, sum_G, dx_NGCD, dw_GDV = carry
         x_GCD, targets_GC = x_NGCD[n], targets_NGC[n]
         logits_GCV = _logits(x_GCD, weights_DV, layout)
@@ -119,14 +124,14 @@ def _forward(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
 
-def _backward(layout: LossLayout, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[Any, ...]:
+def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     return *((g * d).astype(d.dtype) for d in saved), None
 
 
 _chunked.defvjp(_forward, _backward)
 
 
-def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: LossLayout) -> jax.Array:
+def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: _LossLayout) -> jax.Array:
     logits_GCV = jnp.einsum("gcd,dv->gcv", x_GCD, weights_DV, preferred_element_type=jnp.float32)
     return _constrain(logits_GCV, layout.tokens, None, layout.vocab)
 

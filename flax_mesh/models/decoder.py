@@ -5,7 +5,7 @@ Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023)
 that of Mixtral (Jiang et al. 2024).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +26,9 @@ from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text
+from flax_mesh.tree import PyTree
+
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys and values of a stack
 
 
 class MLP(nnx.Module):
@@ -70,7 +73,7 @@ class DecoderLayer(nnx.Module):
         return self._rest(x_BPD, y_BPD, "prefill")[0], keys, values
 
     def decode(
-        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: Any = None
+        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for one token, and keys and values; see `Attention.decode`."""
         y_B1D, keys, values = self.attention.decode(self.attention_norm(x_B1D), keys, values, cache, layer)
@@ -185,7 +188,7 @@ class Decoder(nnx.Module):
         logits_BV, keys, values = self._with_logits(call, tokens_B, cache)
         return logits_BV, replace(cache, keys=keys, values=values, used=cache.used + 1)
 
-    def _with_logits(self, call: Any, *args: Any) -> tuple[jax.Array, Any, Any]:
+    def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""
         stored = ("layers", *CACHE_DIMS) if self.config.scan else CACHE_DIMS
         axes, embed = self.config.axes, None if self.config.tied else "embed"
@@ -193,7 +196,7 @@ class Decoder(nnx.Module):
         x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")
         return project(x_B1D, weights_DV, axes, "decode")[:, 0], keys, values
 
-    def _prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[Any, ...]:
+    def _prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[PyTree, ...]:
         x_BPD, table_VD = self._embed(tokens_BP, "prefill")
         if self.config.scan:
 
@@ -212,12 +215,12 @@ class Decoder(nnx.Module):
         x_B1D = self.norm(constrain(x_B1D, (*token_dims("decode"), "hidden"), axes=self.config.axes, mode="decode"))
         return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
 
-    def _decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[Any, ...]:
+    def _decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[PyTree, ...]:
         x_B1D, table_VD = self._embed(tokens_B[:, None], "decode")
         keys, values = cache.keys, cache.values
         if self.config.scan:
 
-            def run(carry: tuple[Any, Any, Any], part: tuple[jax.Array, DecoderLayer]) -> tuple[Any, None]:
+            def run(carry: _Carry, part: tuple[jax.Array, DecoderLayer]) -> tuple[_Carry, None]:
                 # The stack is part of the carry, which is updated in place; as a result of the loop it would be copied.
                 (x_B1D, keys, values), (index, layer) = carry, part
                 return layer.decode(x_B1D, keys, values, cache, index), None
@@ -237,14 +240,14 @@ def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
     return Decoder(config, rngs=rngs)
 
 
-def _segments_problem(segment_ids: Any, tokens_BS: jax.Array) -> str:
+def _segments_problem(segment_ids: jax.Array, tokens_BS: jax.Array) -> str:
     if getattr(segment_ids, "shape", None) == tokens_BS.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer):
         return ""
     found = array_text(segment_ids) if hasattr(segment_ids, "dtype") else type(segment_ids).__name__
     return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {found}"
 
 
-def _tokens_of(batch: Any) -> tuple[jax.Array, jax.Array]:
+def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
     found = batch if isinstance(batch, Mapping) else {}
     tokens = [found.get(name) for name in ("inputs", "targets")]

@@ -20,13 +20,16 @@ from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import MAX_SIZE, integer_problems, type_problems, value_problems
 from flax_mesh.mesh.context import current_mesh, in_mesh
-from flax_mesh.models.cache import bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
+from flax_mesh.models.cache import KVCache, bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
+from flax_mesh.tree import PyTree
 
-GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
+_GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
+_Leaves = list[jax.Array]  # of the state of a model
+_Chosen = tuple[PyTree, ...]  # a token of every row, its log-probability, and the cache if it has changed
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class Generated(NamedTuple):
 
 def generate(
     model: Decoder,
-    prompts: Sequence[Any],
+    prompts: Sequence[ArrayLike | Sequence[int]],
     *,
     max_tokens: int = 64,
     sampling: Sampling = Sampling(),
@@ -113,7 +116,7 @@ def generate(
         >>> one.tokens.shape, one.log_probs.dtype, one.stopped
         ((5,), dtype('float32'), False)
     """
-    check_model(model)
+    _check_model(model)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
     problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]
@@ -136,14 +139,14 @@ def generate(
     return found
 
 
-def _as_row(prompt: Any) -> np.ndarray:
+def _as_row(prompt: object) -> np.ndarray:
     try:
         return np.asarray(prompt)
     except ValueError:  # NumPy's, for nested lists of unequal lengths
         return np.asarray(prompt, object)
 
 
-def check_model(model: Any) -> None:
+def _check_model(model: object) -> None:
     missing = [name for name in ("prefill", "decode") if not callable(getattr(model, name, None))]
     if missing:
         raise ConfigError(
@@ -192,34 +195,32 @@ class Programs:
         self._options = (np.uint32(seed), np.float32(sampling.temperature), np.int32(sampling.top_k))
         self._options += (np.float32(sampling.top_p),)
 
-    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> Any:
+    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> _Chosen:
         with in_mesh(self.mesh):
             return self._prefill(self._leaves, tokens_BP, lengths_B, ids_B, *self._options, num_slots=num_slots)
 
-    def decode(self, tokens_B: jax.Array, cache: Any, ids_B: np.ndarray) -> Any:
+    def decode(self, tokens_B: jax.Array, cache: KVCache, ids_B: np.ndarray) -> _Chosen:
         with in_mesh(self.mesh):
             return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: Any, tree: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def model_of(leaves: Any) -> Decoder:
+def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., _Chosen], Callable[..., _Chosen]]:
+    def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
-    def prefill(
-        leaves: Any, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *options: Any, num_slots: int
-    ) -> Any:
+    def prefill(leaves: _Leaves, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *more, num_slots: int):
         logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+        return *_choose(logits_BV, cache, ids_B, *more), cache
 
-    def decode(leaves: Any, tokens_B: jax.Array, cache: Any, ids_B: jax.Array, *options: Any) -> Any:
+    def decode(leaves: _Leaves, tokens_B: jax.Array, cache: KVCache, ids_B: jax.Array, *options: jax.Array) -> _Chosen:
         logits_BV, cache = model_of(leaves).decode(tokens_B, cache)
-        return (*_choose(logits_BV, cache, ids_B, *options), cache)
+        return *_choose(logits_BV, cache, ids_B, *options), cache
 
     return jax.jit(prefill, static_argnames="num_slots"), jax.jit(decode, donate_argnums=2)
 
 
-def _choose(logits_BV: jax.Array, cache: Any, ids_B: jax.Array, seed: Any, *sampling: Any) -> tuple[Any, Any]:
+def _choose(logits_BV: jax.Array, cache: KVCache, ids_B: jax.Array, seed: jax.Array, *sampling: jax.Array) -> _Chosen:
     """The next token of every row, and its log-probability, replicated."""
     key, index = jax.random.key(seed), cache.used - cache.prompt
     keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
@@ -243,7 +244,7 @@ def choose_tokens(
         kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, top_k, top_p), lambda: scaled_BV)
         return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
 
-    is_greedy = jnp.asarray(temperature) < GREEDY_BELOW
+    is_greedy = jnp.asarray(temperature) < _GREEDY_BELOW
     return jax.lax.cond(is_greedy, lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), sampled)
 
 
@@ -351,7 +352,7 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     prefilled = model.prefill(tokens_BP, jnp.full(num_rows, start), round_up(bucket + num_tokens, unit))
     tokens = jnp.zeros(start + num_tokens, jnp.int32).at[:start].set(prompt)
 
-    def add_token(i: jax.Array, carry: Any) -> Any:
+    def add_token(i: jax.Array, carry: PyTree) -> PyTree:
         tokens, (logits_BV, cache) = carry
         keys_B = jnp.broadcast_to(jax.random.fold_in(key, i), num_rows)
         chosen_B = choose_tokens(logits_BV, keys_B, temperature)
@@ -361,5 +362,5 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
     return jax.lax.fori_loop(start, start + num_tokens, add_token, (tokens, prefilled))[0]
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)

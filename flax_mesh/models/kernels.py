@@ -18,13 +18,14 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text, listed
+from flax_mesh.tree import PyTree
 
-CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, which is what `auto` uses
+_CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, which is what `auto` uses
 LANES = 128  # the smallest block of splash attention
 BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
 RESIDUALS = "attention"  # the name, for `models.remat`, of what the backward pass of splash attention reads
-BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
-INTERPRETED = ("splash", "cpu")
+_BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
+_INTERPRETED = ("splash", "cpu")
 DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
 
 
@@ -52,7 +53,7 @@ class Call:
         return axes_text(self.mesh.shape, dict.fromkeys(axis for name in logical for axis in self.split(name)))
 
 
-class Misfit(NamedTuple):
+class _Misfit(NamedTuple):
     needs: str
     found: str
     repair: str = ""
@@ -61,7 +62,7 @@ class Misfit(NamedTuple):
         return f"needs {self.needs}, got {self.found}"
 
 
-def misfits(kernel: str, call: Call) -> list[Misfit]:
+def misfits(kernel: str, call: Call) -> list[_Misfit]:
     """Why a kernel cannot compute a call. What is not known fits."""
     return [] if kernel == "xla" else {"cudnn": _cudnn, "splash": _splash}[kernel](call)
 
@@ -74,12 +75,12 @@ def problem_lines(kernel: str, call: Call) -> list[str]:
 
 def choose(call: Call) -> tuple[str, str]:
     """(kernel, reason): the kernel of `model.attention=auto`."""
-    if call.platform not in BEST:
+    if call.platform not in _BEST:
         return "xla", f"the devices are {DEVICES.get(call.platform, 'not known')}"
-    kernel = BEST[call.platform]
+    kernel = _BEST[call.platform]
     found = misfits(kernel, call)
-    if not found and kernel == "cudnn" and call.head_dim > CUDNN_HEAD_DIM // 2:
-        found = [Misfit(f"a Hopper GPU for a head dim above {CUDNN_HEAD_DIM // 2} (then set it)", str(call.head_dim))]
+    if not found and kernel == "cudnn" and call.head_dim > _CUDNN_HEAD_DIM // 2:
+        found = [_Misfit(f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)", str(call.head_dim))]
     if found:
         return "xla", f"{kernel} {found[0]}"
     return kernel, f"the devices are {DEVICES[call.platform]}"
@@ -91,14 +92,14 @@ def choice_text(attention: str, call: Call) -> str:
         return ""
     setting = f"(model.attention={attention})"
     if attention != "auto":
-        interpreted = ", interpreted on CPUs: slow, for tests" if (attention, call.platform) == INTERPRETED else ""
+        interpreted = ", interpreted on CPUs: slow, for tests" if (attention, call.platform) == _INTERPRETED else ""
         return f"attention: {attention} {setting}{interpreted}"
     if call.platform:
         kernel, reason = choose(call)
         but = ", xla for batches with segment_ids" if kernel == "cudnn" else ""
         return f"attention: {kernel}{but}, because {reason} {setting}"
-    texts = [f"{name} on {DEVICES[platform]}" for platform, name in BEST.items()]
-    for index, platform in enumerate(BEST):
+    texts = [f"{name} on {DEVICES[platform]}" for platform, name in _BEST.items()]
+    for index, platform in enumerate(_BEST):
         kernel, reason = choose(replace(call, platform=platform))
         if kernel == "xla":
             texts[index] = f"xla on {DEVICES[platform]}, because {reason}"
@@ -114,42 +115,42 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
     return "" if mesh.abstract_device is None else mesh.abstract_device.platform
 
 
-def _cudnn(call: Call) -> list[Misfit]:
+def _cudnn(call: Call) -> list[_Misfit]:
     found, other = [], "use model.attention=xla"
     if call.dtype == "float32":
-        found.append(Misfit("model.dtype bfloat16 or float16", call.dtype))
-    if call.head_dim % 8 or call.head_dim > CUDNN_HEAD_DIM:
-        needs = f"a model.head_dim that is a multiple of 8, at most {CUDNN_HEAD_DIM}"
-        found.append(Misfit(needs, str(call.head_dim)))
+        found.append(_Misfit("model.dtype bfloat16 or float16", call.dtype))
+    if call.head_dim % 8 or call.head_dim > _CUDNN_HEAD_DIM:
+        needs = f"a model.head_dim that is a multiple of 8, at most {_CUDNN_HEAD_DIM}"
+        found.append(_Misfit(needs, str(call.head_dim)))
     if call.platform not in ("", "gpu"):
-        found.append(Misfit("GPUs", call.platform, other))
+        found.append(_Misfit("GPUs", call.platform, other))
     if call.split("query_sequence"):
         where = f"sequences split over {call.split_text('query_sequence')}"
-        found.append(Misfit("complete sequences", where, f"{other}, or another mesh.shape"))
+        found.append(_Misfit("complete sequences", where, f"{other}, or another mesh.shape"))
     if call.has_segments:
-        found.append(Misfit("batches without segment_ids", "some", f"{other} or splash"))
+        found.append(_Misfit("batches without segment_ids", "some", f"{other} or splash"))
     return found
 
 
-def _splash(call: Call) -> list[Misfit]:
+def _splash(call: Call) -> list[_Misfit]:
     found, other = [], "use model.attention=xla"
     if call.dtype == "float16":
-        found.append(Misfit("model.dtype bfloat16 or float32", call.dtype))
+        found.append(_Misfit("model.dtype bfloat16 or float32", call.dtype))
     if call.platform not in ("", "tpu", "cpu"):
-        found.append(Misfit("TPUs, or CPUs for tests", call.platform, other))
+        found.append(_Misfit("TPUs, or CPUs for tests", call.platform, other))
     if call.split("head_dim"):
-        found.append(Misfit("head dims that are not split", call.split_text("head_dim"), other))
+        found.append(_Misfit("head dims that are not split", call.split_text("head_dim"), other))
     if call.split("heads") != call.split("kv_heads"):
         where = f"heads {listed(call.split('heads')) or 'none'} and kv_heads {listed(call.split('kv_heads')) or 'none'}"
-        found.append(Misfit("heads and kv_heads split over the same mesh axes", where, other))
+        found.append(_Misfit("heads and kv_heads split over the same mesh axes", where, other))
     if call.queries is not None and call.queries != (call.keys or call.queries):
-        found.append(Misfit("as many queries as keys", f"{call.queries} and {call.keys}", other))
+        found.append(_Misfit("as many queries as keys", f"{call.queries} and {call.keys}", other))
     elif call.queries is not None:
         parts = 1 if call.mesh is None else _ways(call.mesh, call.split("query_sequence"))
         if call.queries % (LANES * parts):
             over = f" ({LANES} * {call.split_text('query_sequence')})" if parts > 1 else ""
             needs = f"a sequence length that is a multiple of {LANES * parts}{over}"
-            found.append(Misfit(needs, str(call.queries), f"{other}, or such a sequence length"))
+            found.append(_Misfit(needs, str(call.queries), f"{other}, or such a sequence length"))
     return found
 
 
@@ -180,7 +181,9 @@ def splash_attention(
     interpret, size = platform_of(mesh) == "cpu", q_BSHC.shape
     q_BSHC = q_BSHC * jnp.asarray(size[-1] ** -0.5, q_BSHC.dtype)
     segments = () if segment_ids_BS is None else (segment_ids_BS.astype(jnp.int32),) * 2
-    manual = () if mesh is None else _auto_axes(mesh)
+    types = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    # Those that are not Manual already, in a shard_map around the model.
+    manual = tuple(axis for axis, kind in types.items() if kind != AxisType.Manual)
     if mesh is None or not manual:
         return _attend_on_device(_kernel(size[1], window, size[2], 1, interpret), q_BSHC, k_BSKC, v_BSKC, *segments)
     resolved = axes.resolve(("batch", "query_sequence", "heads"), mode)
@@ -202,20 +205,14 @@ def splash_attention(
     )(kernel, q_BSHC, k_BSKC, v_BSKC, *segments)
 
 
-def _auto_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """The axes that are not Manual already, in a shard_map around the model."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(axis for axis, kind in types if kind != AxisType.Manual)
-
-
-def _attend_on_device(kernel: Any, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments: Any) -> Any:
+def _attend_on_device(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
     of_rows = [library.SegmentIds(*segments)] if segments else []
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
 
 
 @lru_cache(maxsize=32)
-def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -> Any:
+def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -> PyTree:
     """The kernel of one row: a pytree of NumPy arrays that say which blocks of keys each block of queries reads.
 
     Cached, because finding them takes seconds for long sequences, and every layer has the same ones.

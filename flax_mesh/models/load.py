@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
@@ -16,7 +17,7 @@ from flax_mesh.sharding.abstract import abstract_split, abstract_state
 
 
 def load_decoder(
-    folder: str | Path, mesh: Mesh, *, dtype: Any = None, ignore: Iterable[str] = (), **overrides: Any
+    folder: str | Path, mesh: Mesh, *, dtype: DTypeLike | None = None, ignore: Iterable[str] = (), **overrides: Any
 ) -> tuple[Decoder, DecoderConfig]:
     """Load a pretrained decoder from a Hugging Face folder, each device reading only its own slices.
 

@@ -1,5 +1,6 @@
 """Matrix products of half-precision arrays with float32 accumulation, forward and backward."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 
-def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: Any) -> jax.Array:
+def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: object) -> jax.Array:
     """`jax.lax.dot_general` with a float32 result, for trailing dims of `x` against leading dims of `w`.
 
     With `preferred_element_type=float32` alone, the backward pass multiplies the float32 cotangent, and a GPU runs both
@@ -41,7 +42,7 @@ def _backward(k: int, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple
 _rounded.defvjp(_forward, _backward)
 
 
-def _dot(a: jax.Array, b: jax.Array, a_dims: Any, b_dims: Any) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, a_dims: Iterable[int], b_dims: Iterable[int]) -> jax.Array:
     dims = ((tuple(a_dims), tuple(b_dims)), ((), ()))
     return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 

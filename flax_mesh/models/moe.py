@@ -15,15 +15,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from jax.typing import DTypeLike
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mesh.context import current_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.text import axes_text
 
 Aux = dict[str, jax.Array]
-NOT_SPLIT = PartitionSpec()
+_NOT_SPLIT = PartitionSpec()
 
 
 class MoE(nnx.Module):
@@ -48,8 +49,8 @@ class MoE(nnx.Module):
         experts_per_token: int,
         *,
         axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
-        dtype: Any = jnp.float32,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         if not 1 <= experts_per_token <= num_experts:
@@ -70,7 +71,7 @@ class MoE(nnx.Module):
         if layout.mesh is None:
             return run(x_BSD, router_DE, kernels)
         tokens = PartitionSpec(layout.batch, layout.sequence, None)
-        aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), NOT_SPLIT)
+        aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), _NOT_SPLIT)
         return jax.shard_map(
             run,
             mesh=layout.mesh,
@@ -83,7 +84,7 @@ class MoE(nnx.Module):
 class Kernel(nnx.Module):
     """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each matrix."""
 
-    def __init__(self, shape: tuple[int, ...], param_dtype: Any, *, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, *, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
 
@@ -96,10 +97,10 @@ class Kernels(NamedTuple):
     down: Any
 
 
-class MoELayout(NamedTuple):
+class _MoELayout(NamedTuple):
     """Mesh axes (without those of size 1) that split the dims of one call; all empty without a mesh."""
 
-    mesh: Any = None
+    mesh: AnyMesh | None = None
     manual: frozenset[str] = frozenset()
     batch: tuple[str, ...] = ()
     sequence: tuple[str, ...] = ()
@@ -121,11 +122,11 @@ class MoELayout(NamedTuple):
         return Kernels(PartitionSpec(*wide), PartitionSpec(*wide), PartitionSpec(*tall))
 
 
-def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> MoELayout:
+def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> _MoELayout:
     """Layout of tokens (B, S, ...) and experts on the current mesh; axes of the experts split tokens too."""
     mesh = current_mesh()
     if mesh is None:
-        return MoELayout()
+        return _MoELayout()
     manual = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     if inside := sorted(manual.intersection(axes.mesh_axes("experts"))):
         raise ShardingError(
@@ -134,7 +135,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
         )
     sizes = {axis: size for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
     if not sizes:
-        return MoELayout()
+        return _MoELayout()
 
     def resolve(*logical: str, mode: Mode = "train") -> list[tuple[str, ...]]:
         return [tuple(a for a in as_tuple(entry) if a in sizes) for entry in axes.resolve(logical, mode)]
@@ -162,7 +163,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
     # If an embed axis splits no tokens, as in decode, its devices would compute equal results, which shard_map cannot
     # verify after a gather inside. Such kernels are passed in gathered.
     embed = tuple(axis for axis in embed if axis in batch + sequence)
-    return MoELayout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
+    return _MoELayout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
 
 
 def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax.Array, Aux]:
@@ -201,7 +202,7 @@ def router_losses(aux: Aux) -> dict[str, jax.Array]:
 
 
 def _run_on_device(
-    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: MoELayout
+    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: _MoELayout
 ) -> tuple[jax.Array, Aux]:
     """The layer on one device: B, S, and D, F, E of the kernels are the local sizes."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -212,12 +213,12 @@ def _run_on_device(
     weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
     # Each device has a part of F, so the cotangents of the inputs are partial sums, reduced here once for T rows.
     inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels
-    y_TD = _psum(_exchange(*inputs, layout) if layout.experts else apply_experts(*inputs), split)
+    y_TD = _psum(_exchange(*inputs, layout) if layout.experts else _apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
     return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}
 
 
-def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels) -> jax.Array:
+def _apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels) -> jax.Array:
     """Weighted sums (R, D) of the outputs of the local experts; an expert id of L or more means no expert."""
     k, num_experts = experts_RK.shape[1], kernels.gate.shape[0]
     order_A = jnp.argsort(experts_RK.reshape(-1), stable=True)
@@ -233,9 +234,9 @@ def apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array,
 
 
 def _exchange(
-    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: MoELayout
+    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: _MoELayout
 ) -> jax.Array:
-    """`apply_experts` with the experts split over P devices: tokens are sent there, and weighted sums are sent back.
+    """`_apply_experts` with the experts split over P devices: tokens are sent there, and weighted sums are sent back.
 
     A token is sent to a device at most once, however many of its experts are there. Each pair of devices exchanges C
     rows, with padding: C = T is enough for any routing. A balanced router leaves most of them empty, so a smaller C is
@@ -272,7 +273,7 @@ def _exchange(
             local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
             weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
             local_RK = local_RK[:, :per_device]
-        y_RD = apply_experts(x_RD, weights_RK, local_RK, kernels)
+        y_RD = _apply_experts(x_RD, weights_RK, local_RK, kernels)
         back_PCD = all_to_all(y_RD.reshape(num_devices, capacity, -1))
         return jnp.zeros_like(x_TD).at[slots_PC].add(back_PCD)
 
@@ -295,7 +296,7 @@ def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: in
     return capacity if capacity <= 0.75 * num_tokens else None
 
 
-def _gather(kernel: jax.Array, dims: PartitionSpec, layout: MoELayout) -> jax.Array:
+def _gather(kernel: jax.Array, dims: PartitionSpec, layout: _MoELayout) -> jax.Array:
     """Gather a kernel, split as in `dims`, over the axes that split tokens, except those of the experts.
 
     Done here and not by in_specs, so that the gradient is reduce-scattered first, and only its shard is all-reduced
@@ -309,7 +310,7 @@ def _gather(kernel: jax.Array, dims: PartitionSpec, layout: MoELayout) -> jax.Ar
     return kernel
 
 
-def _vary(x: jax.Array, axes: tuple[str, ...], known: PartitionSpec = NOT_SPLIT) -> jax.Array:
+def _vary(x: jax.Array, axes: tuple[str, ...], known: PartitionSpec = _NOT_SPLIT) -> jax.Array:
     """Mark `x` as varying along `axes`; here the backward pass sums its cotangent over them."""
     new = tuple(axis for axis in axes if axis not in [a for entry in known for a in as_tuple(entry)])
     return jax.lax.pcast(x, new, to="varying") if new else x

@@ -24,12 +24,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from flax_mesh.text import count_text, listed
+from flax_mesh.tree import PyTree
 
-ON_HOST = "@host"
+_ON_HOST = "@host"
 # The other names of jax.checkpoint_policies are functions that return a policy.
-POLICIES = tuple(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_"))
+_POLICIES = tuple(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_"))
 
-CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+_Policy = Callable[..., bool] | None  # of jax.checkpoint
+_CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, PyTree]]
 
 
 class RematRun(NamedTuple):
@@ -49,8 +51,8 @@ def parse_remat(text: str) -> tuple[RematRun, ...]:
 @lru_cache
 def names_of(text: str) -> frozenset[str]:
     """The names of values in a text, without those of kinds."""
-    kinds = [run.kind for run in parse_remat(text) if run.kind not in ("none", "full", *POLICIES)]
-    return frozenset(name.removesuffix(ON_HOST) for kind in kinds for name in kind.split("+"))
+    kinds = [run.kind for run in parse_remat(text) if run.kind not in ("none", "full", *_POLICIES)]
+    return frozenset(name.removesuffix(_ON_HOST) for kind in kinds for name in kind.split("+"))
 
 
 def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str]:
@@ -80,16 +82,16 @@ def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str
 
 
 def _kind_problems(kind: str, names: Sequence[str]) -> list[str]:
-    if kind in ("none", "full", *POLICIES):
+    if kind in ("none", "full", *_POLICIES):
         return []
-    parts = [part.removesuffix(ON_HOST) for part in kind.split("+")]
+    parts = [part.removesuffix(_ON_HOST) for part in kind.split("+")]
     twice = sorted({name for name in parts if parts.count(name) > 1})
     if set(parts) <= set(names) and not twice:
         return []
     if twice:
         return [f"model.remat: {kind!r} has {listed(twice)} twice"]
     return [
-        f"model.remat must be none, full or a policy of JAX ({listed(POLICIES)}), or names joined by + "
+        f"model.remat must be none, full or a policy of JAX ({listed(_POLICIES)}), or names joined by + "
         f"({listed(names)}), got {kind!r}"
     ]
 
@@ -99,24 +101,24 @@ def named(x: jax.Array, name: str, text: str) -> jax.Array:
     return checkpoint_name(x, name) if name in names_of(text) else x
 
 
-def with_remat(call: CallLayer, kind: str, *, also: Any = None) -> CallLayer:
+def _with_remat(call: _CallLayer, kind: str, *, also: _Policy = None) -> _CallLayer:
     """`call` with one kind of remat. Policies that save dots also save what the policy `also` saves."""
     if kind == "none":
         return call
     if kind == "full":
         return jax.checkpoint(call)
     policies = jax.checkpoint_policies
-    if kind in POLICIES:
+    if kind in _POLICIES:
         policy = getattr(policies, kind)
         if kind.startswith("dots") and also is not None:
             policy = policies.save_from_both_policies(policy, also)
         return jax.checkpoint(call, policy=policy)
     names = kind.split("+")
-    on_host = [name.removesuffix(ON_HOST) for name in names if name.endswith(ON_HOST)]
+    on_host = [name.removesuffix(_ON_HOST) for name in names if name.endswith(_ON_HOST)]
     if not on_host:
         return jax.checkpoint(call, policy=policies.save_only_these_names(*names))
     policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[name for name in names if not name.endswith(ON_HOST)],
+        names_which_can_be_saved=[name for name in names if not name.endswith(_ON_HOST)],
         names_which_can_be_offloaded=on_host,
         offload_src="device",
         offload_dst="pinned_host",
@@ -125,12 +127,12 @@ def with_remat(call: CallLayer, kind: str, *, also: Any = None) -> CallLayer:
 
 
 def call_layers(
-    call: CallLayer, layers: Any, x: jax.Array, text: str, *, also: Any = None, scan: bool = False
-) -> tuple[jax.Array, Any]:
+    call: _CallLayer, layers: PyTree, x: jax.Array, text: str, *, also: _Policy = None, scan: bool = False
+) -> tuple[jax.Array, PyTree]:
     """The output of the last layer, and what the layers returned beside it, with a leading layer dim.
 
     `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x)` calls one
-    layer; `also` is that of `with_remat`.
+    layer; `also` is that of `_with_remat`.
     """
     depth = jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
     runs = parse_remat(text)
@@ -138,7 +140,7 @@ def call_layers(
     sizes = [left if run.layers is None else run.layers for run in runs]
     each, first = [], 0
     for run, size, part in zip(runs, sizes, split_stack(layers, sizes) if scan else runs, strict=True):
-        run_layer = with_remat(call, run.kind, also=also)
+        run_layer = _with_remat(call, run.kind, also=also)
         if scan:
             x, found = jax.lax.scan(lambda x, layer, run_layer=run_layer: run_layer(layer, x), x, part)
             each.append(found)
@@ -152,7 +154,7 @@ def call_layers(
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
-def split_stack(stack: Any, sizes: Sequence[int]) -> list[Any]:
+def split_stack(stack: PyTree, sizes: Sequence[int]) -> list[PyTree]:
     """A scanned stack as consecutive stacks. Their gradients are concatenated, not padded and added."""
     if len(sizes) == 1:
         return [stack]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
+from jax.typing import DTypeLike
 
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
 from flax_mesh.text import array_text
@@ -51,7 +52,7 @@ class MpmdArray:
         groups = "" if self.mpmd_mesh is None else f", groups={self.groups}"
         return f"MpmdArray({array_text(self)}, {layout}{groups}{', remote' if self.is_fully_remote else ''})"
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         # Without this method, numpy would silently create an array of dtype object.
         return np.asarray(self.jax_array, dtype=dtype, copy=copy)
 
@@ -113,7 +114,7 @@ def as_jax_array(array: Any) -> jax.Array:
     return array.jax_array if isinstance(array, MpmdArray) else jnp.asarray(array)
 
 
-def is_weakly_typed(array: Any) -> bool:
+def is_weakly_typed(array: object) -> bool:
     """Whether an array or ShapeDtypeStruct is weakly typed. Arrays of random keys never are."""
     return getattr(array, "weak_type", False)
 

@@ -12,9 +12,10 @@ from jax.sharding import Sharding
 from flax_mesh.mpmd.array import MpmdArray, find_mpmd_mesh, is_fully_remote_sharding, is_local_device, is_weakly_typed
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
 from flax_mesh.text import paths_text
+from flax_mesh.tree import PyTree
 
 
-def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -> Callable[..., Any]:
+def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any) -> Callable[..., Any]:
     """`jax.jit(fun, out_shardings=..., **options)` for arrays on groups; every process calls it with the same inputs.
 
     A process that has devices of the inputs runs the program. Every other process only traces `fun` for the shapes of
@@ -32,16 +33,16 @@ def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -
     is_remote = is_fully_remote_sharding(prefix[0][1])
     has_none = len(prefix) < len(jax.tree.leaves(out_shardings, is_leaf=_is_none))
     jitted = jax.jit(fun, out_shardings=out_shardings, **options)
-    layouts: dict[Any, list[Sharding]] = {}
+    layouts: dict[object, list[Sharding]] = {}
 
-    def flatten(outputs: Any) -> tuple[list[Any], Any, list[Sharding]]:
+    def flatten(outputs: PyTree) -> tuple[list[Any], Any, list[Sharding]]:
         leaves, tree = jax.tree.flatten(outputs)
         if tree not in layouts:
             layouts[tree] = _broadcast(name, out_shardings, outputs)
         return leaves, tree, layouts[tree]
 
     @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if _is_committed(leaf)]
         shardings = {id(array.sharding): array.sharding for array in arrays}  # many arrays share few shardings
         if any(sharding.device_set != devices for sharding in shardings.values()):
@@ -56,7 +57,7 @@ def jit(fun: Callable[..., Any], *, out_shardings: Any = None, **options: Any) -
     return call
 
 
-def _apply(program: Callable[..., Any], convert: Callable[[Any], Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+def _apply(program: Callable[..., Any], convert: Callable[[PyTree], PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     return program(*map(convert, args), **{key: convert(value) for key, value in kwargs.items()})
 
 
@@ -66,7 +67,7 @@ def _output(array: Any, sharding: Sharding, mpmd_meshes: Sequence[MpmdMesh | Non
     return MpmdArray(array.shape, array.dtype, sharding, value, mpmd_mesh, is_weakly_typed(array))
 
 
-def _is_committed(leaf: Any) -> bool:
+def _is_committed(leaf: object) -> bool:
     if isinstance(leaf, Tracer):
         raise ValueError(
             "mpmd.jit was called inside a trace, such as that of jax.jit or jax.grad. It runs programs on groups of "
@@ -75,7 +76,7 @@ def _is_committed(leaf: Any) -> bool:
     return isinstance(leaf, MpmdArray) or (isinstance(leaf, jax.Array) and leaf.committed)
 
 
-def _value(arg: Any) -> Any:
+def _value(arg: PyTree) -> PyTree:
     """`arg` with its MpmdArrays replaced by their local parts. The same object if it has none: it may be static."""
     if isinstance(arg, MpmdArray):
         return arg.value
@@ -85,7 +86,7 @@ def _value(arg: Any) -> Any:
     return tree.unflatten([leaf.value if isinstance(leaf, MpmdArray) else leaf for leaf in leaves])
 
 
-def _abstract(arg: Any) -> Any:
+def _abstract(arg: PyTree) -> PyTree:
     """`arg` with its committed arrays replaced by ShapeDtypeStructs. The same object if it has none."""
     leaves, tree = jax.tree.flatten(arg)
     if not any(map(_is_committed, leaves)):
@@ -97,11 +98,11 @@ def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding, weak_type=is_weakly_typed(array))
 
 
-def _is_none(leaf: Any) -> bool:
+def _is_none(leaf: object) -> bool:
     return leaf is None
 
 
-def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]:
+def _checked_prefix(name: str, out_shardings: PyTree) -> list[tuple[str, Sharding]]:
     """Pairs (name such as `out_shardings['loss']`, sharding) for every Sharding in the prefix tree."""
     leaves = jax.tree.leaves_with_path(out_shardings)
     prefix = [(f"out_shardings{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
@@ -121,10 +122,10 @@ def _checked_prefix(name: str, out_shardings: Any) -> list[tuple[str, Sharding]]
     return prefix
 
 
-def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
+def _broadcast(name: str, out_shardings: PyTree, outputs: PyTree) -> list[Sharding]:
     shardings: list[Any] = []
 
-    def repeat(sharding: Any, part: Any) -> None:
+    def repeat(sharding: Sharding | None, part: PyTree) -> None:
         shardings.extend([sharding] * len(jax.tree.leaves(part)))
 
     jax.tree.map(repeat, out_shardings, outputs, is_leaf=_is_none)
@@ -139,7 +140,7 @@ def _broadcast(name: str, out_shardings: Any, outputs: Any) -> list[Sharding]:
 
 
 def _named_inputs(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> Iterator[tuple[str, Sharding]]:
     """Pairs (name such as `params['w']`, sharding) for every committed input."""
     try:

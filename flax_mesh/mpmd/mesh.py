@@ -63,7 +63,7 @@ class MpmdMesh:
                 f"mpmd_axis_name {self.mpmd_axis_name!r} is not an axis of the mesh {axes}. Use one of its axes, or "
                 f"add one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
             )
-        groups_of_processes([mesh.devices.flat for mesh in self.unstack])
+        _groups_of_processes([mesh.devices.flat for mesh in self.unstack])
 
     def __repr__(self) -> str:
         axes = format_mesh_shape(self.jax_mesh.axis_names, self.jax_mesh.axis_sizes)
@@ -87,12 +87,12 @@ class MpmdMesh:
         return self.jax_mesh.shape[self.mpmd_axis_name]
 
     @cached_property
-    def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
+    def device_coords(self) -> Mapping[object, tuple[int, ...]]:
         """Coordinates of every device in the mesh, one index per axis."""
         return MappingProxyType({device: coords for coords, device in np.ndenumerate(self.jax_mesh.devices)})
 
     @cached_property
-    def device_mpmd_idx(self) -> Mapping[Any, int]:
+    def device_mpmd_idx(self) -> Mapping[object, int]:
         """Group index of every device."""
         return MappingProxyType({device: coords[self.mpmd_axis] for device, coords in self.device_coords.items()})
 
@@ -136,7 +136,7 @@ class MpmdMesh:
     @cached_property
     def representative_groups(self) -> tuple[int, ...]:
         """The representative groups, the first group of each process: what is sent to them reaches every process."""
-        owned = groups_of_processes([mesh.devices.flat for mesh in self._groups])
+        owned = _groups_of_processes([mesh.devices.flat for mesh in self._groups])
         return tuple(sorted({groups[0] for groups in owned.values()}))
 
     @property
@@ -178,13 +178,13 @@ def current_mpmd_mesh() -> MpmdMesh | None:
     return entered[-1] if entered else None
 
 
-def groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
+def _groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
     """The groups in which each process has devices, by process index.
 
     `groups` contains the devices of each group; only their `process_index` is read. Raises ValueError that names every
     process that shares a group with another process and also has devices in a different group.
     """
-    owned: dict[int, dict[int, list[Any]]] = {}  # process -> group -> devices
+    owned: dict[int, dict[int, list[object]]] = {}  # process -> group -> devices
     sharers: list[set[int]] = []  # processes that have devices in each group
     for index, devices in enumerate(groups):
         sharers.append(set())

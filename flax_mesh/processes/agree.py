@@ -9,10 +9,10 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.processes.store import call_number, delete_texts, get_text, put_text, try_get_text
 from flax_mesh.text import processes_text
 
-BROADCAST_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}
-TIMEOUT_S = 600  # for the slowest process, which may have to trace a model first
-PHASE_TIMEOUT_S = 1200  # for the slowest process to complete a phase
-MARGIN_S = 60  # the other processes wait this much longer than process 0, which reports the late process
+_BROADCAST_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}
+_TIMEOUT_S = 600  # for the slowest process, which may have to trace a model first
+_PHASE_TIMEOUT_S = 1200  # for the slowest process to complete a phase
+_MARGIN_S = 60  # the other processes wait this much longer than process 0, which reports the late process
 
 
 def assert_equal(name: str, facts: Mapping[str, str]) -> None:
@@ -57,7 +57,7 @@ def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
     if jax.process_index() != 0:
         result = json.loads(_wait(f"broadcast/{name}", 0))
         if "problems" in result:
-            raise BROADCAST_ERRORS.get(result["kind"], ConfigError)(
+            raise _BROADCAST_ERRORS.get(result["kind"], ConfigError)(
                 [f"process 0: {problem}" for problem in result["problems"]]
             )
         return result["value"]
@@ -145,16 +145,16 @@ class Phases:
         problems = []
         for process in range(1, jax.process_count()):
             try:
-                problems += json.loads(get_text(self._key(phase, process), PHASE_TIMEOUT_S))
+                problems += json.loads(get_text(self._key(phase, process), _PHASE_TIMEOUT_S))
             except TimeoutError:
-                problems.append(f"process {process} has not completed the phase {phase!r} within {PHASE_TIMEOUT_S} s")
+                problems.append(f"process {process} has not completed the phase {phase!r} within {_PHASE_TIMEOUT_S} s")
         self._collected.add(phase)
         put_text(self._key(phase, "all"), json.dumps(problems), overwrite=True)
         return problems
 
     def _report(self, phase: str) -> list[str]:
         put_text(self._key(phase, self._index), "[]", overwrite=True)
-        return json.loads(get_text(self._key(phase, "all"), PHASE_TIMEOUT_S + MARGIN_S))
+        return json.loads(get_text(self._key(phase, "all"), _PHASE_TIMEOUT_S + _MARGIN_S))
 
     def _key(self, phase: str, sender: int | str) -> str:
         return f"{self._root}/{self._number}/{phase}/{sender}"
@@ -162,10 +162,10 @@ class Phases:
 
 def _wait(key: str, process: int) -> str:
     try:
-        return get_text(key, TIMEOUT_S)
+        return get_text(key, _TIMEOUT_S)
     except TimeoutError as error:
         raise TimeoutError(
-            f"process {jax.process_index()} waited {TIMEOUT_S} s for process {process}: {error}"
+            f"process {jax.process_index()} waited {_TIMEOUT_S} s for process {process}: {error}"
         ) from None
 
 

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-class End(NamedTuple):
+class _End(NamedTuple):
     """How process `index` ended; a negative code is the number of a signal."""
 
     index: int
@@ -47,7 +47,7 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
     other than 4 (stopped) and `lost` goes before these two.
     """
     port = _free_port()
-    ends: queue.Queue[End] = queue.Queue()
+    ends: queue.Queue[_End] = queue.Queue()
     printing = threading.Lock()
     children: list[subprocess.Popen[str]] = []
     with _process_group(children) as group:
@@ -89,9 +89,9 @@ def _process_group(children: Sequence[subprocess.Popen[str]]) -> Iterator[int]:
         guard.stdin.close()
 
 
-def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", lost: int) -> int:
-    ended: list[End] = []
-    first: End | None = None
+def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[_End]", lost: int) -> int:
+    ended: list[_End] = []
+    first: _End | None = None
     deadline = float("inf")
     stopping = False
     while len(ended) < len(children):
@@ -122,13 +122,13 @@ def _wait(children: Sequence[subprocess.Popen[str]], ends: "queue.Queue[End]", l
     return cause.code if cause.code > 0 else lost
 
 
-def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[End]") -> None:
+def _follow(index: int, child: subprocess.Popen[str], printing: threading.Lock, ends: "queue.Queue[_End]") -> None:
     """Prints the output of a process, and puts how it ended into `ends`."""
     reader = threading.Thread(target=_forward_output, args=(index, child, printing), daemon=True)
     reader.start()
     code = child.wait()
     reader.join(DRAIN_S)
-    ends.put(End(index, code))
+    ends.put(_End(index, code))
 
 
 def _forward_output(index: int, child: subprocess.Popen[str], printing: threading.Lock) -> None:

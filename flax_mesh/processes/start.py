@@ -10,7 +10,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
 
 PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
-NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
+_NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
 
 
 class Processes(NamedTuple):
@@ -74,6 +74,6 @@ def start_processes(given: Processes | None) -> int:
         try:
             jax.distributed.initialize()
         except ValueError as error:
-            if NO_CLUSTER not in str(error):
+            if _NO_CLUSTER not in str(error):
                 raise
     return distributed_state().num_processes or 1

@@ -33,7 +33,7 @@ from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import count_text
 
-PEER_TIMEOUT_S = 12.0  # without a message for this long a process counts as stopped; all detect it within 15 s
+_PEER_TIMEOUT_S = 12.0  # without a message for this long a process counts as stopped; all detect it within 15 s
 HEARTBEAT_S = 1.0
 TICK_S = 0.25
 LINGER_S = 4.0  # process 0 waits at most this long for the others to exit first
@@ -64,7 +64,7 @@ class Watch:
 
     tell_failure: Callable[[BaseException], int]
     step_timeout_s: float | None = None
-    peer_timeout_s: float = PEER_TIMEOUT_S
+    peer_timeout_s: float = _PEER_TIMEOUT_S
     waiting: Callable[[], list[str]] = list  # returns what this process is waiting for; set by the pipeline
     _step: int = 0
     _since: float = field(default_factory=time.monotonic)
@@ -90,7 +90,7 @@ class Watch:
             self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and self._count > 1:
             if isinstance(error, jax.errors.JaxRuntimeError) and self._peer_failed.wait(NOTICE_S):
                 self._thread.join()  # that thread reports the lost process, and exits
@@ -107,7 +107,7 @@ class Watch:
         for connection in list(self._peers):
             connection.close()
 
-    def step_ended(self, row: Any = None) -> None:
+    def step_ended(self, row: object = None) -> None:
         """Restarts the time limit. Call it after every step."""
         self._step, self._since = self._step + 1, time.monotonic()
 

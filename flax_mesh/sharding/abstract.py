@@ -1,12 +1,13 @@
 """From a model and a rule table to the sharded abstract state, and to arrays initialized directly sharded."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
@@ -28,15 +29,16 @@ from flax_mesh.sharding.rules import (
     match_leaves,
 )
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import named_leaves, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_of
 
 Model = TypeVar("Model", bound=type[nnx.Pytree])
+Split: TypeAlias = tuple[nnx.GraphDef, nnx.State]
 ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
 Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
 
 def partitioned(
-    rules: str | Iterable[tuple[str, Any]],
+    rules: str | Iterable[tuple[str, object]],
     layers: str | Iterable[str] = (),
     axes: PartitionAxis = DEFAULT_AXES,
 ) -> Callable[[Model], Model]:
@@ -54,7 +56,7 @@ def partitioned(
     return decorate
 
 
-def partition_rules(model: Any) -> PartitionRules:
+def partition_rules(model: object) -> PartitionRules:
     """The rule table of a model whose class is `@partitioned`, resolved through the model's own `axes`.
 
     Raises a ShardingError if the class has no table.
@@ -70,7 +72,7 @@ def partition_rules(model: Any) -> PartitionRules:
     return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
 
 
-def model_layers(model: Any) -> tuple[str, ...]:
+def model_layers(model: object) -> tuple[str, ...]:
     """Paths of the layer lists and scanned stacks in the model's own table; () if it has none."""
     rules = getattr(model, ATTRIBUTE, None)
     return () if rules is None else as_rules(rules).layers
@@ -151,7 +153,7 @@ def lay_out(
 
 
 def _match(
-    made: Any,
+    made: PyTree,
     state: nnx.State,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None,
@@ -183,7 +185,7 @@ def _match(
     )
 
 
-def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, nnx.State]:
+def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> Split:
     """Graph definition and abstract state of what `make()` returns; (model, optimizer) as {"model", "optimizer"}.
 
     Both are those of one call: metadata may differ between calls. Nothing is allocated. `nnx.state` of the merged
@@ -192,7 +194,7 @@ def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple
     return trace_split(make, mesh)[1]
 
 
-def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[Any, tuple[Any, nnx.State]]:
+def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[jex.ClosedJaxpr, Split]:
     """The closed jaxpr of `make()`, which computes the leaves, and the result of `abstract_split`."""
     graphdefs = []
 
@@ -206,12 +208,12 @@ def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[An
     return jaxpr, (graphdefs[0], state)
 
 
-def has_optimizer(made: Any) -> bool:
+def has_optimizer(made: object) -> bool:
     """Whether `made` is {"model": ..., "optimizer": ...}, what `make()` returned as (model, nnx.Optimizer)."""
     return isinstance(made, dict) and isinstance(made.get("optimizer"), nnx.Optimizer) and len(made) == 2
 
 
-def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[Any]:
+def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[jax.Array]:
     """The leaves of the state of `make()`, in a trace."""
     return jax.tree.leaves(nnx.state(_made(make, mesh), graph=True))
 
@@ -266,7 +268,7 @@ def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.A
     return initialized(lambda: made_leaves(make, mesh), [leaf.sharding for leaf in jax.tree.leaves(abstract)])
 
 
-def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
+def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """The arrays of `leaves()`, computed by one program directly with `shardings`.
 
     On CPUs every element is computed and rounded alike on every mesh, whatever the shape of a shard is: see
@@ -281,13 +283,13 @@ def initialized(leaves: Callable[[], list[Any]], shardings: Sequence[NamedShardi
         return jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)()
 
 
-def mesh_of_leaves(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
+def mesh_of_leaves(leaves: Iterable[object]) -> Mesh | AbstractMesh | None:
     """The mesh of the first leaf that is on one; None for leaves without a mesh."""
     shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
     return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
 
 
-def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
+def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
     """What `make()` returns, in a trace; (model, optimizer) as a dict."""
     if not callable(make) or isinstance(make, nnx.Pytree):
         raise TypeError(
@@ -313,7 +315,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> Any:
     return made
 
 
-def _normalize(made: Any, eager_sharding: bool) -> None:
+def _normalize(made: PyTree, eager_sharding: bool) -> None:
     """Set the attributes and metadata of modules created in a trace to those that they have outside of one."""
     problems = []
     for path, node in nnx.iter_graph(made, graph=True):
@@ -322,12 +324,12 @@ def _normalize(made: Any, eager_sharding: bool) -> None:
                 # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
                 if isinstance(value, nnx.Rngs | nnx.RngStream):
                     node.del_metadata(name)
-                elif has_array(value):
+                elif _has_array(value):
                     problems.append((path_of(path), f"its metadata {name!r} contains an array"))
             node.set_metadata(eager_sharding=eager_sharding)
         elif isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
-                if has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
+                if _has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
                     setattr(node, name, nnx.data(value))
     if problems:
         raise ShardingError(
@@ -336,12 +338,12 @@ def _normalize(made: Any, eager_sharding: bool) -> None:
         )
 
 
-def has_array(value: Any) -> bool:
+def _has_array(value: object) -> bool:
     """Whether `value` is an array, or a list, tuple or dict that contains one."""
     if isinstance(value, list | tuple):
-        return any(map(has_array, value))
+        return any(map(_has_array, value))
     if isinstance(value, dict):
-        return any(map(has_array, value.values()))
+        return any(map(_has_array, value.values()))
     return isinstance(value, jax.Array | np.ndarray)
 
 
@@ -363,7 +365,7 @@ def check_same_arrays(abstract: nnx.State, made: nnx.State) -> None:
         )
 
 
-def _type_text(value: Any) -> str:
+def _type_text(value: object) -> str:
     if value is None or isinstance(value, jax.Array):
         return "None" if value is None else "an array"
     return f"an object of type {type(value).__name__}"

@@ -8,14 +8,14 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import LOGICAL_AXES, PartitionAxis, as_tuple
+from flax_mesh.axes import LOGICAL_AXES, AxisName, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
-Annotation = tuple[Any, ...] | PartitionSpec  # what names the dims of an array
+_Annotation = tuple[AxisName, ...] | PartitionSpec  # what names the dims of an array
 
 
-def annotations_of(state: nnx.State) -> dict[str, Annotation]:
+def annotations_of(state: nnx.State) -> dict[str, _Annotation]:
     """path -> names of the dims of every annotated Variable."""
     found = {path: variable.get_metadata().get("out_sharding") for path, variable in _variables(state)}
     return {path: _names(value) for path, value in found.items() if value is not None}
@@ -55,15 +55,15 @@ def _variables(state: nnx.State) -> list[tuple[str, nnx.Variable]]:
     return [(path_of(path), x) for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.Variable)]
 
 
-def _names(annotation: Any) -> Annotation:
+def _names(annotation: Any) -> _Annotation:
     if isinstance(annotation, Format):
         annotation = annotation.sharding
     return annotation.spec if isinstance(annotation, NamedSharding) else annotation
 
 
 def _resolve(
-    annotation: Annotation, rules: Mapping[Any, Any], mesh: Mesh | AbstractMesh, axes: PartitionAxis
-) -> tuple[tuple[Any, ...], list[str]]:
+    annotation: _Annotation, rules: Mapping[str, AxisName], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+) -> tuple[tuple[AxisName, ...], list[str]]:
     """(mesh axes of each dim, names that are neither a mesh axis nor a logical axis)."""
     known = {*LOGICAL_AXES, *dict(axes.extra)}
     dims, unmapped = [], []

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, lost_finding
 
 Array = TypeVar("Array")
@@ -23,7 +23,7 @@ def with_sharding_constraint(
     inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are those of `match_partition_rules`;
     inside jit, mismatches are reported once per trace. Raises NoMeshError if no mesh is in context.
     """
-    mesh: Any = get_incontext_mesh()
+    mesh = get_incontext_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     local = PartitionSpec(*(_only(entry, types, AxisType.Auto, AxisType.Explicit, None) for entry in spec))
     fitting, findings = fit_spec("with_sharding_constraint", getattr(x, "shape", ()), local, mesh)
@@ -92,7 +92,7 @@ def constrain(
     return with_sharding_constraint(x, spec_in_mesh(spec, axes, mesh), on_mismatch=on_mismatch, dropped=dropped)
 
 
-def spec_in_mesh(spec: PartitionSpec, axes: PartitionAxis, mesh: Any) -> PartitionSpec:
+def spec_in_mesh(spec: PartitionSpec, axes: PartitionAxis, mesh: AnyMesh) -> PartitionSpec:
     """`spec` without the axes that the mesh lacks and only the default values of `axes` name."""
     absent = axes.default_names - set(mesh.axis_names)
     return PartitionSpec(*(as_entry(axis for axis in as_tuple(entry) if axis not in absent) for entry in spec))
@@ -105,5 +105,5 @@ def _only(entry: Any, types: dict[str, AxisType], *kinds: AxisType | None) -> An
     return as_entry(axis for axis in as_tuple(entry) if types.get(axis) in kinds)
 
 
-def _target(mesh: Any, spec: PartitionSpec) -> Any:
+def _target(mesh: AnyMesh, spec: PartitionSpec) -> NamedSharding | PartitionSpec:
     return NamedSharding(mesh, spec) if isinstance(mesh, jax.sharding.Mesh) else spec

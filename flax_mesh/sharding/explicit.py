@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -17,12 +17,14 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.sharding.constrain import spec_in_mesh
-from flax_mesh.tree import path_of
+from flax_mesh.tree import PyTree, path_of
+
+_Result = TypeVar("_Result")
 
 
 def on_auto_axes(
     function: Callable[..., Any],
-    *args: Any,
+    *args: PyTree,
     out: Iterable[tuple[str | None, ...]],
     axes: PartitionAxis,
     mode: Mode = "train",
@@ -40,18 +42,27 @@ def on_auto_axes(
     return jax.sharding.auto_axes(function, out_sharding=tuple(specs) if len(specs) > 1 else specs[0])(*args)
 
 
-def made_on_auto_axes(make: Callable[[], Any], mesh: Mesh | AbstractMesh | None) -> Any:
+def made_on_auto_axes(make: Callable[[], _Result], mesh: Mesh | AbstractMesh | None) -> _Result:
     """`make()` with `mesh` in context, in a trace. Explicit axes are Auto, unless `make` raises an error on Auto axes.
 
     On Explicit axes random values are replicated unless `make` passes `out_sharding=`: every device would compute and
-    store all of them. On Auto axes XLA computes on each device the shards that it stores.
+    store all of them. On Auto axes XLA computes on each device the shards that it stores. An error on Explicit axes has
+    that on Auto axes as its cause.
     """
-    if mesh is not None and AxisType.Explicit in mesh.axis_types:
-        auto = mesh.abstract_mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
-        with contextlib.suppress(Exception), in_mesh(auto):  # `make` may need Explicit axes in any of its lines
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        with in_mesh(mesh), axis_types_explained():
             return make()
-    with in_mesh(mesh), axis_types_explained():
-        return make()
+    auto = mesh.abstract_mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
+    try:
+        with in_mesh(auto):
+            return make()
+    except Exception as first:  # `make` may need Explicit axes in any of its lines
+        with in_mesh(mesh), axis_types_explained():
+            try:
+                return make()
+            except Exception as second:
+                # Either may be the one to repair; a cause of its own has the first error as its context.
+                raise second from second.__cause__ or first
 
 
 @contextlib.contextmanager

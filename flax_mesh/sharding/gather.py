@@ -3,23 +3,27 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import path_lines, processes_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, is_key, named_leaves
 
+_Name = TypeVar("_Name")
 Index = tuple[slice, ...]
-Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
-Remote = Literal["error", "leave", "collect"]
+_Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
+_Remote = Literal["error", "leave", "collect"]
 
 
-def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, remote: Remote = "error") -> Any:
+def gather(
+    tree: PyTree, *, dtype: DTypeLike | None = None, bytes_in_flight: int | None = None, remote: _Remote = "error"
+) -> PyTree:
     """Returns `tree` with every array as a complete numpy array. Numbers and random keys are returned unchanged.
 
     Args:
@@ -37,7 +41,7 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
     if remote not in ("error", "leave", "collect"):
         raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {remote!r}.")
     leaves, treedef = jax.tree.flatten(tree)
-    partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not is_local(x)]
+    partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_local(x)]
     if partial and remote == "error":
         named = named_leaves(tree)
         raise ShardingError(_remote_text([named[i] for i in partial]))
@@ -52,18 +56,18 @@ def gather(tree: Any, *, dtype: Any = None, bytes_in_flight: int | None = None, 
     return jax.tree.unflatten(treedef, [found[i] for i in range(len(leaves))])
 
 
-def gather_leaf(x: Any, dtype: Any = None) -> Any:
+def gather_leaf(x: Any, dtype: DTypeLike | None = None) -> Any:
     """As `gather` for one array, without the overhead of flattening a tree."""
-    if isinstance(x, jax.Array) and not is_local(x):
+    if isinstance(x, jax.Array) and not _is_local(x):
         return gather(x, dtype=dtype)
     return _cast(jax.device_get(x), dtype)
 
 
-def stream(leaves: Sequence[Any], dtype: Any, bytes_in_flight: int) -> list[Any]:
+def stream(leaves: Sequence[Any], dtype: DTypeLike | None, bytes_in_flight: int) -> list[Any]:
     """The leaves as numpy, transferred shard by shard in their order, at most `bytes_in_flight` at a time."""
     if bytes_in_flight < 1:
         raise ValueError(f"bytes_in_flight must be at least 1, got {bytes_in_flight}.")
-    streamed = [isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
+    streamed = [isinstance(x, jax.Array) and not is_key(x) for x in leaves]
     done = [
         np.empty(x.shape, _cast_dtype(x.dtype, dtype)) if by_shard else _cast(jax.device_get(x), dtype)
         for x, by_shard in zip(leaves, streamed, strict=True)
@@ -75,9 +79,9 @@ def stream(leaves: Sequence[Any], dtype: Any, bytes_in_flight: int) -> list[Any]
     return done
 
 
-def in_turn(pieces: Iterable[tuple[Any, Any]], limit: int) -> Iterator[tuple[Any, np.ndarray]]:
+def in_turn(pieces: Iterable[tuple[_Name, Any]], limit: int) -> Iterator[tuple[_Name, np.ndarray]]:
     """Yields each (name, data) as (name, numpy), in order. A transfer starts once its bytes fit within `limit`."""
-    in_flight: deque[tuple[Any, Any]] = deque()
+    in_flight: deque[tuple[_Name, jax.Array]] = deque()
     total = 0
     for name, data in pieces:
         while in_flight and total + data.nbytes > limit:
@@ -91,7 +95,7 @@ def in_turn(pieces: Iterable[tuple[Any, Any]], limit: int) -> Iterator[tuple[Any
         yield _finish(*in_flight.popleft())
 
 
-def _finish(name: Any, data: Any) -> tuple[Any, np.ndarray]:
+def _finish(name: _Name, data: jax.Array) -> tuple[_Name, np.ndarray]:
     return name, np.asarray(data)
 
 
@@ -114,7 +118,7 @@ def _new_array(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x])
 
 
-def is_local(x: jax.Array) -> bool:
+def _is_local(x: jax.Array) -> bool:
     """Whether every element is on a device of this process."""
     if x.is_fully_addressable:
         return True
@@ -128,7 +132,7 @@ def collect(x: jax.Array) -> np.ndarray:
     every process, so that at most one shard of each is in memory; a process without an i-th shard sends zeros.
     """
     owners = _all_bounds(x)
-    queues: list[list[Bounds]] = [[] for _ in range(jax.process_count())]
+    queues: list[list[_Bounds]] = [[] for _ in range(jax.process_count())]
     for bounds in sorted(owners):
         queues[owners[bounds]].append(bounds)
     local = {_bounds(shard.index, x.shape): shard.data for shard in x.addressable_shards}
@@ -144,16 +148,16 @@ def collect(x: jax.Array) -> np.ndarray:
     return full
 
 
-def _all_bounds(x: jax.Array) -> dict[Bounds, int]:
+def _all_bounds(x: jax.Array) -> dict[_Bounds, int]:
     """Every distinct shard -> the lowest process that stores it."""
-    first: dict[Bounds, int] = {}
+    first: dict[_Bounds, int] = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         bounds, process = _bounds(index or (), x.shape), int(device.process_index)
         first[bounds] = min(first.get(bounds, process), process)
     return first
 
 
-def _bounds(index: Index, shape: Sequence[int]) -> Bounds:
+def _bounds(index: Index, shape: Sequence[int]) -> _Bounds:
     return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
 
 
@@ -174,11 +178,11 @@ def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
     )
 
 
-def _cast(x: Any, dtype: Any) -> Any:
+def _cast(x: Any, dtype: DTypeLike | None) -> Any:
     if dtype is None or not isinstance(x, np.ndarray):
         return x
     return x.astype(_cast_dtype(x.dtype, dtype), copy=False)
 
 
-def _cast_dtype(found: Any, dtype: Any) -> Any:
+def _cast_dtype(found: np.dtype, dtype: DTypeLike | None) -> DTypeLike:
     return dtype if dtype is not None and jnp.issubdtype(found, jnp.floating) else found

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -13,10 +12,10 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.text import at_most, path_lines
-from flax_mesh.tree import map_named, named_leaves
+from flax_mesh.tree import PyTree, map_named, named_leaves
 
 
-def extract_sharding_structure(tree: Any) -> Any:
+def extract_sharding_structure(tree: PyTree) -> PyTree:
     """Returns a tree of the same structure with the NamedSharding of each leaf, or None.
 
     The result is None for numpy arrays, numbers, abstract leaves without a sharding, and arrays on one device that were
@@ -28,7 +27,7 @@ def extract_sharding_structure(tree: Any) -> Any:
 get_shardings_with_structure = extract_sharding_structure  # both names are in use
 
 
-def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any:
+def extract_shardings(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
     """As `extract_sharding_structure`, but leaves may also be PartitionSpecs, or have one as their `sharding`.
 
     A PartitionSpec becomes a NamedSharding on `mesh`, or on the mesh in context; raises NoMeshError without either. A
@@ -36,7 +35,7 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
     """
     findings = []
 
-    def sharding(path: str, leaf: Any) -> NamedSharding | None:
+    def sharding(path: str, leaf: object) -> NamedSharding | None:
         found = leaf if isinstance(leaf, PartitionSpec) else getattr(leaf, "sharding", None)
         if not isinstance(found, PartitionSpec):
             return _named(found)
@@ -51,7 +50,7 @@ def extract_shardings(tree: Any, mesh: Mesh | AbstractMesh | None = None) -> Any
     return shardings
 
 
-def get_partition_spec(tree: Any) -> Any:
+def get_partition_spec(tree: PyTree) -> PyTree:
     """Returns a tree of the same structure with the PartitionSpec of each leaf.
 
     It is `P()` for numbers, numpy arrays, and jax arrays on one device without a mesh. One ShardingError names all
@@ -60,7 +59,7 @@ def get_partition_spec(tree: Any) -> Any:
     """
     problems = []
 
-    def spec(path: str, leaf: Any) -> PartitionSpec | None:
+    def spec(path: str, leaf: object) -> PartitionSpec | None:
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
             return sharding.spec
@@ -78,7 +77,7 @@ def get_partition_spec(tree: Any) -> Any:
     return specs
 
 
-def get_names_from_partition_spec(specs: Any) -> list[str]:
+def get_names_from_partition_spec(specs: PyTree) -> list[str]:
     """Mesh axes in a PartitionSpec, a sequence or mapping of them, or a tree: each once, in the order of first use.
 
     >>> P = jax.sharding.PartitionSpec
@@ -87,8 +86,8 @@ def get_names_from_partition_spec(specs: Any) -> list[str]:
     """
     names: dict[str, None] = {}
 
-    def visit(node: Any) -> None:
-        children: Iterable[Any] = ()
+    def visit(node: PyTree) -> None:
+        children: Iterable[PyTree] = ()
         if isinstance(node, str):
             names.setdefault(node)
         elif isinstance(node, Mapping):
@@ -143,13 +142,13 @@ def create_pattern_based_partition_spec(
     if problems:
         raise ShardingError("\n".join(at_most(problems)))
 
-    def spec_of(path: str, array: Any = None) -> PartitionSpec:
+    def spec_of(path: str, array: object = None) -> PartitionSpec:
         return next((spec for regex, spec in rules if regex.search(path)), default_spec)
 
     return spec_of
 
 
-def _named(sharding: Any) -> NamedSharding | None:
+def _named(sharding: object) -> NamedSharding | None:
     return sharding if isinstance(sharding, NamedSharding) else None
 
 

@@ -4,26 +4,25 @@ The memory kind is part of the sharding of a leaf, so initialization, steps, sav
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.sharding.optimizer import owning_parameter
 from flax_mesh.text import listed
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
-OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
+_OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
 
 
-def is_on_host(x: Any) -> bool:
+def is_on_host(x: object) -> bool:
     """Whether the sharding of an array, of a ShapeDtypeStruct or of its own stores it in the memory of the host."""
     return getattr(getattr(x, "sharding", x), "memory_kind", None) in (PINNED_HOST, "unpinned_host")
 
 
-def host_kind(sharding: Any) -> str | None:
+def host_kind(sharding: Sharding) -> str | None:
     """The memory kind of a sharding if it is one of the host; None for that of the devices, which is the default."""
     return sharding.memory_kind if is_on_host(sharding) else None
 
@@ -31,7 +30,7 @@ def host_kind(sharding: Any) -> str | None:
 def memory_problem(mesh: Mesh | AbstractMesh, kind: str) -> str | None:
     """Why the devices of a mesh have no memory of a kind, or None; the kinds of an AbstractMesh are not known."""
     if isinstance(mesh, AbstractMesh):
-        return None if kind in OPTIMIZER_MEMORY else f"must be {' or '.join(OPTIMIZER_MEMORY)}, got {kind!r}"
+        return None if kind in _OPTIMIZER_MEMORY else f"must be {' or '.join(_OPTIMIZER_MEMORY)}, got {kind!r}"
     for device in mesh.local_devices:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if kind not in kinds:
@@ -39,7 +38,7 @@ def memory_problem(mesh: Mesh | AbstractMesh, kind: str) -> str | None:
     return None
 
 
-def optimizer_memory_kinds(state: Any, mesh: Mesh | AbstractMesh, kind: str) -> list[str | None]:
+def optimizer_memory_kinds(state: PyTree, mesh: Mesh | AbstractMesh, kind: str) -> list[str | None]:
     """The memory kind of every leaf of a state {"model", "optimizer"}, in the order of `jax.tree.leaves`.
 
     Leaves of the optimizer that belong to a parameter have `kind`. Scalars, such as counts, and all others are stored
@@ -54,7 +53,7 @@ def optimizer_memory_kinds(state: Any, mesh: Mesh | AbstractMesh, kind: str) -> 
         raise ConfigError(f"optimizer memory: {kind} needs an optimizer, but make() returns a model alone")
     parameters = {path for path, _ in named_leaves(state["model"])}
 
-    def is_hosted(path: str, leaf: Any) -> bool:
+    def is_hosted(path: str, leaf: Shaped) -> bool:
         own = path.removeprefix("optimizer/")
         return own != path and bool(leaf.shape) and owning_parameter(own, parameters) is not None
 
@@ -65,11 +64,11 @@ def placed(mesh: Mesh | AbstractMesh, spec: PartitionSpec, kind: str | None) -> 
     return NamedSharding(mesh, spec) if kind is None else NamedSharding(mesh, spec, memory_kind=kind)
 
 
-def brought(x: Any) -> Any:
+def brought(x: jax.Array) -> jax.Array:
     """In a trace: a copy on the devices of an array in the memory of the host, with the same sharding."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-def on_device(values: Iterable[Any], layouts: Sequence[Any]) -> tuple[Any, ...]:
+def on_device(values: Iterable[jax.Array], layouts: Sequence[object]) -> tuple[jax.Array, ...]:
     """In a trace: `values`, those brought to the devices whose layout is in the memory of the host."""
     return tuple(brought(x) if is_on_host(like) else x for x, like in zip(values, layouts, strict=True))

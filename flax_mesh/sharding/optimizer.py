@@ -19,7 +19,7 @@ LARGE = 2**24  # bytes; a larger array that belongs to no parameter needs a rule
 
 
 def match_optimizer(
-    optimizer: Any,
+    optimizer: nnx.Optimizer,
     model: nnx.State,
     parameter_specs: Sequence[PartitionSpec],
     table: PartitionRules,
@@ -46,7 +46,7 @@ def match_optimizer(
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer, graph=True))
     pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := owning_parameter(path, owners))]
-    dims = dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
+    dims = _dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
     differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
     specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
     for path, leaf, owner in pairs:
@@ -64,7 +64,9 @@ def match_optimizer(
     return match._replace(specs=[specs[path] for path, _ in leaves], findings=[*findings, *match.findings])
 
 
-def dims_of_parameters(optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[str, str]) -> dict[str, Dims]:
+def _dims_of_parameters(
+    optimizer: nnx.Optimizer, model: nnx.State, owner_of_leaf: Mapping[str, str]
+) -> dict[str, Dims]:
     """For each leaf: the dim of its parameter that each of its dims corresponds to, None for a dim without one.
 
     Sizes alone do not determine it: the row and the column statistics of a square matrix have the same shape. So `init`
@@ -116,7 +118,7 @@ def split_over(
 
 
 def _differing(
-    own: RuleMatch, optimizer: Any, model: nnx.State, owner_of_leaf: Mapping[str, str]
+    own: RuleMatch, optimizer: nnx.Optimizer, model: nnx.State, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
     state = nnx.state(optimizer, graph=True)
     annotated, of_parameters = annotations_of(state), annotations_of(model)

@@ -2,10 +2,10 @@
 
 import re
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -14,12 +14,12 @@ from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_ent
 from flax_mesh.errors import ShardingError
 from flax_mesh.stacks import ranks_in, without_single_layers
 from flax_mesh.text import at_most, axes_text, group_lines, group_paths
-from flax_mesh.tree import in_stack, named_leaves
+from flax_mesh.tree import PyTree, in_stack, named_leaves
 
 Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
-CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
+_CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
 Policy = Literal["error", "warn", "drop"]
-MATCHES_KEPT = 8
+_MATCHES_KEPT = 8
 # A pattern distinguishes digits only by a digit, a character by its name, or a back-reference.
 _DISTINGUISHES_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
 # Words, groups and a few classes, in which digits appear only behind the letters of a word.
@@ -56,13 +56,13 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[CompiledRule, ...] = field(init=False, repr=False, compare=False)
+    _compiled: tuple[_CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
-    _matches: dict[Any, "RuleMatch"] = field(init=False, repr=False, compare=False)
+    _matches: dict[Hashable, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
     def __init__(
         self,
-        table: str | Iterable[tuple[str, Any]],
+        table: str | Iterable[tuple[str, object]],
         axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
@@ -90,7 +90,7 @@ class PartitionRules:
         tails = ("/".join(parts[start:]) for start in range(len(parts)))
         return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
-    def without_single_layers(self, leaves: Sequence[tuple[str, Any]], model: Any = None) -> "PartitionRules":
+    def without_single_layers(self, leaves: Sequence[tuple[str, object]], model: PyTree = None) -> "PartitionRules":
         """These rules with only lists and stacks as `layers`, see `flax_mesh.stacks`."""
         ranks = ranks_in(model) if model is not None and self.layers else {}
         layers = without_single_layers(self.layers, leaves, ranks)
@@ -114,7 +114,7 @@ class PartitionRules:
         return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
 
 
-Rules = PartitionRules | str | Iterable[tuple[str, Any]]  # what `rules=` accepts; see PartitionRules
+Rules = PartitionRules | str | Iterable[tuple[str, object]]  # what `rules=` accepts; see PartitionRules
 
 
 class Finding(NamedTuple):
@@ -136,14 +136,14 @@ class RuleMatch(NamedTuple):
 
 def match_partition_rules(
     rules: Rules,
-    tree: Any,
+    tree: PyTree,
     *,
     mesh: Mesh | AbstractMesh | None = None,
     axes: PartitionAxis | None = None,
     min_size: int = 0,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
-) -> Any:
+) -> PyTree:
     """The PartitionSpec of every leaf of a tree, in a tree of the same structure.
 
     Scalars, leaves of one element or of fewer than `min_size`, and leaves that are not arrays get `P()`. A mesh axis
@@ -169,7 +169,7 @@ def match_partition_rules(
     match = rules._matches.get(key)
     if match is None:
         match = rules._matches[key] = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)
-        while len(rules._matches) > MATCHES_KEPT:
+        while len(rules._matches) > _MATCHES_KEPT:
             rules._matches.pop(next(iter(rules._matches)))
     apply_policy(match.findings, on_mismatch, dropped)
     if dropped is not None:
@@ -188,7 +188,7 @@ def as_rules(rules: Rules, axes: PartitionAxis | None = None, layers: Sequence[s
 
 def match_leaves(
     rules: PartitionRules,
-    leaves: Sequence[tuple[str, Any]],
+    leaves: Sequence[tuple[str, object]],
     *,
     mesh: Mesh | AbstractMesh | None = None,
     min_size: int = 0,
@@ -217,13 +217,13 @@ def match_leaves(
                 unmatched.append(f"{path} {tuple(shape)}")
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
-                spec, problem = split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
+                spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
                 if problem:
                     kept.append(problem)
                     specs.append(spec)
                     continue
             else:
-                spec, problems = fit_rule(rules, index, path, shape, mesh)
+                spec, problems = _fit_rule(rules, index, path, shape, mesh)
         findings += problems
         if not problems:  # mismatches are reported per leaf, so they are not cached
             decided[key] = spec
@@ -235,7 +235,7 @@ def match_leaves(
     return RuleMatch(specs, findings, kept)
 
 
-def split_largest_dim(
+def _split_largest_dim(
     path: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: bool
 ) -> tuple[PartitionSpec, Finding | None]:
     """The spec that splits the largest dim that divides over `axes`, the last of equal dims.
@@ -284,7 +284,7 @@ def needs_no_rule(rules: PartitionRules, path: str, shape: Sequence[int], min_si
     return prod(shape[1:] if rules.stack(path) else shape) <= 1 or prod(shape) < min_size
 
 
-def fit_rule(
+def _fit_rule(
     rules: PartitionRules, index: int, path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh | None
 ) -> tuple[PartitionSpec, list[Finding]]:
     """`fit_spec` of rule `index`, and a finding for each mesh axis that two of its dims resolve to."""
@@ -394,7 +394,7 @@ def without_numbers(path: str) -> str:
     return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
 
 
-def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[CompiledRule, ...]:
+def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[_CompiledRule, ...]:
     compiled, problems = [], []
     for number, (pattern, dims) in enumerate(table, start=1):
         try:
@@ -412,7 +412,7 @@ def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[
     return tuple(compiled)
 
 
-def _frozen(table: str | Iterable[Any]) -> tuple[tuple[str, Dims], ...]:
+def _frozen(table: str | Iterable[object]) -> tuple[tuple[str, Dims], ...]:
     if isinstance(table, str):
         names = tuple(name.strip() for name in table.split("+"))
         if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):

@@ -7,35 +7,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.gather import gather_leaf
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
 from flax_mesh.text import path_lines, paths_text
-from flax_mesh.tree import map_named, named_leaves
+from flax_mesh.tree import PyTree, map_named, named_leaves
 
 
-class UnfittedSharding(NamedTuple):
+class _UnfittedSharding(NamedTuple):
     """The arguments of a NamedSharding whose spec has not been checked against an array and the mesh yet."""
 
     spec: PartitionSpec
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     memory_kind: str | None
 
 
 def shard(
-    tree: Any,
-    specs: Any,
+    tree: PyTree,
+    specs: PyTree,
     mesh: Mesh | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     memory_kind: str | None = None,
     donate: bool = False,
     may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
-) -> Any:
+) -> PyTree:
     """Places every leaf of `tree`: a numpy array, a number or a jax array with any sharding.
 
     Args:
@@ -68,17 +69,17 @@ def shard(
 
 
 def reshard(
-    tree: Any,
-    specs: Any = None,
+    tree: PyTree,
+    specs: PyTree = None,
     mesh: Mesh | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     memory_kind: str | None = None,
     donate: bool = False,
     may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
-) -> Any:
+) -> PyTree:
     """As `shard`, for arrays that are on a mesh already: changes their specs, mesh, memory kind or dtype.
 
     A leaf keeps its spec, mesh or memory kind where the argument is None: `reshard(state, memory_kind="pinned_host")`
@@ -102,14 +103,14 @@ def reshard(
 
 
 def make_shard_and_gather_fns(
-    specs: Any,
+    specs: PyTree,
     mesh: Mesh | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     may_alias: bool | None = None,
     on_mismatch: Policy = "error",
     dropped: list[Finding] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Creates one function per array that places it on the mesh, and one that copies it back to the host.
 
     Use it where arrays arrive one by one, for example when a checkpoint is read file by file. To place or to gather an
@@ -147,9 +148,9 @@ def make_shard_and_gather_fns(
         (64, 256)
     """
 
-    def shard_fn(path: str, spec: Any) -> Callable[[Any], jax.Array]:
+    def shard_fn(path: str, spec: object) -> Callable[[Any], jax.Array]:
         layout = _layout(spec, mesh, None)
-        fitting: dict[Any, Sharding] = {}  # by shape; usually there is only one
+        fitting: dict[tuple[int, ...], Sharding] = {}  # by shape; usually there is only one
 
         def place(x: Any) -> jax.Array:
             shape = np.shape(x)
@@ -166,7 +167,7 @@ def make_shard_and_gather_fns(
     return shard_fns, map_named(lambda path, spec: lambda x: gather_leaf(x, dtype), specs)
 
 
-def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any]:
+def _aligned(tree: PyTree, leaves: list[Any], treedef: object, specs: PyTree) -> list[Any]:
     """A PartitionSpec or a sharding for each leaf. Trees of different node types are matched by path."""
     if isinstance(specs, PartitionSpec | Sharding):
         return [specs] * len(leaves)
@@ -183,7 +184,7 @@ def _aligned(tree: Any, leaves: list[Any], treedef: Any, specs: Any) -> list[Any
     return layouts
 
 
-def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -> list[Any]:
+def align_by_path(tree: PyTree, specs: PyTree, further_problems: Sequence[str] = ()) -> list[Any]:
     """The leaf of `specs` for each leaf of `tree`.
 
     Raises one ShardingError that lists all paths that only one of the trees has, and `further_problems`.
@@ -197,21 +198,21 @@ def align_by_path(tree: Any, specs: Any, further_problems: Sequence[str] = ()) -
 
 
 def _layout(
-    spec: Any, mesh: Any, memory_kind: str | None, current: NamedSharding | None = None
-) -> UnfittedSharding | Sharding:
+    spec: Any, mesh: Mesh | AbstractMesh | None, memory_kind: str | None, current: NamedSharding | None = None
+) -> _UnfittedSharding | Sharding:
     """`spec` with the mesh and the memory kind that it lacks: from the `current` sharding, or else the context."""
     if isinstance(spec, PartitionSpec):
         mesh = mesh or (current.mesh if current else get_incontext_mesh())
-        return UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
+        return _UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
     if isinstance(spec, NamedSharding):
-        return UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
+        return _UnfittedSharding(spec.spec, spec.mesh, memory_kind or spec.memory_kind)
     return spec.with_memory_kind(memory_kind) if memory_kind else spec
 
 
 def _fitting(
-    tree: Any, leaves: Sequence[Any], layouts: Sequence[UnfittedSharding | Sharding]
+    tree: PyTree, leaves: Sequence[object], layouts: Sequence[_UnfittedSharding | Sharding]
 ) -> tuple[list[Sharding], list[Finding]]:
-    cache: dict[Any, Sharding] = {}
+    cache: dict[object, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
     paths: list[str] = []
@@ -229,8 +230,10 @@ def _fitting(
     return shardings, findings
 
 
-def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Sharding) -> tuple[Sharding, list[Finding]]:
-    if not isinstance(layout, UnfittedSharding):
+def _sharding(
+    path: str, shape: tuple[int, ...], layout: _UnfittedSharding | Sharding
+) -> tuple[Sharding, list[Finding]]:
+    if not isinstance(layout, _UnfittedSharding):
         return layout, []
     if isinstance(layout.mesh, AbstractMesh):
         raise ShardingError(
@@ -244,7 +247,7 @@ def _sharding(path: str, shape: tuple[int, ...], layout: UnfittedSharding | Shar
 def _place(
     leaves: list[Any],
     shardings: Sequence[Sharding],
-    dtype: Any,
+    dtype: DTypeLike | None,
     donate: bool = False,
     may_alias: bool | None = None,
 ) -> list[jax.Array]:
@@ -276,7 +279,7 @@ def _from_numpy(leaf: np.ndarray, sharding: Sharding, may_alias: bool | None) ->
 
 
 def _place_and_free(
-    leaves: list[Any], number: int, sharding: Sharding, dtype: Any, may_alias: bool | None
+    leaves: list[Any], number: int, sharding: Sharding, dtype: DTypeLike | None, may_alias: bool | None
 ) -> jax.Array:
     leaf, leaves[number] = leaves[number], None
     device = next(iter(leaf.sharding.device_set)) if isinstance(leaf, jax.Array) else None
@@ -291,7 +294,7 @@ def _place_and_free(
     return placed
 
 
-def cast(x: Any, dtype: Any) -> Any:
+def cast(x: Any, dtype: DTypeLike | None) -> Any:
     """`x` cast to `dtype` if it is floating: on the host, which compiles nothing, unless it is on several devices."""
     found = getattr(x, "dtype", None) or np.result_type(x)
     if dtype is None or found == dtype or not jnp.issubdtype(found, jnp.floating):

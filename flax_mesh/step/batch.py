@@ -1,7 +1,5 @@
 """Batches as equal microbatches."""
 
-from typing import Any
-
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -11,10 +9,10 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import listed
-from flax_mesh.tree import path_of
+from flax_mesh.tree import PyTree, path_of
 
 
-def shapes_of(batch: Any) -> Any:
+def shapes_of(batch: PyTree) -> PyTree:
     """`batch` as ShapeDtypeStructs without shardings.
 
     Their dtypes are those on devices: int32 for int64, unless 64-bit types are enabled. ConfigError for leaves that are
@@ -31,20 +29,19 @@ def shapes_of(batch: Any) -> Any:
                 for (path, _), kind in zip(others, kinds, strict=True)
             ]
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, _device_dtype(x.dtype)), batch)
+    dtype = jax.dtypes.canonicalize_dtype  # of random keys there is only one
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype) if isinstance(x.dtype, np.dtype) else x.dtype), batch
+    )
 
 
-def _device_dtype(dtype: Any) -> Any:
-    return jax.dtypes.canonicalize_dtype(dtype) if isinstance(dtype, np.dtype) else dtype  # not that of random keys
-
-
-def _has_numbers(x: Any) -> bool:
+def _has_numbers(x: object) -> bool:
     """Whether `x` is an array of numbers or of random keys."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and (not isinstance(dtype, np.dtype) or dtype.kind not in "OSTU")
 
 
-def microbatch_shapes(batch: Any, count: int) -> Any:
+def microbatch_shapes(batch: PyTree, count: int) -> PyTree:
     """ShapeDtypeStructs of one of `count` equal microbatches; ConfigError if the batch cannot be divided into them."""
     shapes = shapes_of(batch)
     sizes = {path_of(path): x.shape[:1] for path, x in jax.tree_util.tree_flatten_with_path(shapes)[0]}

@@ -6,30 +6,33 @@ The plain step and the pipeline both call these functions, so that both compute 
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.extend import core as jex
 
 from flax_mesh.modes import user_modes
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
 from flax_mesh.text import array_text, group_paths
-from flax_mesh.tree import in_stack, layer_path, map_named, named_leaves
+from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves
 
-Batch = Any  # a pytree of arrays whose first dim is the batch
+Batch = PyTree  # of arrays whose first dim is the batch
 Metrics = dict[str, jax.Array]
+_Result = TypeVar("_Result")
 Variables = tuple[nnx.State, nnx.State]  # (trained parameters, variables that are neither trained nor random streams)
 RESERVED = {"loss", "weight", "grad_norm", "learning_rate"}  # names of metrics that the step adds
-FORMS = (
+_FORMS = (
     "loss_fn must return loss, (loss, metrics), (loss_sum, weight) or (loss_sum, weight, metrics), where metrics is a "
     "dict and the others are real scalars."
 )
-Limits = tuple[Any, Any]  # the largest loss and the largest gradient norm whose update is applied
+_Number = float | np.floating | jax.Array
+Limits = tuple[_Number, _Number]  # the largest loss and the largest gradient norm whose update is applied
 NO_LIMITS = (math.inf, math.inf)
 
 
@@ -52,16 +55,16 @@ class LossFn(Protocol):
     divide by the accuracy. Pass (loss, {"accuracy": accuracy}).
     """
 
-    def __call__(self, model: Any, batch: Any, /) -> Any: ...
+    def __call__(self, model: Any, batch: Batch, /) -> Any: ...
 
 
 def run_loss(
     loss_fn: LossFn,
-    model: Any,
-    wrt: Any,
+    model: nnx.Pytree,
+    wrt: Filter,
     variables: Variables,
     batch: Batch,
-    seeds: Sequence[Any],
+    seeds: Sequence[int | jax.Array],
     layers: Iterable[str],
 ) -> tuple[jax.Array, tuple[jax.Array, Metrics, Variables]]:
     """Returns loss_sum, (weight, metrics, `variables` after the call), as for `jax.value_and_grad(has_aux=True)`.
@@ -86,13 +89,13 @@ def run_loss(
     return loss_sum, (weight, metrics, (parts[0], parts[2]))
 
 
-def _eager_sharding(model: Any) -> dict[Any, tuple[nnx.Variable, bool]]:
+def _eager_sharding(model: object) -> dict[object, tuple[nnx.Variable, bool]]:
     """path -> (variable, its metadata `eager_sharding`) of all variables."""
     variables = [(path, x) for path, x in nnx.iter_graph(model, graph=True) if isinstance(x, nnx.Variable)]
     return {path: (x, x.get_metadata("eager_sharding")) for path, x in variables}
 
 
-def traced_loss(loss_of: Callable[[nnx.State], Any], params: nnx.State) -> Callable[[nnx.State], Any]:
+def traced_loss(loss_of: Callable[[nnx.State], _Result], params: nnx.State) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)`, whose results are those of `run_loss`.
 
     Raises a ValueError if the weight depends on `params`. A parameter that the call did not change is the argument
@@ -103,7 +106,7 @@ def traced_loss(loss_of: Callable[[nnx.State], Any], params: nnx.State) -> Calla
     flows = flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, range(len(jaxpr.invars)))
     check_weight(jax.tree.unflatten(tree, flows)[1][0])
 
-    def evaluate(params: nnx.State) -> Any:
+    def evaluate(params: nnx.State) -> _Result:
         leaves = jax.tree.leaves(params)
         outs = jex.jaxpr_as_fun(closed)(*leaves)
         same = (leaves[at] if isinstance(at, int) else out for out, at in zip(outs, flows, strict=True))
@@ -112,12 +115,12 @@ def traced_loss(loss_of: Callable[[nnx.State], Any], params: nnx.State) -> Calla
     return evaluate
 
 
-def check_weight(weight: Any) -> None:
+def check_weight(weight: object) -> None:
     """Raises a ValueError unless `weight`, its `flow` from the trained parameters, is None."""
     if weight is not None:
         raise ValueError(
             "the weight that loss_fn returns must not depend on trained parameters, but it does; it is the number of "
-            f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {FORMS}"
+            f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {_FORMS}"
         )
 
 
@@ -168,7 +171,7 @@ def skip_update(before: TrainState, after: TrainState, metrics: Metrics, limits:
     return TrainState(leaves, after.definition), metrics | {"skipped": 1.0 - applied.astype(jnp.float32)}
 
 
-def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
+def sums_of(result: object) -> tuple[jax.Array, jax.Array, Metrics]:
     """(loss_sum, weight, metrics) from the return value of a loss function, in any of the forms of `LossFn`."""
     parts = result if isinstance(result, tuple) else (result, 1.0)
     last = parts[-1] if parts else None
@@ -177,7 +180,7 @@ def sums_of(result: Any) -> tuple[jax.Array, jax.Array, Metrics]:
         scalars.append(1.0)
     named = _flat(metrics)
     if len(scalars) != 2 or not all(map(_is_scalar, scalars)) or not all(_is_numeric(value) for _, value in named):
-        raise ValueError(f"{FORMS} It returned {_form_text(result)}.")
+        raise ValueError(f"{_FORMS} It returned {_form_text(result)}.")
     names = [name for name, _ in named]
     problems = [f"{name!r} is a metric of the step" for name in sorted(RESERVED.intersection(names))]
     problems += [f"{name!r} occurs twice" for name in sorted({name for name in names if names.count(name) > 1})]
@@ -195,7 +198,7 @@ def _flat(metrics: Any, prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _is_numeric(x: Any) -> bool:
+def _is_numeric(x: object) -> bool:
     """Whether `x` is a number or an array of numbers."""
     if isinstance(x, bool | int | float | np.generic):
         return True
@@ -208,7 +211,7 @@ def _is_scalar(x: Any) -> bool:
     return _is_numeric(x) and jnp.shape(x) == () and not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
 
 
-def _form_text(x: Any) -> str:
+def _form_text(x: object) -> str:
     """A return value with types in the place of values: (f32[], {'accuracy': f32[8]})."""
     if isinstance(x, tuple):
         return f"({', '.join(map(_form_text, x))}{',' * (len(x) == 1)})"
@@ -247,7 +250,7 @@ def _check_same_types(before: nnx.State, after: nnx.State) -> None:
         )
 
 
-def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ()) -> nnx.State:
+def reseed(streams: nnx.State, parts: Sequence[int | jax.Array], layers: Iterable[str] = ()) -> nnx.State:
     """Random streams with keys that depend only on `parts` and on their path; counters are 0.
 
     In a scanned stack every layer has the key that it would have in a list of layers, "layers/3/rngs": the masks of
@@ -255,7 +258,7 @@ def reseed(streams: nnx.State, parts: Sequence[Any], layers: Iterable[str] = ())
     """
 
     def new(path: str, leaf: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf):
             return jnp.zeros_like(leaf)
         key = jax.random.key(0, impl=jax.random.key_impl(leaf))
         for part in parts:

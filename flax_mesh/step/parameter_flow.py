@@ -2,12 +2,14 @@
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 
+_Flows: TypeAlias = Sequence[Hashable]  # of several values, see `flow`
+_Body: TypeAlias = jex.ClosedJaxpr | jex.Jaxpr
 DEPENDS = "depends"
 # Primitives that return what their body returns, for the same inputs.
 CALLS = (*JIT, *REMAT, "custom_jvp_call", "custom_vjp_call")
@@ -20,7 +22,7 @@ class _Row(NamedTuple):
     value: Hashable
 
 
-def flow(eqns: Iterable[Any], inputs: Sequence[Any], outputs: Sequence[Any], given: Sequence[Hashable]) -> list[Any]:
+def flow(eqns: Iterable[jex.JaxprEqn], inputs: Sequence[jex.Var], outputs: Sequence[Any], given: _Flows) -> _Flows:
     """The flow of every output of a jaxpr: None if it does not depend on the inputs, DEPENDS, or that of an input.
 
     `given` has the flow of every input: None for an input that does not count, else a name. An output with the name of
@@ -34,7 +36,7 @@ def flow(eqns: Iterable[Any], inputs: Sequence[Any], outputs: Sequence[Any], giv
     return [known.get(atom) if isinstance(atom, jex.Var) else None for atom in outputs]
 
 
-def _through(eqn: Any, given: list[Any]) -> list[Any]:
+def _through(eqn: jex.JaxprEqn, given: _Flows) -> _Flows:
     name, params = eqn.primitive.name, eqn.params
     if all(value is None for value in given):
         return [None] * len(eqn.outvars)
@@ -57,7 +59,7 @@ def _through(eqn: Any, given: list[Any]) -> list[Any]:
     return [DEPENDS] * len(eqn.outvars)
 
 
-def _through_scan(eqn: Any, given: list[Any]) -> list[Any]:
+def _through_scan(eqn: jex.JaxprEqn, given: _Flows) -> _Flows:
     num_consts, num_carry = scan_sizes(eqn)
     consts, carry, xs = given[:num_consts], given[num_consts : num_consts + num_carry], given[num_consts + num_carry :]
     rows = [value if value in (None, DEPENDS) else _Row(id(eqn), value) for value in xs]
@@ -67,7 +69,7 @@ def _through_scan(eqn: Any, given: list[Any]) -> list[Any]:
     return [*carry, *whole]
 
 
-def _repeated(body: Any, consts: list[Any], carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+def _repeated(body: _Body, consts: _Flows, carry: _Flows, rows: _Flows) -> tuple[_Flows, _Flows]:
     """The flow of the carry after any number of iterations, and of the other outputs."""
     while True:
         outs = _inside(body, [*consts, *carry, *rows])
@@ -77,19 +79,19 @@ def _repeated(body: Any, consts: list[Any], carry: list[Any], rows: list[Any]) -
         carry = after
 
 
-def _inside(body: Any, given: list[Any]) -> list[Any]:
+def _inside(body: _Body, given: _Flows) -> _Flows:
     jaxpr = _opened(body)
     return flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, given)
 
 
-def _opened(body: Any) -> Any:
+def _opened(body: _Body) -> jex.Jaxpr:
     return body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
 
 
-def _either(a: Any, b: Any) -> Any:
+def _either(a: Hashable, b: Hashable) -> Hashable:
     return a if a == b else DEPENDS
 
 
-def _selected(by: Any, values: list[Any]) -> list[Any]:
+def _selected(by: Hashable, values: _Flows) -> _Flows:
     """The flow of `values` if `by` determines how they are computed."""
     return values if by is None else [DEPENDS if value is None else value for value in values]

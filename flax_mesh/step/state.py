@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from reprlib import repr as short_text
 from typing import Any
@@ -12,6 +12,7 @@ from flax import nnx
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.abstract import (
+    Make,
     abstract_split,
     check_same_arrays,
     has_optimizer,
@@ -21,14 +22,17 @@ from flax_mesh.sharding.abstract import (
 )
 from flax_mesh.stacks import ranks_in
 from flax_mesh.text import path_lines
-from flax_mesh.tree import named_leaves, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_of
+
+_States = nnx.State | Sequence[nnx.State]
+_Statics = Mapping[tuple[str, str], object]  # (path, name) -> static value
 
 
 @dataclass(frozen=True)
 class TreeDefinition:
     """The static part of a `TrainState`: the structure of the nnx.State and the graph definition of the modules."""
 
-    graphdef: Any
+    graphdef: nnx.GraphDef
     treedef: Any
 
     @functools.cached_property
@@ -42,7 +46,7 @@ class TreeDefinition:
         return ranks_in(self._model)
 
     @property
-    def _model(self) -> Any:
+    def _model(self) -> nnx.Pytree:
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
         return nnx.merge(self.graphdef, without_leaves)["model"]
 
@@ -75,7 +79,7 @@ class TrainState:
         # Pass on the same object: jit compares static fields at every dispatch, and identity is the fast case.
         return TrainState(tuple(jax.tree.leaves(state)), self.definition)
 
-    def with_state(self, state: Any) -> "TrainState":
+    def with_state(self, state: PyTree) -> "TrainState":
         """Returns a train state with the leaves of `state`, an nnx.State or a dict with the structure of `to_nnx()`.
 
         The leaves may be of another kind, such as arrays where this state is abstract. They are not copied: a step that
@@ -93,7 +97,7 @@ class TrainState:
         return TrainState(tuple(found[path] for path in expected), self.definition)
 
 
-def check_train_state(state: Any) -> None:
+def check_train_state(state: object) -> None:
     """Raises a TypeError for an object that is no TrainState."""
     if not isinstance(state, TrainState):
         raise TypeError(
@@ -118,7 +122,9 @@ def check_same_definition(layout: TrainState, state: TrainState) -> None:
     )
 
 
-def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any, after: Any) -> None:
+def check_same_structure(
+    graphdef_before: nnx.GraphDef, before: _States, graphdef_after: nnx.GraphDef, after: _States
+) -> None:
     """Raises a ValueError that names the variables, attributes and metadata that differ.
 
     `before` and `after` are a State or several, as `nnx.split` returns them.
@@ -139,7 +145,7 @@ def check_same_structure(graphdef_before: Any, before: Any, graphdef_after: Any,
         )
 
 
-def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
+def _changes(before: _Statics, after: _Statics) -> list[tuple[str, str]]:
     """(path, problem) of every static value that differs, or one for the model."""
     pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
     found = [
@@ -150,9 +156,9 @@ def _changes(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, st
     return found or [("the model", "other modules, or variables that are shared in another way")]
 
 
-def _static_values(graphdef: Any, state: tuple[nnx.State, ...]) -> dict[tuple[str, str], Any]:
+def _static_values(graphdef: nnx.GraphDef, state: tuple[nnx.State, ...]) -> _Statics:
     """(path, name) -> value, of the static attributes of all modules and the metadata of all variables."""
-    found: dict[tuple[str, str], Any] = {}
+    found: dict[tuple[str, str], object] = {}
     for path, node in nnx.iter_graph(nnx.merge(graphdef, *state), graph=True):
         at = path_of(path) or "the model"
         if isinstance(node, nnx.Variable):
@@ -163,7 +169,7 @@ def _static_values(graphdef: Any, state: tuple[nnx.State, ...]) -> dict[tuple[st
     return found
 
 
-def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
+def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
     if not has_optimizer(made := nnx.merge(graphdef, state)):
@@ -176,7 +182,7 @@ def abstract_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainS
     return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
 
 
-def init_train_state(make: Callable[[], Any], abstract: nnx.State) -> TrainState:
+def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """Initializes model and optimizer directly sharded, and returns them as a `TrainState`.
 
     `make` is traced and compiled with the shardings of `abstract` as its output shardings: no device ever stores a

@@ -47,7 +47,7 @@ def make_train_step(
     layers: str | Iterable[str] | None = None,
     axes: PartitionAxis = DEFAULT_AXES,
     learning_rate: optax.Schedule | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
     skip_nonfinite: bool = False,
 ) -> Step:
     """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
@@ -128,7 +128,7 @@ def make_train_step(
         params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
         check_trainable(named_leaves(params))
 
-        def run(variables: Variables, part: Batch, index: Any):
+        def run(variables: Variables, part: Batch, index: int | jax.Array):
             params, others = variables
 
             def loss_of(params: nnx.State):

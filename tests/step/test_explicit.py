@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh import abstract_state, create_mesh, shard
@@ -104,3 +105,32 @@ def test_an_error_of_the_constructor_names_the_line():
         abstract_state(Wrong, mesh_of("auto"))
     (leaf,) = jax.tree.leaves(abstract_state(Wrong, mesh_of("explicit")))
     assert leaf.sharding.spec == P("fsdp", None)
+
+
+def test_an_error_on_explicit_axes_has_that_on_auto_axes_as_its_cause():
+    """The model is written for Auto axes, and its last line is the mistake: on Explicit axes an earlier one fails."""
+
+    def make():
+        axes = jax.sharding.get_abstract_mesh().axis_types
+        place = jax.sharding.reshard if AxisType.Explicit in axes else jax.lax.with_sharding_constraint
+        split = [place(jnp.ones((8, 8)), spec) for spec in (P(None, "tp"), P("tp", None))]
+        return {"made": nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "wrong": split[0] @ split[1]}["mad"]
+
+    with pytest.raises(ShardingError, match=AMBIGUOUS) as info:
+        abstract_state(make, mesh_of("explicit"))
+    assert info.value.__cause__ is not None and repr(info.value.__cause__.__cause__) == "KeyError('mad')"
+
+
+def test_an_error_that_has_a_cause_keeps_it():
+    def make():
+        try:
+            raise KeyError(len(calls))
+        except KeyError as error:
+            calls.append(error)
+            raise TypeError("no such kernel") from error
+
+    calls = []
+    with pytest.raises(TypeError, match="no such kernel") as info:
+        abstract_state(make, mesh_of("explicit"))
+    assert len(calls) == 2 and info.value.__cause__ is calls[1]
+    assert isinstance(calls[1].__context__, TypeError) and calls[1].__context__.__cause__ is calls[0]

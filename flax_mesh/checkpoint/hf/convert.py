@@ -24,16 +24,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
-from flax_mesh.tree import named_leaves, path_and_start
+from flax_mesh.tree import PyTree, Shaped, named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
+_Bounds = tuple[int, int]  # start and stop of a dim
 REPAIR = "Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
-BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
+_BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 NUMBER = "(?:0|[1-9][0-9]*)"  # in a path; "01" would have the name of "1" in the files
 COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
 
@@ -53,7 +55,7 @@ class ParamMapping(NamedTuple):
     dims: str
 
 
-class MappedArray(NamedTuple):
+class _MappedArray(NamedTuple):
     """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter."""
 
     name: str
@@ -63,13 +65,13 @@ class MappedArray(NamedTuple):
     order: tuple[int, ...]
 
 
-class MappedParam(NamedTuple):
+class _MappedParam(NamedTuple):
     """A parameter and the arrays that it consists of; in a `stacked` one the first dim is the layer."""
 
     path: str
     value: Any
     stacked: bool
-    arrays: tuple[MappedArray, ...]
+    arrays: tuple[_MappedArray, ...]
 
 
 def load_safetensors(
@@ -122,11 +124,11 @@ def load_safetensors(
 
 def save_safetensors(
     folder: str | Path,
-    state: Any,
+    state: PyTree,
     names: Iterable[ParamMapping],
     *,
-    config: Mapping[str, Any] | None = None,
-    dtype: Any = None,
+    config: Mapping[str, object] | None = None,
+    dtype: DTypeLike | None = None,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write parameters to a new folder, as one file or several with an index; `config` becomes its config.json.
@@ -152,7 +154,7 @@ def save_safetensors(
     )
 
 
-def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
+def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[_MappedParam]:
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params = tuple(names), []
     named = named_leaves(state)
@@ -168,7 +170,7 @@ def map_params(state: Any, names: Iterable[ParamMapping]) -> list[MappedParam]:
     return params
 
 
-def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedParam:
+def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> _MappedParam:
     base, start = path_and_start(path)
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
@@ -194,8 +196,8 @@ def _map_param(path: str, value: Any, table: Sequence[ParamMapping]) -> MappedPa
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
         where |= {key: where[key] + start for key in layers}
-        arrays.append(MappedArray(name.format(**where), at, shape, split, order))
-    return MappedParam(path, value, bool(layers), tuple(arrays))
+        arrays.append(_MappedArray(name.format(**where), at, shape, split, order))
+    return _MappedParam(path, value, bool(layers), tuple(arrays))
 
 
 @functools.cache
@@ -224,7 +226,7 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
     return groups, here
 
 
-def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
+def _differences(params: Sequence[_MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
     problems, used = [], set()
     for param in params:
         for one in param.arrays:
@@ -239,7 +241,7 @@ def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray]
     return problems + [f"{name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
 
-def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
+def _sharding_problems(params: Sequence[_MappedParam]) -> list[str]:
     found = []
     for param in params:
         sharding = getattr(param.value, "sharding", None)
@@ -248,7 +250,7 @@ def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     return found
 
 
-def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
+def _load(param: _MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
     value, slices = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -261,7 +263,7 @@ def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
 
 
 def read_slice(
-    arrays: Sequence[MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[tuple[int, int]], dtype: Any
+    arrays: Iterable[_MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[_Bounds], dtype: DTypeLike
 ) -> np.ndarray:
     """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -294,31 +296,31 @@ def _copy_transposed(out: np.ndarray, values: np.ndarray) -> None:
         np.copyto(out[columns], values[columns])
 
 
-def stored_value(array: MappedArray, value: Any) -> np.ndarray:
+def stored_value(array: _MappedArray, value: np.ndarray) -> np.ndarray:
     """The array as stored in the file, from `value[array.at]` of its parameter."""
     out = np.empty(array.split, value.dtype)
     copy_slice(out, np.asarray(value).transpose(np.argsort(array.order)))
     return out.reshape(array.shape)
 
 
-def _stored_values(params: Iterable[MappedParam], dtype: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _stored_values(params: Iterable[_MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array as stored) of all parameters; one parameter of one layer is on the host at a time."""
     for param in params:
-        groups: dict[Any, list[MappedArray]] = {}
+        groups: dict[int | None, list[_MappedArray]] = {}
         for one in param.arrays:
             groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
         for layer, arrays in groups.items():
             taken = param.value if layer is None else _take(param.value, layer)
-            value = gather(taken, dtype=dtype, bytes_in_flight=BYTES_IN_FLIGHT)
+            value = gather(taken, dtype=dtype, bytes_in_flight=_BYTES_IN_FLIGHT)
             for one in arrays:
                 yield one.name, stored_value(one, value[one.at[1:] if param.stacked else one.at])
 
 
-def _take(stack: Any, layer: int) -> Any:
+def _take(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:
     return stack[layer] if isinstance(stack, np.ndarray) else jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
-def _dtype(value: Any, dtype: Any) -> Any:
+def _dtype(value: Shaped, dtype: DTypeLike | None) -> np.dtype:
     return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
 
 

@@ -15,6 +15,7 @@ from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
 from flax_mesh.errors import ConfigError, Problem
 
+Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
 Tree = TypeVar("Tree")
 ATTENTION = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
@@ -32,36 +33,36 @@ ATTENTION = (
     ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
     ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
 )
-DENSE = (
+_DENSE = (
     ParamMapping("layers/{i}/mlp/gate/kernel", "model.layers.{i}.mlp.gate_proj.weight", "f d -> d f"),
     ParamMapping("layers/{i}/mlp/up/kernel", "model.layers.{i}.mlp.up_proj.weight", "f d -> d f"),
     ParamMapping("layers/{i}/mlp/down/kernel", "model.layers.{i}.mlp.down_proj.weight", "d f -> f d"),
 )
-QWEN_EXPERTS = (
+_QWEN_EXPERTS = (
     ParamMapping("layers/{i}/moe/router/kernel", "model.layers.{i}.mlp.gate.weight", "e d -> d e"),
     ParamMapping("layers/{i}/moe/gate/kernel", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "f d -> e d f"),
     ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
     ParamMapping("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
 )
-MIXTRAL_BLOCK = "model.layers.{i}.block_sparse_moe"
-MIXTRAL_EXPERTS = (
-    ParamMapping("layers/{i}/moe/router/kernel", f"{MIXTRAL_BLOCK}.gate.weight", "e d -> d e"),
-    ParamMapping("layers/{i}/moe/gate/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w1.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/up/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w3.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/down/kernel", f"{MIXTRAL_BLOCK}.experts.{{e}}.w2.weight", "d f -> e f d"),
+_MIXTRAL_BLOCK = "model.layers.{i}.block_sparse_moe"
+_MIXTRAL_EXPERTS = (
+    ParamMapping("layers/{i}/moe/router/kernel", f"{_MIXTRAL_BLOCK}.gate.weight", "e d -> d e"),
+    ParamMapping("layers/{i}/moe/gate/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w1.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/up/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w3.weight", "f d -> e d f"),
+    ParamMapping("layers/{i}/moe/down/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w2.weight", "d f -> e f d"),
 )
 # model_type -> its table. A table may have lines for parameters that a model lacks.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
-    "llama": ATTENTION + DENSE,
-    "mistral": ATTENTION + DENSE,
-    "qwen2": ATTENTION + DENSE,
-    "qwen3": ATTENTION + DENSE,
-    "qwen3_moe": ATTENTION + QWEN_EXPERTS,
-    "mixtral": ATTENTION + MIXTRAL_EXPERTS,
+    "llama": ATTENTION + _DENSE,
+    "mistral": ATTENTION + _DENSE,
+    "qwen2": ATTENTION + _DENSE,
+    "qwen3": ATTENTION + _DENSE,
+    "qwen3_moe": ATTENTION + _QWEN_EXPERTS,
+    "mixtral": ATTENTION + _MIXTRAL_EXPERTS,
 }
 
 
-class Family(NamedTuple):
+class _Family(NamedTuple):
     """How the config.json of a `model_type` is read.
 
     keys: key of config.json -> setting
@@ -73,9 +74,9 @@ class Family(NamedTuple):
 
     architecture: str
     keys: Mapping[str, str]
-    absent: Mapping[str, Any]
-    must: Mapping[str, Any]
-    settings: Mapping[str, Any]
+    absent: Json
+    must: Json
+    settings: Json
     window: str = ""
 
 
@@ -90,90 +91,97 @@ KEYS = {
     "rms_norm_eps": "norm_epsilon",
     "tie_word_embeddings": "tied",
 }
-EXPERT_KEYS = {"num_experts_per_tok": "experts_per_token"}
-QWEN_MOE_KEYS = {**KEYS, **EXPERT_KEYS, "num_experts": "num_experts", "moe_intermediate_size": "mlp_size"}
-del QWEN_MOE_KEYS["intermediate_size"]
+_EXPERT_KEYS = {"num_experts_per_tok": "experts_per_token"}
+_QWEN_MOE_KEYS = {**KEYS, **_EXPERT_KEYS, "num_experts": "num_experts", "moe_intermediate_size": "mlp_size"}
+del _QWEN_MOE_KEYS["intermediate_size"]
 ABSENT = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
     "rope_theta": 10_000.0,
     "head_dim": lambda config: _divide(config.get("hidden_size"), config.get("num_attention_heads")),
 }
-MUST = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
-BIASES = {"attention_bias": False}
+_MUST = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
+_BIASES = {"attention_bias": False}
 WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
-NO_EXPERTS = {"num_experts": 0}
+_NO_EXPERTS = {"num_experts": 0}
 
 FAMILIES = {
-    "llama": Family(
+    "llama": _Family(
         "LlamaForCausalLM",
         KEYS,
         {**ABSENT, "num_key_value_heads": lambda config: config.get("num_attention_heads")},
-        {**MUST, **BIASES, "mlp_bias": False},
-        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
+        {**_MUST, **_BIASES, "mlp_bias": False},
+        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
     ),
-    "mistral": Family(
+    "mistral": _Family(
         "MistralForCausalLM",
         KEYS,
         {**ABSENT, "num_key_value_heads": 8, WINDOW: 4096},
-        MUST,
-        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
+        _MUST,
+        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
         WINDOW,
     ),
-    "qwen2": Family(
+    "qwen2": _Family(
         "Qwen2ForCausalLM",
         KEYS,
         {**ABSENT, WINDOW: 4096},
-        MUST,
-        {**NO_EXPERTS, "qkv_bias": True, "qk_norm": False},
+        _MUST,
+        {**_NO_EXPERTS, "qkv_bias": True, "qk_norm": False},
         USE_WINDOW,
     ),
-    "qwen3": Family(
+    "qwen3": _Family(
         "Qwen3ForCausalLM",
         KEYS,
         {**ABSENT, "head_dim": 128, WINDOW: 4096},
-        MUST | BIASES,
-        {**NO_EXPERTS, "qkv_bias": False, "qk_norm": True},
+        _MUST | _BIASES,
+        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": True},
         USE_WINDOW,
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": _Family(
         "Qwen3MoeForCausalLM",
-        QWEN_MOE_KEYS,
+        _QWEN_MOE_KEYS,
         {**ABSENT, "norm_topk_prob": False},
-        {**MUST, **BIASES, USE_WINDOW: False, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {
+            **_MUST,
+            **_BIASES,
+            USE_WINDOW: False,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
         {"qkv_bias": False, "qk_norm": True},
     ),
-    "mixtral": Family(
+    "mixtral": _Family(
         "MixtralForCausalLM",
-        {**KEYS, **EXPERT_KEYS, "num_local_experts": "num_experts"},
+        {**KEYS, **_EXPERT_KEYS, "num_local_experts": "num_experts"},
         {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        {**MUST, "router_jitter_noise": 0.0},
+        {**_MUST, "router_jitter_noise": 0.0},
         {"qkv_bias": False, "qk_norm": False},
         WINDOW,
     ),
 }
 # Keys that do not change the logits of a full sequence in any of these families.
-WITHOUT_EFFECT = {
+_WITHOUT_EFFECT = {
     *("_name_or_path", "transformers_version", "use_cache", "initializer_range", "max_position_embeddings"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", FIRST_WITH_WINDOW, WINDOW),  # see `_window`
     *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
     *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "intermediate_size"),
 }
-READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
-READ_SEPARATELY |= {"rope_theta", "rope_scaling", "rope_parameters"}
+_READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
+_READ_SEPARATELY |= {"rope_theta", "rope_scaling", "rope_parameters"}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-SCALING = {  # key of rope_scaling -> setting
+_SCALING = {  # key of rope_scaling -> setting
     "factor": "rope_factor",
     "low_freq_factor": "rope_low_frequency_factor",
     "high_freq_factor": "rope_high_frequency_factor",
     "original_max_position_embeddings": "rope_original_length",
 }
-NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
+_NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
 DTYPES = ("float32", "bfloat16", "float16")
-IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+_IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
-COMPARED_BYTES = 1 << 24  # of two arrays at a time
+_TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
+_COMPARED_BYTES = 1 << 24  # of two arrays at a time
 
 
 class DecoderFolder(NamedTuple):
@@ -181,7 +189,7 @@ class DecoderFolder(NamedTuple):
 
     path: Path
     model_type: str
-    settings: Mapping[str, Any]
+    settings: Json
     ignore: tuple[str, ...]
 
     def problems(self) -> list[str]:
@@ -218,8 +226,8 @@ class DecoderFolder(NamedTuple):
 
     def load(self, abstract: Tree) -> Tree:
         """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
-        tied = (TIED_HEAD,) if self.settings["tied"] else ()
-        ignore = (*self.ignore, *IGNORED_ARRAYS, *tied)
+        tied = (_TIED_HEAD,) if self.settings["tied"] else ()
+        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied)
         return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
 
 
@@ -251,7 +259,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
-def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] = ()) -> dict[str, Any]:
+def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[str, Any]:
     """Settings of the decoder in a config.json: `DecoderConfig(**decoder_config_from_hf(config))`.
 
     `dtype` and `param_dtype` are the dtype of the stored parameters. Raises one ConfigError that lists every key with a
@@ -273,9 +281,7 @@ def decoder_config_from_hf(config: Mapping[str, Any], *, ignore: Iterable[str] =
     return settings
 
 
-def huggingface_config(
-    settings: Mapping[str, Any], *, max_position_embeddings: int | None = None, **more: Any
-) -> dict[str, Any]:
+def huggingface_config(settings: Json, *, max_position_embeddings: int | None = None, **more: object) -> dict[str, Any]:
     """The config.json of a decoder with these settings, `vars` of its DecoderConfig; options that it lacks are off.
 
     Its "model_type" is the key of the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that
@@ -299,14 +305,14 @@ def huggingface_config(
     family = FAMILIES[model_type]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: settings[setting] for key, setting in family.keys.items()}
-    config |= {key: value for key, value in family.must.items() if key not in NOT_WRITTEN}
+    config |= {key: value for key, value in family.must.items() if key not in _NOT_WRITTEN}
     if family.window == USE_WINDOW:
         config |= {USE_WINDOW: window > 0} | ({WINDOW: window, FIRST_WITH_WINDOW: 0} if window else {})
     elif family.window:
         config[WINDOW] = window or None
     config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
     if settings["rope_factor"] != 1:
-        config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in SCALING.items()}
+        config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in _SCALING.items()}
         longest = int(settings["rope_factor"] * settings["rope_original_length"])
         max_position_embeddings = max_position_embeddings or longest
     if max_position_embeddings is not None:
@@ -314,12 +320,12 @@ def huggingface_config(
     return config | more
 
 
-def _kind(family: Family) -> dict[str, Any]:
+def _kind(family: _Family) -> dict[str, Any]:
     settings = {key: family.settings[key] for key in ("qkv_bias", "qk_norm")}
     return settings | {"experts": "num_experts" in family.keys.values(), "sliding_window": bool(family.window)}
 
 
-def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[str]) -> Any:
+def _value(config: Json, key: str, family: _Family, problems: list[str]) -> Any:
     value = config.get(key)
     if value is None:
         value = config.get(OTHER_NAME.get(key, ""))
@@ -332,7 +338,7 @@ def _value(config: Mapping[str, Any], key: str, family: Family, problems: list[s
     return value
 
 
-def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
     dtype = (
         config.get("dtype") or config.get("torch_dtype") or "float32"
     )  # the name since transformers 5, and the one before
@@ -341,7 +347,7 @@ def _dtypes(config: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     return {"dtype": dtype, "param_dtype": dtype}
 
 
-def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dict[str, Any]:
+def _rope(config: Json, family: _Family, problems: list[str]) -> dict[str, Any]:
     """Rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5)."""
     given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
@@ -357,17 +363,17 @@ def _rope(config: Mapping[str, Any], family: Family, problems: list[str]) -> dic
     settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
         problems.append("partial_rotary_factor must be 1.0")
-    expected = {"default": set(), "llama3": set(SCALING)}.get(str(kind))
+    expected = {"default": set(), "llama3": set(_SCALING)}.get(str(kind))
     if expected is None:
         problems.append(f"rope_scaling must be of type default or llama3, got {kind!r}")
     elif given.keys() != expected:
         problems.append(f"rope_scaling of type {kind} must have the keys {sorted(expected)}, got {sorted(given)}")
-    settings |= {SCALING[key]: value for key, value in given.items() if key in SCALING}
+    settings |= {_SCALING[key]: value for key, value in given.items() if key in _SCALING}
     problems += [f"{name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
     return settings
 
 
-def _window(config: Mapping[str, Any], family: Family, num_layers: Any, problems: list[str]) -> int:
+def _window(config: Json, family: _Family, num_layers: object, problems: list[str]) -> int:
     """`sliding_window`, which all layers have or none: 0."""
     layer_types = config.get("layer_types") or []
     is_on = bool(family.window) and (family.window == WINDOW or config.get(USE_WINDOW, False) is True)
@@ -393,19 +399,19 @@ def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     first, second = (x.reshape(-1).view(np.uint8) for x in (one, other))  # views of the memory-mapped files
-    pieces = (slice(start, start + COMPARED_BYTES) for start in range(0, len(first), COMPARED_BYTES))
+    pieces = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(first), _COMPARED_BYTES))
     return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
 
 
-def _divide(size: Any, parts: Any) -> int | None:
+def _divide(size: object, parts: object) -> int | None:
     return size // parts if type(size) is int and type(parts) is int and parts else None
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
+def _unsupported(config: Json, family: _Family) -> list[str]:
     found = []
     for key, value in family.must.items():
         given = config.get(key, family.absent.get(key, value))
@@ -414,7 +420,7 @@ def _unsupported(config: Mapping[str, Any], family: Family) -> list[str]:
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
         found.append(f"architectures must be ['{family.architecture}'], got {architectures!r}")
-    known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT | READ_SEPARATELY
+    known = family.keys.keys() | family.must.keys() | _WITHOUT_EFFECT | _READ_SEPARATELY
     known |= {USE_WINDOW} if family.window == USE_WINDOW else set()
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known

@@ -5,11 +5,10 @@ are no part of a step and have no checksums: a tokenizer may be changed there.
 """
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, decoder_config_from_hf, huggingface_config
+from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, Json, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.errors import ConfigError
 
@@ -68,7 +67,7 @@ def read_kept_config(checkpoints: Path) -> dict[str, Any]:
     return found
 
 
-def updated_config(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
     """`kept`, a config.json, with the keys that the `settings` of the decoder change; all others stay as they are.
 
     Without a `kept` of the same family: `huggingface_config(settings)`.
@@ -96,7 +95,7 @@ def updated_config(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     return found | changed
 
 
-def _settings_of(kept: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of(kept: Json) -> dict[str, Any]:
     """The settings in a config.json with keys that the import ignored."""
     try:
         return decoder_config_from_hf(kept)

@@ -23,9 +23,10 @@ import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.text import at_most, listed, path_lines
+from flax_mesh.tree import Shaped
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
+_MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
 MAX_DIMS, MAX_SIZE = 32, 2**50  # below the limits of numpy
 # Dtype in a file -> numpy's. Those below a byte are left out, since JAX does not pack them.
 DTYPES = {
@@ -37,7 +38,7 @@ DTYPES = {
 CODES = {jnp.dtype(name): code for code, name in DTYPES.items()}
 
 
-class FileSlice(NamedTuple):
+class _FileSlice(NamedTuple):
     """Where an array is stored: bytes `begin` to `end` of the data of its file."""
 
     dtype: np.dtype
@@ -64,10 +65,10 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
 
 def write_safetensors(
     folder: str | Path,
-    arrays: Mapping[str, Any],
+    arrays: Mapping[str, Shaped],
     values: Iterable[tuple[str, np.ndarray]],
     *,
-    json_files: Mapping[str, Any] | None = None,
+    json_files: Mapping[str, object] | None = None,
     copies: Iterable[Path] = (),
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
@@ -156,7 +157,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def _is_file_name(file: Any) -> bool:
+def _is_file_name(file: object) -> bool:
     """Whether `file` is the name of a visible file directly in the folder."""
     return isinstance(file, str) and bool(re.fullmatch(r"[\w-][\w.-]*\.safetensors", file, re.ASCII))
 
@@ -174,13 +175,13 @@ def _open_file(path: Path) -> dict[str, np.ndarray]:
     }
 
 
-def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
+def _read_header(path: Path) -> tuple[int, dict[str, _FileSlice]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
-        if len(head) < 8 or length > min(size - 8, MAX_HEADER):
-            _refuse(path, [f"its header should have {length} bytes, but the file has {size} (limit {MAX_HEADER})"])
+        if len(head) < 8 or length > min(size - 8, _MAX_HEADER):
+            _refuse(path, [f"its header should have {length} bytes, but the file has {size} (limit {_MAX_HEADER})"])
         header = _parse_json(path, file.read(length))
     if not isinstance(header, dict):
         _refuse(path, ["its header must be a JSON object"])
@@ -202,7 +203,7 @@ def _read_header(path: Path) -> tuple[int, dict[str, FileSlice]]:
     return length, entries
 
 
-def _entry(entry: Any) -> FileSlice | str:
+def _entry(entry: object) -> _FileSlice | str:
     """The entry, or a text on its error."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         return f"must have dtype, shape and data_offsets, got {_short(entry)}"
@@ -217,10 +218,10 @@ def _entry(entry: Any) -> FileSlice | str:
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
         return f"{code} {shape} needs {size} bytes, but data_offsets are {offsets}"
-    return FileSlice(dtype, tuple(shape), *offsets)
+    return _FileSlice(dtype, tuple(shape), *offsets)
 
 
-def _layout_problems(entries: Mapping[str, FileSlice], data_size: int) -> list[str]:
+def _layout_problems(entries: Mapping[str, _FileSlice], data_size: int) -> list[str]:
     """The format requires that arrays are contiguous, do not overlap and fill the file."""
     problems, end, before = [], 0, "the header"
     for name, stored in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
@@ -239,13 +240,13 @@ def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) < 100 else text[:100] + "..."
 
 
 def _parse_json(path: Path, text: bytes) -> Any:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
             duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
@@ -262,7 +263,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     raise CheckpointCorruptedError(path_lines(problems), head=f"{path} is damaged, or not in the expected format:")
 
 
-def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str, FileSlice]]:
+def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int) -> dict[str, dict[str, _FileSlice]]:
     """The entries of every file: names in natural order, a new file where the next array would exceed the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
     wrong = [f"{name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
@@ -283,18 +284,18 @@ def _plan(arrays: Mapping[str, Any], max_file_bytes: int) -> dict[str, dict[str,
         # Wide dtypes come first, so that every array is aligned.
         for name in sorted(names, key=lambda name: -jnp.dtype(arrays[name].dtype).itemsize):
             begin, end = end, end + sizes[name]
-            entries[name] = FileSlice(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
+            entries[name] = _FileSlice(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
         planned[SINGLE_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
     return planned
 
 
-def _natural(name: str) -> list[Any]:
+def _natural(name: str) -> list[tuple[bool, int, str]]:
     """Sort key that puts layer 2 before layer 10."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
-def _header(entries: Mapping[str, FileSlice]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+def _header(entries: Mapping[str, _FileSlice]) -> bytes:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     for name, (dtype, shape, begin, end) in entries.items():
         header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -302,7 +303,7 @@ def _header(entries: Mapping[str, FileSlice]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _index(files: Mapping[str, Mapping[str, FileSlice]]) -> dict[str, Any]:
+def _index(files: Mapping[str, Mapping[str, _FileSlice]]) -> dict[str, object]:
     if len(files) == 1:
         return {}
     total = sum(stored.end - stored.begin for entries in files.values() for stored in entries.values())
@@ -310,7 +311,7 @@ def _index(files: Mapping[str, Mapping[str, FileSlice]]) -> dict[str, Any]:
     return {INDEX: {"metadata": {"total_size": total}, "weight_map": weight_map}}
 
 
-def _write_values(places: Mapping[str, tuple[Path, int, FileSlice]], values: Iterable[tuple[str, np.ndarray]]) -> None:
+def _write_values(places: Mapping[str, tuple[Path, int, _FileSlice]], values: Iterable[tuple[str, np.ndarray]]) -> None:
     missing = dict(places)
     for name, array in values:
         if name not in missing:

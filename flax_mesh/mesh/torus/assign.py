@@ -85,12 +85,6 @@ def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) ->
     return math.fsum(seconds)
 
 
-def neighbour_hops(torus: Torus, factors: Sequence[int], strides: Sequence[int]) -> float:
-    """Mean ICI hops between ring neighbors of a logical axis laid out by `arrange`."""
-    places = np.stack(np.unravel_index(np.arange(math.prod(factors)), tuple(factors)), axis=-1) * np.array(strides)
-    return mean_hops(places, torus)[0]
-
-
 def strides_of(assignment: Assignment) -> Assignment:
     """Chips between neighbors in the layout of `arrange`: the product of the factors of all later logical axes."""
     return tuple(tuple(math.prod(row[i + 1 :]) for i in range(len(row))) for row in assignment)
@@ -180,7 +174,9 @@ def choose_assignment(
 
 def _axis_cost(torus: Torus, factors: Sequence[int], strides: Sequence[int], num_bytes: float) -> AxisCost:
     seconds = gather_seconds(axis_phases(torus, factors, strides), num_bytes)
-    return AxisCost(seconds, neighbour_hops(torus, factors, strides))
+    # The places of the axis as `arrange` lays it out.
+    places = np.stack(np.unravel_index(np.arange(math.prod(factors)), tuple(factors)), axis=-1) * np.array(strides)
+    return AxisCost(seconds, mean_hops(places, torus)[0])
 
 
 def _within(cost: AxisCost, limit: AxisCost) -> bool:

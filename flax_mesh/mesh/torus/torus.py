@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,11 +23,27 @@ from flax_mesh.hardware import chip_of
 
 Assignment = tuple[tuple[int, ...], ...]  # [physical axis][logical axis]
 
-V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
+_V2_POD_SIDE = 16  # chips per side of a pod of v2, which `hardware.CHIPS` lacks
 # If a chip is more than one device, the physical axes are x, y, core (v2, v3: flat slices) or x, y, z, core.
-FLAT_KINDS = ("TPU v2", "TPU v3")
-CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
-EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
+_FLAT_KINDS = ("TPU v2", "TPU v3")
+_CORE_KINDS = ("TPU7x", "TPU7", "TPU8i")
+_EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
+
+
+class DeviceLike(Protocol):
+    """The attributes that every `jax.Device` has. `read_device` reads the others, such as the coordinates of TPUs."""
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+    @property
+    def process_index(self) -> int: ...
 
 
 class Device(NamedTuple):
@@ -57,7 +73,7 @@ class Torus:
         return f"{self.kind} {sides} ({', '.join(self.axes)}), wrapping along {', '.join(rings) or 'none'}"
 
 
-def read_device(device: Any) -> Device:
+def read_device(device: DeviceLike) -> Device:
     """The record of a `jax.Device`, or of any object with the same attributes; missing coordinates become None."""
     coords = getattr(device, "coords", None)
     return Device(
@@ -81,12 +97,12 @@ def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """
     chip = chip_of(kind)
     if chip is None or not chip.pod:
-        return tuple(kind == "TPU v2" and size == V2_POD_SIDE for size in shape)
+        return tuple(kind == "TPU v2" and size == _V2_POD_SIDE for size in shape)
     rings = chip.wraps(shape[:3])
     return rings + (False,) * (len(shape) - len(rings))
 
 
-def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
+def physical_mesh(devices: Sequence[DeviceLike]) -> tuple[np.ndarray, Torus]:
     """The devices of one slice as an array indexed by coordinates, and the torus that they form.
 
     The cuboid may start at any coordinates. Raises a ValueError that lists all offending devices for holes, two devices
@@ -103,16 +119,16 @@ def physical_mesh(devices: Sequence[Any]) -> tuple[np.ndarray, Torus]:
         raise ValueError(f"{kind} devices need coords (x, y, z); these ids have none: {_few(without)}.")
     cores = max(record.core for record in records) - min(record.core for record in records) + 1
     second = [record.id for record in records if record.core != 0]
-    if second and kind not in FLAT_KINDS + CORE_KINDS + EITHER_KINDS:
+    if second and kind not in _FLAT_KINDS + _CORE_KINDS + _EITHER_KINDS:
         raise ValueError(
             f"A mesh of {kind} requires one device per chip, but these ids are a second core: {_few(second)}. "
             "Run with megacore, which makes each chip one device."
         )
     axes = ("x", "y", "z")
     points = [record.coords for record in records]
-    if kind in FLAT_KINDS:
+    if kind in _FLAT_KINDS:
         axes, points = ("x", "y", "core"), [(*record.coords[:2], record.core) for record in records if record.coords]
-    elif cores > 1 or kind in CORE_KINDS:
+    elif cores > 1 or kind in _CORE_KINDS:
         axes, points = (*axes, "core"), [(*record.coords, record.core) for record in records if record.coords]
     grid = _fill_cuboid(devices, np.array(points), kind, axes)
     return grid, Torus(kind, axes, grid.shape, wraps_around(kind, grid.shape))
@@ -173,7 +189,7 @@ def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
     return tuple(hops)
 
 
-def _fill_cuboid(devices: Sequence[Any], points: np.ndarray, kind: str, axes: tuple[str, ...]) -> np.ndarray:
+def _fill_cuboid(devices: Sequence[DeviceLike], points: np.ndarray, kind: str, axes: tuple[str, ...]) -> np.ndarray:
     origin = points.min(axis=0)
     places = [tuple(place) for place in (points - origin).tolist()]
     grid = np.full(tuple(points.max(axis=0) - origin + 1), None, dtype=object)
@@ -240,5 +256,5 @@ def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assig
     return tuple(zip(*reversed(columns), strict=True))
 
 
-def _few(items: Sequence[Any], limit: int = 8) -> str:
+def _few(items: Sequence[object], limit: int = 8) -> str:
     return ", ".join(map(str, items[:limit])) + (f" and {len(items) - limit} more" if len(items) > limit else "")

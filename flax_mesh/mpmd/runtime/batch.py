@@ -4,7 +4,6 @@ from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -12,6 +11,7 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.layout import on_group, put_host
 from flax_mesh.step.batch import microbatch_spec
+from flax_mesh.tree import is_key
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
@@ -19,7 +19,7 @@ def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionA
 
     An array on the mesh of all groups is already replicated over them; any other is transferred through the host.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         bits = place_array(jax.random.key_data(x), count, mesh, group, axes)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
     shape = (count, x.shape[0] // count, *x.shape[1:])

@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +18,11 @@ from flax_mesh.mpmd.split.jaxpr import Program, Var, with_axes_of
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.ordered import OrderedTransfer
+from flax_mesh.tree import PyTree
 
 Jitted = Callable[..., Any]
+Slot = tuple[jax.Array, jax.Array]  # step and microbatch
+Options = dict[str, object] | None  # of XLA
 
 
 class StageFunctions(NamedTuple):
@@ -68,7 +71,7 @@ class CompiledPipeline:
     used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage of the group reads
     zeros: Mapping[int, Jitted]  # local group -> program that returns zeros: ({leaf: gradient}, sums of each stage)
 
-    def layout_key(self, kind: str, v: Var, stage: int) -> tuple[Any, ...]:
+    def layout_key(self, kind: str, v: Var, stage: int) -> Hashable:
         """Layout key: one per activation (shared by all receivers), one per (gradient, stage)."""
         return (self.number, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
@@ -100,7 +103,7 @@ def compile_pipeline(
     train: bool,
     remat: str,
     split: bool,
-    options: dict[str, Any] | None = None,
+    options: Options = None,
 ) -> CompiledPipeline:
     """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
     stages = compile_stages(
@@ -134,7 +137,7 @@ def compile_stages(
     train: bool,
     remat: str,
     split: bool,
-    options: dict[str, Any] | None = None,
+    options: Options = None,
 ) -> tuple[StageFunctions, ...]:
     """The programs of every stage on the mesh of its group, which may be abstract. Calls compile them."""
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
@@ -157,7 +160,7 @@ class _StageCompiler:
         program: StageProgram,
         stage: int,
         mesh: Mesh | AbstractMesh,
-        options: dict[str, Any] | None,
+        options: Options,
     ):
         self.program, self.stage, self.mesh, self.options = program, stage, mesh, options
         self.updates = forward.updates
@@ -193,7 +196,7 @@ class _StageCompiler:
             lasting=lasting,
         )
 
-    def inputs(self, leaves: Sequence[Any], data: Sequence[Any], slot: tuple[Any, Any]) -> list[Any]:
+    def inputs(self, leaves: Sequence[jax.Array], data: Sequence[jax.Array], slot: Slot) -> list[jax.Array]:
         """Values of the inputs of the stage; batch arrays are indexed by the microbatch."""
         step, microbatch = slot
         known = dict(zip(self.leaves, leaves, strict=True)) | {self.num_arrays: step, self.num_arrays + 1: microbatch}
@@ -201,12 +204,12 @@ class _StageCompiler:
             known[at] = jax.lax.dynamic_index_in_dim(array, microbatch, keepdims=False)
         return [known[at] for at in self.program.inputs]
 
-    def call(self, part: Program | None, *values: Sequence[Any]) -> list[Any]:
+    def call(self, part: Program | None, *values: Sequence[jax.Array | None]) -> list[jax.Array]:
         assert part is not None
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             return self.program.call(part, *values)
 
-    def sum(self, cotangents: Sequence[Sequence[Any]]) -> list[Any]:
+    def sum(self, cotangents: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The sums of the cotangents of each sent activation over its receivers."""
         sent = [self.program.sent[i] for i in self.program.floats_out]
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -276,9 +279,7 @@ def _zeros(
     return jax.jit(zeros, out_shardings=(placed, [[scalar for _ in stage.sums] for stage in stages]))
 
 
-def named_jit(
-    fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: Any, options: dict[str, Any] | None
-) -> Jitted:
+def named_jit(fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: PyTree, options: Options) -> Jitted:
     """`fn` jitted under a name that profiles show."""
 
     def named(*args):

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.runtime.compile import CompiledPipeline, StageFunctions
+from flax_mesh.mpmd.runtime.compile import CompiledPipeline, Slot, StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.split.jaxpr import Var
 from flax_mesh.mpmd.transport.keyed import Channel
@@ -41,7 +41,8 @@ from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.
 Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
-Slot = tuple[jax.Array, jax.Array]  # step and microbatch
+_Key = tuple[str, int, int]  # kind, microbatch, and stage that receives the activation
+_pack, _unpack = jax.jit(jnp.stack), jax.jit(list)  # scalars of several names are sent as one array
 
 
 class ScheduleRun:
@@ -218,7 +219,7 @@ class ScheduleRun:
             found.append(self._receive(("B", microbatch, stage), v, group, stage) if value is None else value)
         return found
 
-    def _send(self, key: tuple[Any, ...], v: Var, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
+    def _send(self, key: _Key, v: Var, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
         """Send `value` of `v`, or its gradient. Returns it on the receiving group, or None if that is remote."""
         if sender == receiver:
             return value
@@ -231,7 +232,7 @@ class ScheduleRun:
             return self._pass.offer((*key, *name), value)
         return channel.send((kind, self.number, *rest, *name), value, sender, receiver)
 
-    def _receive(self, key: tuple[Any, ...], v: Var, group: int, stage: int) -> jax.Array:
+    def _receive(self, key: _Key, v: Var, group: int, stage: int) -> jax.Array:
         """Receive `v` or its gradient on `group`, computed by `stage` of another process."""
         (kind, *rest), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
         if self._pass is not None and self._pass.includes((*key, *name)):
@@ -276,13 +277,3 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
             if group == first and received is not None:
                 found |= zip(names, _unpack(received), strict=True)
     return {name: found[name] for name in named}
-
-
-@jax.jit
-def _pack(values: list[jax.Array]) -> jax.Array:
-    return jnp.stack(values)
-
-
-@jax.jit
-def _unpack(packed: jax.Array) -> list[jax.Array]:
-    return list(packed)

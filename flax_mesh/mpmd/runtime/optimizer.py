@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.runtime.compile import Jitted, named_jit
+from flax_mesh.mpmd.runtime.compile import Jitted, Options, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
 from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, shape_of, trace, whole
 from flax_mesh.mpmd.split.split import StagedModel
@@ -22,10 +22,13 @@ from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import paths_text
+from flax_mesh.tree import Shaped
+
+_Arrays = list[jax.Array]
 
 # What one group runs in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
-GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
+_GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
 
 class Update:
@@ -54,7 +57,7 @@ class Update:
         grads: Sequence[tuple[int, int]],
         sum_groups: Mapping[str, int],
         learning_rate: optax.Schedule | None,
-        options: dict[str, Any] | None,
+        options: Options,
         old_at: Sequence[int] | None = None,
     ):
         self.old_at = list(old_at or ())
@@ -115,7 +118,7 @@ class Update:
         env = self._inputs(leaves, grads, sums, shared, old, limits, transfer)
         packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
-        def send(group: int, phase: int, packed: Sequence[Any], reader: int) -> None:
+        def send(group: int, phase: int, packed: Sequence[jax.Array], reader: int) -> None:
             target = self.replicated[reader]
             packs[group, phase, reader] = [
                 transfer("update", (phase, i), vector, target, group, reader) for i, vector in enumerate(packed)
@@ -150,9 +153,9 @@ class Update:
         metrics = {name: env[g][v] for name, g, v in zip(self.metrics, stored, outputs, strict=True)}
         return tuple(new), metrics, copies
 
-    def _inputs(self, leaves, grads, sums, shared, old, limits, transfer) -> list[dict[Any, Any]]:
+    def _inputs(self, leaves, grads, sums, shared, old, limits, transfer) -> list[dict[Var, Any]]:
         """[group][variable]: its value, for the local groups."""
-        env: list[dict[Any, Any]] = [{} for _ in self.meshes]
+        env: list[dict[Var, Any]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
         for at, owner in enumerate(self.placement.owners):
             v = next(names)
@@ -179,13 +182,13 @@ class Update:
 
 def _compile(
     part: GroupProgram,
-    packs: Mapping[tuple[int, int], Sequence[Any]],
-    shardings: Mapping[Any, Any],
-    placed: Mapping[Any, Any],
-    hosted: Set[Any],
+    packs: Mapping[tuple[int, int], Sequence[Var]],
+    shardings: Mapping[Var, Sharding],
+    placed: Mapping[Var, Sharding],
+    hosted: Set[Var],
     mesh: Mesh,
-    options: dict[str, Any] | None,
-) -> GroupFunction:
+    options: Options,
+) -> _GroupFunction:
     """Jit one part of the update; `shardings` has the shardings of the outputs that are leaves, `placed` of all leaves.
 
     Values in `hosted` are in the memory of the host.
@@ -209,14 +212,14 @@ def _compile(
     return part, donated, kept, call
 
 
-def _donated(part: GroupProgram, placed: Mapping[Any, Any], hosted: Set[Any]) -> list[Var]:
+def _donated(part: GroupProgram, placed: Mapping[Var, Sharding], hosted: Set[Var]) -> list[Var]:
     """The inputs whose last use is in this part and whose memory a result with the same shape and dtype takes over.
 
     JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
     the same memory and have the same sharding, so inputs are donated up to the first result for which none is left.
     The sharding of a value that is not a leaf is not known: it is used where no leaf fits.
     """
-    free: dict[tuple[Any, ...], list[Var]] = {}
+    free: dict[tuple[object, ...], list[Var]] = {}
     for v in part.last_used:
         free.setdefault((v.aval.shape, v.aval.dtype, v in hosted), []).append(v)
     donated, ended = [], set()
@@ -247,7 +250,7 @@ def _trace(
     plain, metric_names = placement.plain, []
     old_sources = list(dict.fromkeys(placement.owners[at].source for at in old_at or ()))
 
-    def update(leaves: list[Any], trained: list[Any], sums: list[Any], old: list[Any], limits: list[Any]):
+    def update(leaves: _Arrays, trained: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
         params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ..., graph=True)
@@ -269,10 +272,8 @@ def _trace(
     limits = [jax.ShapeDtypeStruct((), "float32")] * (0 if old_at is None else 2)
     plain_update, _ = trace(update, shapes, wide, scalars, [shapes[source] for source in old_sources], limits)
 
-    def placed_update(
-        leaves: list[Any], parts: list[Any], sums: list[Any], old: list[Any], limits: list[Any]
-    ) -> list[Any]:
-        found: dict[int, Any] = {}
+    def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
+        found: dict[int, jax.Array] = {}
         for (_, leaf), value in zip(grads, parts, strict=True):
             found[leaf] = found[leaf] + value if leaf in found else value
         for at, leaf in enumerate(staged.leaves):
@@ -302,5 +303,5 @@ def _trace(
     return inline(trace(placed_update, leaves, parts, scalars, old, limits)[0]), metric_names
 
 
-def _wide(leaf: Any) -> jax.ShapeDtypeStruct:
+def _wide(leaf: Shaped) -> jax.ShapeDtypeStruct:
     return shape_of(leaf).update(dtype=jnp.promote_types(leaf.dtype, "float32"))

@@ -109,7 +109,7 @@ class Pipeline:
         remat: Literal["none", "cheap", "full"] = "none",
         shard_optimizer_over: str | tuple[str, ...] = (),
         optimizer_memory: str = "device",
-        compiler_options: Mapping[str, Any] | None = None,
+        compiler_options: Mapping[str, object] | None = None,
         transport: Literal["auto", "server", "ordered"] = "auto",
         skip_nonfinite: bool = False,
     ):
@@ -143,7 +143,7 @@ class Pipeline:
         self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
         self._updates: dict[Hashable, Update] = {}
         self._numbers: dict[tuple[int, int], list[jax.Array]] = {}  # (group, how many) -> numbers of microbatches
-        self._shared: dict[int, tuple[Any, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
+        self._shared: dict[int, tuple[object, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
 
     @property
     def abstract(self) -> TrainState:
@@ -352,12 +352,7 @@ class Pipeline:
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:
-    problems = _schedule_problems(schedule)
-    if schedule.num_groups != mesh.mpmd_dim:
-        problems.append(
-            f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {mesh.mpmd_dim} along "
-            f"{mesh.mpmd_axis_name!r}; make both the same"
-        )
+    problems = [*_schedule_problems(schedule), *schedule.group_problems(mesh.mpmd_dim, mesh.mpmd_axis_name)]
     if schedule.num_stages != staged.num_stages:
         problems.append(
             f"schedule {schedule.name} has {schedule.num_stages} stages, but the model is split into "

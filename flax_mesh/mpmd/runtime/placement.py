@@ -1,7 +1,7 @@
 """Placement of a pipeline's state: which group owns each leaf, and how it is sharded there."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,11 +16,11 @@ from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
-from flax_mesh.sharding.abstract import abstract_state, initialized, made_leaves
+from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_leaves
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
-from flax_mesh.tree import named_leaves, owner_of
+from flax_mesh.tree import Shaped, named_leaves, owner_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -55,7 +55,7 @@ class Placement:
 
 
 def place(
-    make: Callable[[], Any],
+    make: Make,
     staged: StagedModel,
     mesh: MpmdMesh,
     stage_to_group: Sequence[int],
@@ -99,7 +99,7 @@ def place(
 
 
 def bytes_of_groups(
-    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Any, int]]
+    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Shaped, int]]
 ) -> list[int]:
     """Bytes per device of each group, from (path, leaf, bytes per device) of all leaves of the plain state."""
     leaves = list(leaves)
@@ -125,7 +125,7 @@ def chunked(owners: Sequence[LeafOwner], values: Sequence[Any]) -> list[Any]:
     return [found[source] for source in range(len(found))]
 
 
-def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
+def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
     """Initializes all leaves directly sharded on their groups, with one compilation per group.
 
     `meshes` has the local groups. Leaves of other groups are arrays without local shards.
@@ -137,7 +137,7 @@ def init_leaves(make: Callable[[], Any], placement: Placement, meshes: Mapping[i
 
         mesh = meshes[first if group == SHARED else group]
 
-        def leaves(of_group: list[int] = of_group, mesh: Mesh = mesh) -> list[Any]:
+        def leaves(of_group: list[int] = of_group, mesh: Mesh = mesh) -> list[jax.Array]:
             values = made_leaves(make, mesh)
             return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
 
@@ -193,7 +193,7 @@ def _check_rows(owners: Sequence[LeafOwner], leaves: Sequence[jax.ShapeDtypeStru
 
 
 def _parts_of(
-    named: Sequence[tuple[str, Any]], staged: StagedModel, stage_to_group: Sequence[int]
+    named: Sequence[tuple[str, Shaped]], staged: StagedModel, stage_to_group: Sequence[int]
 ) -> Iterator[list[tuple[tuple[int, int] | None, int, int | None]]]:
     """(rows, group, index into staged.leaves) for each part of every (path, leaf) of the plain state."""
     model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]

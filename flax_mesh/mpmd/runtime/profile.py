@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.mpmd.runtime.compile import StageFunctions
+from flax_mesh.mpmd.runtime.compile import Jitted, StageFunctions
 from flax_mesh.mpmd.runtime.executor import ScheduleRun
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg
@@ -26,9 +25,11 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, StageCost, simulate
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
+from flax_mesh.tree import PyTree
 
+_first = jax.jit(lambda x: x[(0,) * x.ndim] if x.size else x.sum())
 # Results of F, B and W that the next action of the stage donates: they may be deleted before a worker waits for them.
-DONATED = {"F": 3, "B": 1, "W": slice(None)}
+_DONATED = {"F": 3, "B": 1, "W": slice(None)}
 MEASURED, SIMULATED = 0, 1  # process ids in the trace
 
 
@@ -135,17 +136,10 @@ def measured_step(
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
     took: dict[tuple[str, int], list[float]] = {}
 
-    def wrap(call: Callable[..., Any], kind: str, stage: int) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            jax.block_until_ready(args)
-            begun = perf_counter()
-            outs = jax.block_until_ready(call(*args))
-            took.setdefault((kind, stage), []).append(1e3 * (perf_counter() - begun))
-            return outs
+    def record(key: tuple[str, int], begun: float, ended: float) -> None:
+        took.setdefault(key, []).append(1e3 * (ended - begun))
 
-        return timed
-
-    run.stages = [_wrapped(stage, partial(wrap, stage=stage.stage)) for stage in run.stages]
+    run.stages = [_timed(stage, record) for stage in run.stages]
     pipeline.dispatch(run, fuse=False)
     new, metrics = pipeline.update(state, run, limits)
     return new, metrics, took
@@ -180,7 +174,7 @@ def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, An
     result = simulate(schedule, costs_of(timeline) if costs is None else costs)
     simulated = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
     panels = {MEASURED: ("measured", timeline.events), SIMULATED: ("simulated", simulated)}
-    entries: list[dict[str, Any]] = []
+    entries: list[dict[str, object]] = []
     for process, (title, events) in panels.items():
         entries.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})
         for group in range(schedule.num_groups):
@@ -203,8 +197,8 @@ class _Recorder:
         self.action = Action("F", 0, 0)  # the action that is being dispatched
         self.times: dict[Action, tuple[Future[float], Future[float]]] = {}
 
-    def wrap(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def recorded(*args: Any) -> Any:
+    def wrap(self, call: Jitted, kind: str) -> Jitted:
+        def recorded(*args: PyTree) -> PyTree:
             action, submit = self.action, self.workers[self.group_of[self.action.stage]].submit
             # The last argument is donated: sums of this stage, computed by earlier actions of the same group.
             begun = submit(_when_ready, args[:-1], perf_counter())
@@ -215,15 +209,15 @@ class _Recorder:
         return recorded
 
 
-def _when_ready(values: Any, earliest: float) -> float:
+def _when_ready(values: PyTree, earliest: float) -> float:
     """The time when all values are ready. The thread runs this after all earlier actions of the group."""
     jax.block_until_ready(values)
     return max(perf_counter(), earliest)
 
 
-def _results_to_await(outs: Any, kind: str) -> Any:
+def _results_to_await(outs: PyTree, kind: str) -> list[jax.Array]:
     """Results that are ready when an action is done and that no later action donates."""
-    donated = jax.tree.leaves(outs[DONATED[kind]])
+    donated = jax.tree.leaves(outs[_DONATED[kind]])
     ids = set(map(id, donated))
     others = [x for x in jax.tree.leaves(outs) if id(x) not in ids]
     return others or (_marks(donated[0]) if donated else [])
@@ -242,15 +236,26 @@ def _compile_marks(run: ScheduleRun) -> None:
             _marks(x)
 
 
-@jax.jit
-def _first(x: jax.Array) -> jax.Array:
-    return x[(0,) * x.ndim] if x.size else x.sum()
-
-
-def _wrapped(stage: StageFunctions, wrap: Callable[[Callable[..., Any], str], Callable[..., Any]]) -> StageFunctions:
+def _wrapped(stage: StageFunctions, wrap: Callable[[Jitted, str], Jitted]) -> StageFunctions:
     return stage._replace(
         forward=wrap(stage.forward, "F"), backward=wrap(stage.backward, "B"), weights=wrap(stage.weights, "W")
     )
+
+
+def _timed(stage: StageFunctions, record: Callable[[tuple[str, int], float, float], None]) -> StageFunctions:
+    """The stage with programs that run alone and call `record((kind, stage), begun, ended)`."""
+
+    def wrap(call: Jitted, kind: str) -> Jitted:
+        def timed(*args: PyTree) -> PyTree:
+            jax.block_until_ready(args)
+            begun = perf_counter()
+            outs = jax.block_until_ready(call(*args))
+            record((kind, stage.stage), begun, perf_counter())
+            return outs
+
+        return timed
+
+    return _wrapped(stage, wrap)
 
 
 def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[Action, tuple[float, ...]]:
@@ -259,17 +264,11 @@ def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[
     jax.block_until_ready((run.leaves, run.data, run.grads, run.sums))
     begun = ended = 0.0
 
-    def wrap(call: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            nonlocal begun, ended
-            begun = perf_counter()
-            outs = jax.block_until_ready(call(*args))
-            ended = perf_counter()
-            return outs
+    def record(key: tuple[str, int], *span: float) -> None:
+        nonlocal begun, ended
+        begun, ended = span
 
-        return timed
-
-    run.stages = [_wrapped(stage, wrap) for stage in run.stages]
+    run.stages = [_timed(stage, record) for stage in run.stages]
     times = {}
     for action in pipeline.schedule.order():
         before = run.num_transfers

@@ -90,7 +90,7 @@ class ScheduleSearch:
         numbers = f"makespan {time_text(result.makespan, 'ms')}, {part:.1%} of that of the first steps"
         found = replace(result.schedule, name=SEARCHED)
         notes = f"{self.setting}\nF,B,W of every stage in ms: {times}\n{numbers}"
-        write_atomically(self.path, schedule_text(found, notes))
+        _write_atomically(self.path, schedule_text(found, notes))
         self.say(f"schedule: searched for the measured stages: {numbers}; {self.path}")
         return str(found)
 
@@ -103,7 +103,7 @@ def costs_of_processes(texts: Sequence[str], num_stages: int) -> list[StageCost]
     return [StageCost(*(slowest.get((kind, stage), 0.0) for kind in "FBW")) for stage in range(num_stages)]
 
 
-def write_atomically(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

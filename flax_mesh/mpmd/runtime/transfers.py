@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
-from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.local_copy import move
 
@@ -40,7 +40,7 @@ class GroupTransfers:
 
     def transfer(
         self,
-        key: tuple[Any, ...],
+        key: Key,
         value: Any,
         sharding: NamedSharding,
         sender: int,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from flax_mesh.mpmd.schedules.lower_bound import Problem, tails
 from flax_mesh.mpmd.schedules.simulate import TOLERANCE
 
-NEVER = float("inf")
+_NEVER = float("inf")
 
 
 class Partial(NamedTuple):
@@ -26,10 +26,10 @@ class Partial(NamedTuple):
 
     counts: tuple[int, ...]  # per lane: number of scheduled actions
     ends: tuple[tuple[float, ...], ...]  # per lane: end of each of them
-    ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; NEVER: unknown
+    ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; _NEVER: unknown
     free: tuple[float, ...]  # per group: end of its last scheduled action
     stored: tuple[float, ...]  # per group: memory of the activations
-    starts: tuple[float, ...]  # per group: start of its first action; NEVER: it has none yet
+    starts: tuple[float, ...]  # per group: start of its first action; _NEVER: it has none yet
     queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
     remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
     bound: float  # lower bound on the makespan of every completion
@@ -39,7 +39,7 @@ class Partial(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BeamResult:
+class _BeamResult:
     served: list[int]  # lanes in the order of serving; [] if nothing better was found
     complete: bool  # the search was exhaustive: nothing better was dropped
     work: int  # number of partial schedules evaluated
@@ -69,7 +69,7 @@ class BeamSearch:
         most_work: float,
         reserve: bool = False,
         may_wait: bool = False,
-    ) -> BeamResult:
+    ) -> _BeamResult:
         """The best schedule found with a beam of `width` partial schedules of each length.
 
         They are ranked by their bound plus `weight` times their idle time. The search stops after evaluating
@@ -89,7 +89,7 @@ class BeamSearch:
                         offers.append((bound + weight * idle, idle, len(offers), bound, lane, start, partial))
             work += len(offers)
             if work > most_work:
-                return BeamResult([], False, work)
+                return _BeamResult([], False, work)
             offers.sort()
             beam, frontier = [], {}
             for _, idle, _, bound, lane, start, partial in offers:
@@ -100,13 +100,13 @@ class BeamSearch:
                 if not self._dominated(extended, frontier, may_wait):
                     beam.append(extended)
         best = min(beam, key=lambda partial: max(partial.free), default=None)
-        return BeamResult([] if best is None else _served(best), complete, work)
+        return _BeamResult([] if best is None else _served(best), complete, work)
 
     def _empty(self) -> Partial:
         problem = self.problem
         work = [sum(problem.duration[lane] for lane in lanes) * problem.num_microbatches for lanes in self.lanes_of]
         groups, lanes = problem.num_groups, len(problem.lanes)
-        ready = tuple(NEVER if needs else 0.0 for needs in problem.needs)
+        ready = tuple(_NEVER if needs else 0.0 for needs in problem.needs)
         queues = ((),) * len(set(self.edge_of.values()))
         return Partial(
             (0,) * lanes,
@@ -114,7 +114,7 @@ class BeamSearch:
             ready,
             (0.0,) * groups,
             (0,) * groups,
-            (NEVER,) * groups,
+            (_NEVER,) * groups,
             queues,
             tuple(work),
             0.0,
@@ -129,12 +129,12 @@ class BeamSearch:
         With `may_wait`, all that start no earlier than the action scheduled last: the order is that of the starts.
         """
         free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
-        first_end, first, choices = NEVER, -1, []
+        first_end, first, choices = _NEVER, -1, []
         for group, lanes in enumerate(self.lanes_of):
             since, in_use, found, before = free[group], stored[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
-                if start < NEVER and in_use <= room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
+                if start < _NEVER and in_use <= room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
                     start = max(start, since)
                     found.append((lane, start))
                     if start + duration[lane] < first_end:
@@ -181,7 +181,7 @@ class BeamSearch:
             partial.bound, end + self.tails[lane][counts[lane]], end + partial.remaining[group] - duration[lane]
         )
         for other in self.lanes_of[group]:
-            if other != lane and ready[other] < NEVER:
+            if other != lane and ready[other] < _NEVER:
                 waits = max(ready[other], end) + duration[other] + self.tails[other][counts[other]]
                 bound = max(bound, waits)
         return bound
@@ -223,11 +223,11 @@ class BeamSearch:
     def _ready(self, lane: int, counts: Sequence[int], ends: Sequence[Sequence[float]]) -> float:
         microbatch = counts[lane]
         if microbatch == self.problem.num_microbatches:
-            return NEVER
+            return _NEVER
         ready = 0.0
         for other, delay in self.problem.needs[lane]:
             if counts[other] <= microbatch:
-                return NEVER
+                return _NEVER
             ready = max(ready, ends[other][microbatch] + delay)
         return ready
 
@@ -282,7 +282,7 @@ def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
 
 def _room(problem: Problem, reserve: bool) -> list[float]:
     """Per lane: it can be served while its group stores at most this."""
-    room: list[float] = [NEVER] * len(problem.lanes)
+    room: list[float] = [_NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
         later = 0.0
         for lane in reversed([first for first, _ in _pairs(problem, group)]):

@@ -15,10 +15,10 @@ Event = tuple[int, Action, float, float]  # group, action, start, end
 BAR, CURVE, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of the parts of a row, in pixels
 NAME_WIDTH, SIDE_WIDTH = 64, 132
 SAMPLE, LETTER, TITLE_LETTER = 19, 6.3, 7.3  # widths of a sample and of a letter of the legend, of one of a title
-W_INSET = 5
+_W_INSET = 5
 LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 # Distinguishable with every kind of colour vision, in both shades (tests/mpmd/schedules/test_draw.py). W is also lower.
-COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
+_COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 LIGHTER, LIGHTEST = 0.45, 0.7  # share of white added per further stage of a group, and its maximum
 IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
@@ -32,7 +32,7 @@ def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  #
     group. W is lower than F and B. White is idle time. On the right are the busy fraction and the peak activations.
     """
     result = simulate(schedule, costs)
-    return _document([_simulated(schedule, costs, result)], result, schedule)
+    return _document([_simulated(schedule, costs, result)], schedule)
 
 
 def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs, unit: str = "") -> str:
@@ -52,7 +52,7 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
     bubble = 1 - busy / (schedule.num_groups * span) if span else 0.0
     average = busy / span if span else 0.0
     text = f"measured: {time_text(span, unit)}, bubble {bubble:.1%}, {average:.2f} groups busy on average"
-    return _document([(text, events), _simulated(schedule, costs, result, unit)], result, schedule, unit)
+    return _document([(text, events), _simulated(schedule, costs, result, unit)], schedule, unit)
 
 
 def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", *, most: int = 2000) -> str:
@@ -67,18 +67,18 @@ def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", 
     if len(events) > most:
         events = events[:most]  # in the order of their starts
         title += f"; the first {time_text(max(end for *_, end in events), unit)}"
-    return _document([(title, events)], result, schedule, unit)
+    return _document([(title, events)], schedule, unit)
 
 
-Panel = tuple[str, list[Event]]
+_Panel = tuple[str, list[Event]]
 
 
-def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str = "") -> Panel:
+def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str = "") -> _Panel:
     events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
     return f"{heading(schedule, costs)}: {summary(result, unit)}", events
 
 
-def _document(panels: Sequence[Panel], result: Simulation, schedule: Schedule, unit: str = "") -> str:
+def _document(panels: Sequence[_Panel], schedule: Schedule, unit: str = "") -> str:
     span = max((end for _, events in panels for *_, end in events), default=0.0)
     # Actions that take almost no time, such as the empty B of a first stage, do not set the scale.
     lengths = [end - start for _, events in panels for *_, start, end in events]
@@ -127,7 +127,7 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
 def _box(event: Event, shade: int, left: float, upper: float, scale: float) -> str:
     _, action, start, end = event
     x, width = left + start * scale, (end - start) * scale
-    inset = W_INSET if action.kind == "W" else 0
+    inset = _W_INSET if action.kind == "W" else 0
     kind, length = f"{action.kind}{shade}", f"{max(width - 0.8, 0.4):.1f}"
     box = element("rect", class_=kind, x=f"{x:.1f}", y=upper + inset, width=length, height=BAR - inset)
     label = str(action.microbatch)
@@ -191,7 +191,7 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
     entries: list[tuple[list[dict[str, Any]], str]] = []  # looks of the samples, label
     for kind in KINDS:
         if any(action.kind == kind for row in schedule.rows for action in row):
-            height = 18 - (W_INSET if kind == "W" else 0)
+            height = 18 - (_W_INSET if kind == "W" else 0)
             looks: list[dict[str, Any]] = [{"class_": f"{kind}{shade}", "height": height} for shade in range(shades)]
             entries.append((looks, f"{kind}: {texts[kind]}{of_group}"))
     entries.append(([{**IDLE, "height": 18}], "idle"))
@@ -234,7 +234,7 @@ def fills(stages_per_group: int) -> dict[tuple[str, int], tuple[int, ...]]:
     step = min(LIGHTER, LIGHTEST / max(stages_per_group - 1, 1))
     return {
         (kind, chunk): tuple(round(part + (255 - part) * (chunk * step)) for part in colour)
-        for kind, colour in COLOURS.items()
+        for kind, colour in _COLOURS.items()
         for chunk in range(stages_per_group)
     }
 

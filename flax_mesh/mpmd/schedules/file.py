@@ -7,7 +7,7 @@ from flax_mesh.fields import path_problem
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 
-MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
+_MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
 
 
 def is_schedule_file(text: str) -> bool:
@@ -29,8 +29,8 @@ def read_schedule(path: str) -> Schedule:
     if problem := path_problem(path):
         raise ConfigError(f"{path[:80]!r} {problem}")
     try:
-        if os.path.getsize(path) > MOST_BYTES:
-            raise ConfigError(f"{path} is larger than {MOST_BYTES} bytes, so it is not a schedule")
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise ConfigError(f"{path} is larger than {_MOST_BYTES} bytes, so it is not a schedule")
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except FileNotFoundError as error:

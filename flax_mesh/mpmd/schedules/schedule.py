@@ -16,7 +16,7 @@ from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
 from flax_mesh.text import at_most, count_text, listed, shortened
 
 NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
-MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
+_MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
 
 
 class Action(NamedTuple):
@@ -105,6 +105,13 @@ class Schedule:
     def num_slots(self) -> int:
         """Number of microbatches, or of slices of all of them, which the actions count."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
+
+    def group_problems(self, num_groups: int, axis: str) -> list[str]:
+        """Why the schedule does not run on the groups along a mesh axis, [] if it does."""
+        if self.num_groups == num_groups:
+            return []
+        text = f"schedule {self.name} has {self.num_groups} groups, the mesh has {num_groups} along {axis!r}"
+        return [f"{text}; make both the same"]
 
     def needs(self, action: Action) -> list[Action]:
         """The `dependencies` of an action."""
@@ -269,9 +276,9 @@ def make_schedule(
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
     """Raises a ValueError if a schedule would have too many actions for the memory of this machine."""
-    if (forwards := num_stages * num_microbatches) > MOST_FORWARDS:
+    if (forwards := num_stages * num_microbatches) > _MOST_FORWARDS:
         raise ValueError(
-            f"the schedule would have {forwards:,} forward actions, and at most {MOST_FORWARDS:,} are supported; use "
+            f"the schedule would have {forwards:,} forward actions, and at most {_MOST_FORWARDS:,} are supported; use "
             "fewer stages or microbatches"
         )
 
@@ -316,20 +323,6 @@ def _after_warmup(warmup: int, num_microbatches: int) -> list[str]:
     return ["F0"] * warmup + ["B0", "F0"] * (num_microbatches - warmup) + ["B0"] * warmup
 
 
-def _gpipe(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    return _after_warmup(microbatches, microbatches)
-
-
-def _one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    return _after_warmup(groups - group, microbatches)
-
-
-def _eager_one_f_one_b(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    return _after_warmup(
-        2 * (groups - group) - 1, microbatches
-    )  # one more forward per transfer on the way to the last group
-
-
 def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
     """A group runs `groups` microbatches through one of its stages, then the next; backward in reverse order."""
     turns = [chunk for _ in range(microbatches // groups) for chunk in range(virtual) for _ in range(groups)]
@@ -340,32 +333,14 @@ def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> li
     return forward[:warmup] + steady + backward[len(turns) - warmup :]
 
 
-def _zb_h1(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    """1F1B in which group g delays each W by g microbatches: group g of 1F1B has memory for g activations to spare."""
-    warmup = min(groups - group, microbatches)
+def _delayed_weights(warmup: int, delay: int, num_microbatches: int) -> list[str]:
+    """`_after_warmup` in which every W comes `delay` microbatches after its B."""
+    warmup = min(warmup, num_microbatches)
     words = ["F0"] * warmup
-    for microbatch in range(microbatches):
+    for microbatch in range(num_microbatches):
         words.append("B0")
-        words += ["W0"] * (microbatch >= group) + ["F0"] * (microbatch + warmup < microbatches)
-    return words + ["W0"] * min(group, microbatches)
-
-
-def _zb_h2(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    """The warmup of eager-1f1b, and group g delays each W by 2 g microbatches: as much memory on all groups."""
-    warmup, delay = min(2 * (groups - group) - 1, microbatches), 2 * group
-    words = ["F0"] * warmup
-    for microbatch in range(microbatches):
-        words.append("B0")
-        words += ["W0"] * (microbatch >= delay) + ["F0"] * (microbatch + warmup < microbatches)
-    return words + ["W0"] * min(delay, microbatches)
-
-
-def _v_min(groups: int, group: int, microbatches: int, virtual: int) -> Sequence[str]:
-    return v_rows(groups, microbatches, least_memory(groups))[group]
-
-
-def _v_half(groups: int, group: int, microbatches: int, virtual: int) -> Sequence[str]:
-    return v_rows(groups, microbatches, 2 * ((groups + 2) // 2))[group]
+        words += ["W0"] * (microbatch >= delay) + ["F0"] * (microbatch + warmup < num_microbatches)
+    return words + ["W0"] * min(delay, num_microbatches)
 
 
 def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
@@ -414,19 +389,26 @@ class _Kind(NamedTuple):
     slices: int = 1  # K of seq1f1b-K
 
 
+def _v_kind(limit: Callable[[int], int]) -> _Kind:
+    """A V schedule whose memory limit is that of the number of groups."""
+    return _Kind(lambda groups, group, count, virtual: v_rows(groups, count, limit(groups))[group], 2, folded=True)
+
+
 def _multiple(groups: int, microbatches: int) -> int:
     return max(1, (microbatches + groups // 2) // groups) * groups
 
 
 _KINDS = {
-    "gpipe": _Kind(_gpipe),
-    "1f1b": _Kind(_one_f_one_b),
-    "eager-1f1b": _Kind(_eager_one_f_one_b),
+    "gpipe": _Kind(lambda groups, group, count, virtual: _after_warmup(count, count)),
+    "1f1b": _Kind(lambda groups, group, count, virtual: _after_warmup(groups - group, count)),
+    # One more forward per transfer on the way to the last group.
+    "eager-1f1b": _Kind(lambda groups, group, count, virtual: _after_warmup(2 * (groups - group) - 1, count)),
     "interleaved-1f1b": _Kind(_interleaved, 2, fixed=False, needs="a multiple of {}", nearest=_multiple),
-    "zb-h1": _Kind(_zb_h1),
-    "zb-h2": _Kind(_zb_h2),
-    "v-min": _Kind(_v_min, 2, folded=True),
-    "v-half": _Kind(_v_half, 2, folded=True),
+    # Group g of 1F1B has memory for g activations to spare; with the warmup of eager-1f1b all groups have as much.
+    "zb-h1": _Kind(lambda groups, group, count, virtual: _delayed_weights(groups - group, group, count)),
+    "zb-h2": _Kind(lambda groups, group, count, virtual: _delayed_weights(2 * (groups - group) - 1, 2 * group, count)),
+    "v-min": _v_kind(least_memory),
+    "v-half": _v_kind(lambda groups: 2 * ((groups + 2) // 2)),
     "zb-v": _Kind(_zb_v, 2, folded=True),
     "dualpipe-v": _Kind(
         _dualpipe_v,
@@ -445,9 +427,7 @@ def _kind(name: str) -> _Kind:
     if match := fullmatch("(v|seq1f1b)-([1-9][0-9]{0,5})", name):
         number = int(match[2])
         if match[1] == "v":
-            return _Kind(
-                lambda groups, group, slots, virtual: v_rows(groups, slots, number)[group], 2, True, True, memory=number
-            )
+            return _v_kind(lambda groups: number)._replace(memory=number)
         return _Kind(
             lambda groups, group, slots, virtual: _after_warmup(groups - group - 1 + number, slots), slices=number
         )

@@ -13,9 +13,9 @@ from flax_mesh.mpmd.schedules.simulate import TOLERANCE, Simulation, StageCost, 
 from flax_mesh.mpmd.schedules.validate import activation_sizes_of, memory_limits
 from flax_mesh.text import count_text
 
-WORK_PER_SECOND = 15_000  # partial schedules; an idle two-core machine of 2024 evaluates twice as many
-WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
-OBJECTIVES = ("makespan", "period")
+_WORK_PER_SECOND = 15_000  # partial schedules; an idle two-core machine of 2024 evaluates twice as many
+_WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
+_OBJECTIVES = ("makespan", "period")
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def search_schedule(
         problems.append(
             f"stage_to_group must contain each of {num_groups} groups {virtual} times, got {stage_to_group}"
         )
-    if objective not in OBJECTIVES:
-        problems.append(f"objective must be {' or '.join(OBJECTIVES)}, got {objective!r}")
+    if objective not in _OBJECTIVES:
+        problems.append(f"objective must be {' or '.join(_OBJECTIVES)}, got {objective!r}")
     if problems:
         raise ValueError("; ".join(problems))
     check_size(len(stages), num_microbatches)
@@ -136,7 +136,7 @@ def search_schedule(
         for search in searches:
             search.improve_bound()
         for search in searches:
-            search.improve_schedule(seconds * WORK_PER_SECOND / len(searches), seed)
+            search.improve_schedule(seconds * _WORK_PER_SECOND / len(searches), seed)
     except KeyboardInterrupt:
         interrupted = True
     best = min(searches, key=lambda search: search.value)
@@ -261,7 +261,7 @@ def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool, b
     is more urgent, make a difference.
     """
     choose = random.Random(seed)
-    for width in WIDTHS:
+    for width in _WIDTHS:
         for backwards, least in itertools.product((False, True), (0.01, 0.1)):
             for reserve in (True, False) if several else (False,):
                 yield width, backwards, least * 3 ** choose.random(), reserve, False

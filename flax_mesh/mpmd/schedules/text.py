@@ -4,7 +4,7 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
 from flax_mesh.text import count_text, table_text
 
-MOST_BLOCKS = 6  # of lines, if the schedule is longer than the width
+_MOST_BLOCKS = 6  # of lines, if the schedule is longer than the width
 
 
 def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int = 120) -> str:  # noqa: B008  immutable
@@ -63,7 +63,7 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
     spans = [end - start for start, end in result.times.values() if end > start]
     if not spans:
         return [" ".join(map(str, row)) for row in schedule.rows]
-    scale = min((_label(result) + 1) / min(spans), MOST_BLOCKS * per_block / result.makespan)
+    scale = min((_label(result) + 1) / min(spans), _MOST_BLOCKS * per_block / result.makespan)
     bars = []
     for row in schedule.rows:
         bar = ["."] * round(result.makespan * scale)

@@ -13,24 +13,24 @@ blocks that are about as long as the memory limit permits, the one with the smal
 is used. For up to 12 groups the idle time of a group then is that of `idle_time`, or up to 2 units more.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-PERIOD = 6
-WAYS = ("F0", "F1", "B1", "B0")  # kind and chunk, in the order in which a microbatch passes them
-FORWARD = (0, 1)
-EARLY = (2, 3, 1, 0)  # ways, by preference, of what runs before its turn
-HOPS = (1, 2, 3)
-TURNS = (1, 2)  # units between two passes
-SPLITS = 8  # of the first pass into hops of two sizes, about
+_PERIOD = 6
+_WAYS = ("F0", "F1", "B1", "B0")  # kind and chunk, in the order in which a microbatch passes them
+_FORWARD = (0, 1)
+_EARLY = (2, 3, 1, 0)  # ways, by preference, of what runs before its turn
+_HOPS = (1, 2, 3)
+_TURNS = (1, 2)  # units between two passes
+_SPLITS = 8  # of the first pass into hops of two sizes, about
 WORK = 800_000  # actions that are simulated to find a block: about half a second
 
 Block = tuple[tuple[int, ...], ...]  # time of each way on every group
 
 
-class Squeezed(NamedTuple):
+class _Squeezed(NamedTuple):
     period: int  # the time from the first to the last action of a group, at most
     makespan: int
     rows: tuple[tuple[str, ...], ...]  # words: kind and chunk, such as F0
@@ -56,13 +56,14 @@ def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[t
 @lru_cache(maxsize=64)
 def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[Block, int]:
     """(block, reserve). From 2 microbatches per group on it does not depend on their number."""
-    least = PERIOD * num_microbatches + idle_time(num_groups, memory_limit), PERIOD * num_microbatches + num_groups - 1
+    work_time = _PERIOD * num_microbatches
+    least = (work_time + idle_time(num_groups, memory_limit), work_time + num_groups - 1)
     third = -(-num_groups // 3)
     best, chosen, work = (least[0] * 10, 0), None, WORK
     for block in _blocks(num_groups, memory_limit):
         for reserve in (third, third + 1, 1):
             found = _squeeze(block, num_microbatches, memory_limit, reserve)
-            work -= PERIOD * num_groups * num_microbatches
+            work -= num_groups * work_time
             if found is not None and found[:2] < best:
                 best, chosen = found[:2], (block, reserve)
         if chosen is not None and (work < 0 or (best[0] <= least[0] and best[1] <= max(least))):
@@ -73,29 +74,28 @@ def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tu
 
 def idle_time(num_groups: int, memory_limit: int) -> int:
     """The least idle time of a group that a V schedule is known to reach, for two or more microbatches per group."""
-    return 3 if memory_limit == 2 * num_groups - 1 else max(0, PERIOD * num_groups - 1 - 3 * memory_limit)
+    return 3 if memory_limit == 2 * num_groups - 1 else max(0, _PERIOD * num_groups - 1 - 3 * memory_limit)
 
 
 @lru_cache(maxsize=16)
 def _all_blocks(num_groups: int) -> list[tuple[int, Block]]:
     """(length, block) of all blocks."""
     num_hops = num_groups - 1
-    even = [(hop,) * num_hops for hop in HOPS]
-    splits = range(1, num_hops, -(-num_groups // SPLITS))
-    first = [(a,) * j + (b,) * (num_hops - j) for a, b in product(HOPS, HOPS) if abs(a - b) == 1 for j in splits]
+    even = [(hop,) * num_hops for hop in _HOPS]
+    splits = range(1, num_hops, -(-num_groups // _SPLITS))
+    first = [(a,) * j + (b,) * (num_hops - j) for a, b in product(_HOPS, _HOPS) if abs(a - b) == 1 for j in splits]
     found = {
         _block(num_groups, ways, turns): None
         for ways in product(even + first, even, even, even)
-        for turns in product(TURNS, repeat=3)
+        for turns in product(_TURNS, repeat=3)
     }
     return [(max(b0 - f0 + b1 - f1 for f0, f1, b1, b0 in zip(*block, strict=True)), block) for block in found]
 
 
-def _blocks(num_groups: int, memory_limit: int) -> Iterator[Block]:
-    target = PERIOD * memory_limit - 1
+def _blocks(num_groups: int, memory_limit: int) -> list[Block]:
+    target = _PERIOD * memory_limit - 1
     found = [(abs(length - target), block) for length, block in _all_blocks(num_groups) if length <= target + 4]
-    for _, block in sorted(found, key=lambda item: item[0]):
-        yield block
+    return [block for _, block in sorted(found, key=lambda item: item[0])]
 
 
 def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int]) -> Block:
@@ -107,43 +107,44 @@ def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int])
         groups = range(num_groups) if way % 2 == 0 else range(num_groups - 1, -1, -1)
         for group, hop in zip(groups, (turns[way - 1] if way else 0, *hops), strict=True):
             time += hop
-            while time % PERIOD in taken[group]:
+            while time % _PERIOD in taken[group]:
                 time += 1
-            taken[group].add(time % PERIOD)
+            taken[group].add(time % _PERIOD)
             times[group] = time
         block.append(tuple(times))
     return tuple(block)
 
 
-def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: int) -> Squeezed | None:
+def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: int) -> _Squeezed | None:
     """None if the memory limit stops all groups."""
     groups = [_Group(block, number, num_microbatches) for number in range(len(block[0]))]
-    time, left = 0, PERIOD * num_microbatches * len(groups)
+    time, left = 0, _PERIOD * num_microbatches * len(groups)
     while left:
         running = [group for group in groups if group.step(time, groups, memory_limit, reserve)]
         if not running:
             return None
         time += 1
         left -= len(running)
-    return Squeezed(max(group.end - group.start for group in groups), time, tuple(tuple(group.row) for group in groups))
+    period = max(group.end - group.start for group in groups)
+    return _Squeezed(period, time, tuple(tuple(group.row) for group in groups))
 
 
 class _Group:
     """A group while its blocks are squeezed. On every way the microbatches keep their order."""
 
     def __init__(self, block: Block, number: int, num_microbatches: int):
-        order = [(block[way][number] + PERIOD * m, way) for way in range(len(WAYS)) for m in range(num_microbatches)]
+        order = [(block[way][number] + _PERIOD * m, way) for way in range(len(_WAYS)) for m in range(num_microbatches)]
         self.order = [way for _, way in sorted(order)]
         self.position = 0
-        self.ran_early = [0] * len(WAYS)  # number of actions that must be left out of the order
-        self.ends: list[list[int]] = [[] for _ in WAYS]  # of every way and microbatch
+        self.ran_early = [0] * len(_WAYS)  # number of actions that must be left out of the order
+        self.ends: list[list[int]] = [[] for _ in _WAYS]  # of every way and microbatch
         self.num_microbatches, self.stored = num_microbatches, 0
         self.weights: list[str] = []  # W that can run
         self.row: list[str] = []
         self.start = self.end = 0
         last = len(block[0]) - 1
         self.inputs: list[tuple[int, int] | None] = []  # (way, group) that each way continues
-        for way in range(len(WAYS)):
+        for way in range(len(_WAYS)):
             before = number + (1 if way % 2 else -1)
             inside = 0 <= before <= last
             self.inputs.append((way, before) if inside else (way - 1, number) if way else None)
@@ -152,9 +153,9 @@ class _Group:
         """Run an action at this time if one can run."""
         way = self._choose(time, groups, memory_limit, reserve)
         if way is not None:
-            word = WAYS[way]
+            word = _WAYS[way]
             self.ends[way].append(time + 1)
-            if way in FORWARD:
+            if way in _FORWARD:
                 self.stored += 1
             else:
                 self.weights.append(f"W{word[1]}")
@@ -179,8 +180,8 @@ class _Group:
             return order[self.position - 1]
         if self.weights:
             return None
-        for way in EARLY:
-            if way in FORWARD and self.ends[-1]:
+        for way in _EARLY:
+            if way in _FORWARD and self.ends[-1]:
                 continue  # the first B of chunk 0 ends the warmup
             if self._can_run(way, time, groups, memory_limit - (0 if way else reserve)):
                 early[way] += 1
@@ -189,7 +190,7 @@ class _Group:
 
     def _can_run(self, way: int, time: int, groups: Sequence["_Group"], memory_limit: int) -> bool:
         microbatch = len(self.ends[way])
-        if microbatch == self.num_microbatches or (way in FORWARD and self.stored >= memory_limit):
+        if microbatch == self.num_microbatches or (way in _FORWARD and self.stored >= memory_limit):
             return False
         if (given := self.inputs[way]) is None:
             return True

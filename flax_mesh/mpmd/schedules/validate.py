@@ -7,9 +7,9 @@ from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
 from flax_mesh.mpmd.schedules.simulate import MOST_COST, TOLERANCE, peak_memory
 from flax_mesh.text import at_most, listed, shortened
 
-Lane = tuple[str, int]  # kind, stage
+_Lane = tuple[str, int]  # kind, stage
 Place = tuple[int, int]  # group, position in its row
-Mistake = tuple[str, list[Place]]  # message, and the actions to mark in the table
+_Mistake = tuple[str, list[Place]]  # message, and the actions to mark in the table
 MARGIN = 4  # actions shown on either side of a marked one
 MOST = 8  # mistakes reported at once
 
@@ -80,7 +80,7 @@ def activation_sizes_of(sizes: Sequence[float] | None, num_stages: int) -> tuple
     return found
 
 
-def _misplaced(schedule: Schedule) -> list[Mistake]:
+def _misplaced(schedule: Schedule) -> list[_Mistake]:
     """Actions that are unknown, repeated, or in another row than their stage's; then those that are missing."""
     kinds = "FBW" if schedule.splits_backward else "FB"
     if not any(action.kind == "B" for row in schedule.rows for action in row):
@@ -97,7 +97,7 @@ def _misplaced(schedule: Schedule) -> list[Mistake]:
     return mistakes + _missing(schedule, seen, group_of)
 
 
-def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
+def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[_Lane, int]) -> list[_Mistake]:
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
     num_slots = schedule.num_microbatches * schedule.num_slices
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
@@ -114,7 +114,7 @@ def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[Lan
     return mistakes
 
 
-def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mapping[Lane, int]) -> list[Mistake]:
+def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mapping[_Lane, int]) -> list[_Mistake]:
     places: dict[Action, list[Place]] = {}
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
@@ -134,7 +134,7 @@ def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mappi
     return mistakes
 
 
-def _before_their_dependencies(schedule: Schedule) -> list[Mistake]:
+def _before_their_dependencies(schedule: Schedule) -> list[_Mistake]:
     mistakes = []
     for group, row in enumerate(schedule.rows):
         position = {action: i for i, action in enumerate(row)}
@@ -146,7 +146,7 @@ def _before_their_dependencies(schedule: Schedule) -> list[Mistake]:
     return mistakes
 
 
-def _out_of_order(schedule: Schedule) -> list[Mistake]:
+def _out_of_order(schedule: Schedule) -> list[_Mistake]:
     """The first message of each edge that is not received in the order of sending."""
     sends: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
     receives: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
@@ -173,7 +173,7 @@ def _out_of_order(schedule: Schedule) -> list[Mistake]:
     return mistakes
 
 
-def _deadlock(schedule: Schedule) -> list[Mistake]:
+def _deadlock(schedule: Schedule) -> list[_Mistake]:
     try:
         schedule.times(lambda action: 1.0)
     except Deadlock as error:
@@ -183,7 +183,7 @@ def _deadlock(schedule: Schedule) -> list[Mistake]:
     return []
 
 
-def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequence[float]) -> list[Mistake]:
+def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequence[float]) -> list[_Mistake]:
     release = "W" if schedule.splits_backward else "B"
     noun = " activations" if set(sizes) == {1} else ""
     mistakes = []

@@ -45,8 +45,8 @@ EXPENSIVE |= {"eigh", "svd"}
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
 # What a byte of a stage boundary activation costs: accelerators compute 400 to 10,000 FLOPs while it is transferred.
-FLOPS_PER_BYTE = 1000
-NO_UPDATES: Mapping[int, int] = {}
+_FLOPS_PER_BYTE = 1000
+_NO_UPDATES: Mapping[int, int] = {}
 
 mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
 mark_p.multiple_results = True
@@ -170,7 +170,7 @@ def entry_costs(num_bytes: Sequence[int]) -> list[int]:
     their FLOPs alone.
     """
     free = 2 * min(num_bytes[1:], default=0)
-    return [FLOPS_PER_BYTE * max(0, size - free) for size in num_bytes]
+    return [_FLOPS_PER_BYTE * max(0, size - free) for size in num_bytes]
 
 
 def balance(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
@@ -272,7 +272,7 @@ def stage_programs(
     output_stages: Sequence[Collection[int]],
     num_stages: int,
     is_data: Sequence[bool],
-    updates: Mapping[int, int] = NO_UPDATES,
+    updates: Mapping[int, int] = _NO_UPDATES,
 ) -> tuple[StageProgram, ...]:
     """The stages of a program, from the results of `settle`. The other arguments are those of `cut_stages`."""
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}

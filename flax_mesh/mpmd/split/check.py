@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.jax_compat import short_tracer_errors
@@ -18,12 +19,12 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
-from flax_mesh.sharding.abstract import made_leaves
+from flax_mesh.sharding.abstract import Make, Split, made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, is_key, named_leaves
 
 TOLERANCE, HALF_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one if the program has half-precision values
-ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
+_ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
 CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 
 
@@ -31,7 +32,7 @@ class Results(NamedTuple):
     """What one microbatch computes. The keys are indices of leaves of the model."""
 
     sums: list[Any]  # loss, weight and metrics
-    variables: dict[int, Any]  # new values
+    variables: dict[int, jax.Array]  # new values
     gradients: dict[int, Any]
 
 
@@ -46,7 +47,7 @@ def one_device_mesh(mesh: AbstractMesh | None) -> Mesh | None:
     return Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def full_precision() -> contextlib.AbstractContextManager[Any]:
+def full_precision() -> contextlib.AbstractContextManager[object]:
     """Context in which accelerators multiply float32 matrices in float32, which the tolerance requires."""
     on_cpu = jax.local_devices()[0].platform == "cpu"
     return contextlib.nullcontext() if on_cpu else jax.default_matmul_precision("highest")
@@ -65,12 +66,12 @@ def is_cheap(program: Program) -> bool:
 def check_stages(
     forward: Forward,
     loss_fn: LossFn,
-    split_model: tuple[Any, nnx.State],
-    wrt: Any,
+    split_model: Split,
+    wrt: Filter,
     layers: Sequence[str],
     mesh: Mesh | None,
     specs: Sequence[PartitionSpec],
-    make: Callable[[], Any],
+    make: Make,
     batch: Batch,
     *,
     seed: int,
@@ -92,7 +93,7 @@ def check_stages(
     options = _quick_compilation()
 
     def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
+        def run(*args: PyTree) -> PyTree:
             around = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
             with around, user_modes(), short_tracer_errors():
                 return fn(*args)
@@ -124,7 +125,7 @@ def check_stages(
 
 
 @functools.cache
-def _quick_compilation() -> dict[str, Any] | None:
+def _quick_compilation() -> dict[str, object] | None:
     """Options of XLA that reduce the time of compilation to a third; None if this backend does not know them."""
     options = {
         "xla_backend_optimization_level": 0,
@@ -139,13 +140,13 @@ def _quick_compilation() -> dict[str, Any] | None:
 
 
 def _unsplit(
-    forward: Forward, loss_fn: LossFn, split_model: tuple[Any, nnx.State], wrt: Any, layers: Sequence[str], seed: int
+    forward: Forward, loss_fn: LossFn, split_model: Split, wrt: Filter, layers: Sequence[str], seed: int
 ) -> Run:
     """The reference: the loss and its gradient, as in the plain step."""
     (graphdef, state), leaves = split_model, forward.leaves
     treedef = jax.tree.structure(state)
 
-    def run(values: list[Any], batch: Batch, step: Any, microbatch: Any) -> Results:
+    def run(values: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array) -> Results:
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
         params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
@@ -169,11 +170,11 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages = [differentiate(stage, wrt, remat=remat, split=split) for stage in forward.stages]
 
-    def run(values: list[Any], batch: Batch, step: Any, microbatch: Any) -> Results:
+    def run(values: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array) -> Results:
         leaves = [_rows(leaf, values[leaf.source]) for leaf in forward.leaves]
         given = [*leaves, *jax.tree.leaves(batch), step, microbatch]
-        sent: dict[Var, Any] = {}
-        outputs: dict[int, Any] = {}
+        sent: dict[Var, jax.Array] = {}
+        outputs: dict[int, jax.Array] = {}
         saved = []
         for stage in stages:
             inputs, received = [given[at] for at in stage.inputs], [sent[v] for v in stage.received]
@@ -181,7 +182,7 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
             sent |= {v: next(found) for v in stage.sent}
             outputs |= {at: next(found) for at in stage.outputs}
             saved.append((inputs, received, list(found)))
-        cotangents: dict[Var, list[Any]] = {}
+        cotangents: dict[Var, list[jax.Array]] = {}
         grads = {at: jnp.zeros_like(leaves[at]) for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
@@ -210,7 +211,7 @@ def _differences(
     ):
         allowed, largest = 0.0, _largest(a)
         if np.issubdtype(a.dtype, np.inexact):
-            allowed = max(tolerance * largest, ROUNDINGS * _distance(a, c))
+            allowed = max(tolerance * largest, _ROUNDINGS * _distance(a, c))
         difference = _distance(a, b)
         if difference > allowed:
             found.append(
@@ -232,7 +233,7 @@ def _named(forward: Forward, like: Results, results: Results) -> Iterator[tuple[
 
 
 def _host(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         return np.asarray(jax.random.key_data(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return np.asarray(x).astype(np.complex128)
@@ -255,7 +256,7 @@ def _largest(a: np.ndarray) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
-def _rounded(leaves: Iterable[Any], epsilon: float) -> list[Any]:
+def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[Any]:
     """The leaves with every floating-point value changed by the relative rounding error `epsilon`."""
     rng, found = np.random.default_rng(0), []
     for leaf in leaves:
@@ -277,14 +278,14 @@ def _values(batch: Batch) -> Batch:
             return x
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return rng.normal(size=x.shape).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             return jax.random.split(jax.random.key(0), x.shape)
         return rng.integers(0, 2, x.shape).astype(x.dtype)
 
     return jax.tree.map(value, batch)
 
 
-def _rows(leaf: ModelLeaf, value: Any) -> Any:
+def _rows(leaf: ModelLeaf, value: jax.Array) -> jax.Array:
     return value[slice(*leaf.rows)] if leaf.rows else value
 
 

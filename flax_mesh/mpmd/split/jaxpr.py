@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
 from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, in_source_of, scan_sizes
+from flax_mesh.tree import is_key
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
@@ -28,7 +29,7 @@ ELEMENTWISE = frozenset(
 REDUCE = {"reduce_sum": jnp.add, "reduce_max": jnp.maximum, "reduce_min": jnp.minimum}
 REDUCE |= {"reduce_and": jnp.logical_and, "reduce_or": jnp.logical_or}
 
-BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these may keep the rows of a stack apart
+_BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these may keep the rows of a stack apart
 
 
 class Program(NamedTuple):
@@ -74,7 +75,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     with jax.sharding.use_abstract_mesh(explicit) if explicit is not None else contextlib.nullcontext():
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
-    consts = [np.asarray(c) if isinstance(c, jax.Array) and not _is_key(c) else c for c in closed.consts]
+    consts = [np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for c in closed.consts]
     return _program(closed.jaxpr, consts), shape
 
 
@@ -126,21 +127,28 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
     Arguments and outputs may be Chunks: a scan over Chunks becomes one scan per chunk, and an elementwise equation one
     equation per chunk. An opened cond evaluates all branches and selects the result.
     """
+
+    def outputs_of(eqn: Eqn, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if name in JIT or (name in REMAT and opens(eqn)):
+            return interpret(body(eqn), values, opens)
+        if name == "cond" and opens(eqn):
+            sides = [interpret(_closed(branch), values[1:], opens) for branch in eqn.params["branches"]]
+            return [_select(values[0], each) for each in zip(*sides, strict=True)]
+        if any(isinstance(value, Chunks) for value in values):
+            with in_source_of(eqn):  # errors name the line that combines several layers
+                return _on_chunks(eqn, values)
+        return evaluate(eqn, values)
+
+    return evaluate_with(program, args, outputs_of)
+
+
+def evaluate_with(program: Program, args: Sequence[Any], outputs_of: Callable[..., list[Any]]) -> list[Any]:
+    """Evaluate `program` with `outputs_of(eqn, values)` in the place of every equation."""
     env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
     for eqn in program.eqns:
         values = [env[atom] if is_var(atom) else atom.val for atom in eqn.invars]
-        name = eqn.primitive.name
-        if name in JIT or (name in REMAT and opens(eqn)):
-            outs = interpret(body(eqn), values, opens)
-        elif name == "cond" and opens(eqn):
-            sides = [interpret(_closed(branch), values[1:], opens) for branch in eqn.params["branches"]]
-            outs = [_select(values[0], each) for each in zip(*sides, strict=True)]
-        elif any(isinstance(value, Chunks) for value in values):
-            with in_source_of(eqn):  # errors name the line that combines several layers
-                outs = _on_chunks(eqn, values)
-        else:
-            outs = evaluate(eqn, values)
-        env.update(zip(eqn.outvars, outs, strict=True))
+        env.update(zip(eqn.outvars, outputs_of(eqn, values), strict=True))
     return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
 
 
@@ -176,7 +184,7 @@ def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -
 
 def num_bytes(aval: Any) -> int:
     """Bytes of an array. A random key counts as 8 bytes, the size of its two uint32 words."""
-    itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    itemsize = 8 if is_key(aval) else aval.dtype.itemsize
     return math.prod(aval.shape) * itemsize
 
 
@@ -249,7 +257,7 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         return _scan_chunks(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
         return _split_chunks(chunks, eqn.params["sizes"])
-    if name in BY_ROW and (found := _by_row(eqn, values, chunks)):
+    if name in _BY_ROW and (found := _by_row(eqn, values, chunks)):
         return [found]
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
@@ -353,7 +361,3 @@ def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
 def _is_on_mesh(x: Any) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.mesh.empty
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -31,14 +31,14 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
-Node = TypeVar("Node", bound=Hashable)
+_Node = TypeVar("_Node", bound=Hashable)
 Residual = dict[Any, dict[Any, int]]  # residual capacity of every edge; every edge has a reverse edge
 SOURCE, SINK = "source", "sink"
 
 
 def minimum_cut(
-    required: Iterable[Node], parents: Callable[[Node], Sequence[Node] | None], weight: Callable[[Node], int | None]
-) -> set[Node]:
+    required: Iterable[_Node], parents: Callable[[_Node], Sequence[_Node] | None], weight: Callable[[_Node], int | None]
+) -> set[_Node]:
     """The set of nodes with the smallest total weight from which all `required` nodes can be computed.
 
     `parents(node)` returns the nodes that it is computed from: () if it is always available, None if it must not be
@@ -58,10 +58,10 @@ def minimum_cut(
 
 
 def recomputed(
-    required: Iterable[Node], chosen: set[Node], parents: Callable[[Node], Sequence[Node] | None]
-) -> set[Node]:
+    required: Iterable[_Node], chosen: set[_Node], parents: Callable[[_Node], Sequence[_Node] | None]
+) -> set[_Node]:
     """The nodes that are computed on the way from `chosen`, a sufficient set, to the `required` nodes."""
-    found: set[Node] = set()
+    found: set[_Node] = set()
     todo = list(required)
     while todo:
         node = todo.pop()

@@ -1,7 +1,6 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -12,17 +11,18 @@ from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
+from flax_mesh.tree import PyTree
 
 MOST = 12  # items of a list in a message
 
 
-def stages_text(stages: Iterable[int]) -> str:
+def _stages_text(stages: Iterable[int]) -> str:
     """`stage 1`, `stages 0, 2`."""
     found = sorted(stages)
     return f"{plural('stage', len(found))} {listed(found)}"
 
 
-def modules_text(model: Any) -> str:
+def modules_text(model: PyTree) -> str:
     """What the model has that `layers=` may name."""
     lists = sorted(
         "/".join(map(str, path))
@@ -78,7 +78,7 @@ def check_meshes(eqns: Iterable[Eqn]) -> None:
         )
 
 
-def check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
+def check_trained(leaves: Sequence[ModelLeaf], wrt: object) -> None:
     if not any(leaf.trained for leaf in leaves):
         raise CutError(
             f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
@@ -87,7 +87,7 @@ def check_trained(leaves: Sequence[ModelLeaf], wrt: Any) -> None:
 
 
 def check_layers(
-    model: Any, leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int
+    model: PyTree, leaves: Sequence[ModelLeaf], layers: Sequence[str], order: Sequence[Layer], num_stages: int
 ) -> None:
     """CutError unless the loss calls as many layers as there are stages."""
     if num_stages < 1:
@@ -119,7 +119,7 @@ def check_layers(
     raise CutError(f"{problem} Name the list of layers that the model calls. {modules_text(model)}")
 
 
-def check_states(forward: Forward, model: Any, layers: Sequence[str], ranks: Mapping[Layer, int], bounds) -> None:
+def check_states(forward: Forward, model: PyTree, layers: Sequence[str], ranks: Mapping[Layer, int], bounds) -> None:
     """CutError unless every stage computes something, and has the new value of every variable that it reads."""
     problems = _unavailable_variables(forward, model, layers)
     empty = [k for k, stage in enumerate(forward.stages) if not stage.forward.eqns]
@@ -129,7 +129,7 @@ def check_states(forward: Forward, model: Any, layers: Sequence[str], ranks: Map
         raise CutError("\n".join(problems))
 
 
-def _unavailable_variables(forward: Forward, model: Any, layers: Sequence[str]) -> list[str]:
+def _unavailable_variables(forward: Forward, model: PyTree, layers: Sequence[str]) -> list[str]:
     """One line per group of variables that a stage reads before a later stage has computed their new value."""
     stages, updates = forward.stages, forward.updates
     found: list[tuple[ModelLeaf, int, tuple[int, ...], str, str]] = []
@@ -144,7 +144,7 @@ def _unavailable_variables(forward: Forward, model: Any, layers: Sequence[str]) 
     if not found:
         return []
     lines = path_lines(
-        f"{leaf.path} changes in stage {stage}{written} and is read in {stages_text(before)}{read}"
+        f"{leaf.path} changes in stage {stage}{written} and is read in {_stages_text(before)}{read}"
         for leaf, stage, before, written, read in found
     )
     outside = [leaf.path for leaf, *_ in found if leaf.layer is None]
@@ -163,7 +163,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
     leaf_of = dict(zip(forward.program.inputs, forward.leaves, strict=False))
     # The layers that a value depends on, for values that depend on variables alone.
     taken: dict[Var, frozenset[Var]] = {v: frozenset([v]) for v, leaf in leaf_of.items() if leaf.layer in ranks}
-    head = f"{stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
+    head = f"{_stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
         among = frozenset().union(*(taken.get(v, ()) for v in inputs))
@@ -183,7 +183,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
     )
 
 
-def _line_of(eqns: Iterable[Eqn], has: Any) -> str:
+def _line_of(eqns: Iterable[Eqn], has: Callable[[Eqn], bool]) -> str:
     return next((_at(eqn) for eqn in eqns if has(eqn)), "")
 
 
@@ -193,7 +193,7 @@ def _at(eqn: Eqn) -> str:
     return f" ({line})" if line else ""
 
 
-def _children(module: Any) -> list[str]:
+def _children(module: PyTree) -> list[str]:
     """Names of the attributes, or of the entries of an nnx.Dict, that are modules but no lists."""
     return [
         name
@@ -202,7 +202,7 @@ def _children(module: Any) -> list[str]:
     ]
 
 
-def _lists_around(model: Any, paths: Sequence[str]) -> list[str]:
+def _lists_around(model: PyTree, paths: Sequence[str]) -> list[str]:
     """The outermost lists of the model that contain one of `paths`."""
     lists = ["/".join(map(str, path)) for path, node in nnx.iter_graph(model, graph=True) if isinstance(node, nnx.List)]
     around = (min((x for x in lists if path.startswith(f"{x}/")), key=len, default=None) for path in paths)

@@ -1,7 +1,7 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
+from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
@@ -38,13 +40,14 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
-from flax_mesh.sharding.abstract import abstract_state, model_layers, trace_split
+from flax_mesh.sharding.abstract import Make, Split, abstract_state, model_layers, trace_split
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text, first_line
+from flax_mesh.tree import PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +55,9 @@ class StagedModel:
     """A model split into stages by `split_stages` or `chain_stages`. Print it to see the stages."""
 
     loss_fn: LossFn
-    make: Callable[[], Any]  # returns the model with its initial values
-    split_model: tuple[Any, nnx.State]  # graph definition and abstract state
-    wrt: Any
+    make: Make  # returns the model with its initial values
+    split_model: Split  # graph definition and abstract state
+    wrt: Filter
     layers: tuple[str, ...]
     mesh: AbstractMesh | None  # of one group
     num_stages: int
@@ -162,7 +165,7 @@ class StagedModel:
         )
 
     @cached_property
-    def model(self) -> Any:
+    def model(self) -> PyTree:
         """The abstract module."""
         return nnx.merge(*self.split_model)
 
@@ -172,7 +175,7 @@ class StagedModel:
         return is_cheap(self.cut(self.example).program)
 
     @cached_property
-    def _cuts(self) -> dict[Any, Forward]:
+    def _cuts(self) -> dict[Hashable, Forward]:
         return {}
 
     @cached_property
@@ -217,7 +220,7 @@ class StagedModel:
 
 def split_stages(
     loss_fn: LossFn,
-    model: Any,
+    model: PyTree,
     batch: Batch,
     *,
     mesh: MpmdMesh | Mesh | AbstractMesh | None = None,
@@ -227,7 +230,7 @@ def split_stages(
     layers: str | Iterable[str] | None = None,
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
-    wrt: Any = nnx.Param,
+    wrt: Filter = nnx.Param,
     check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
@@ -351,12 +354,7 @@ def _plan(
         if num_stages is None:
             raise ConfigError("the number of stages is unknown: pass schedule= with mesh=, or num_stages=")
         return None, num_microbatches, num_stages
-    problems = []
-    if groups is not None and schedule.num_groups != groups.mpmd_dim:
-        problems.append(
-            f"schedule {schedule.name} has {schedule.num_groups} groups, the mesh has {groups.mpmd_dim} along "
-            f"{groups.mpmd_axis_name!r}; make both the same"
-        )
+    problems = [] if groups is None else schedule.group_problems(groups.mpmd_dim, groups.mpmd_axis_name)
     if num_microbatches not in (None, schedule.num_microbatches):
         problems.append(
             f"num_microbatches={num_microbatches} differs from the {schedule.num_microbatches} of schedule "
@@ -387,7 +385,7 @@ def chain_stages(
     mesh: MpmdMesh | Mesh | AbstractMesh | None = None,
     schedule: Schedule | str | None = None,
     num_microbatches: int | None = None,
-    wrt: Any = nnx.Param,
+    wrt: Filter = nnx.Param,
     check: bool = False,
 ) -> StagedModel:
     """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
@@ -461,7 +459,7 @@ def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer
     return cut.layer_order(program, layer_of, program.inputs[len(leaves) :])
 
 
-def _check_order(loss_fn: Any, model: Any) -> None:
+def _check_order(loss_fn: object, model: object) -> None:
     """ConfigError for arguments in another order than split_stages(loss_fn, model, batch)."""
     given = f"got {_kind_text(loss_fn)} and {_kind_text(model)}"
     if isinstance(loss_fn, nnx.Pytree) or not callable(loss_fn):
@@ -481,11 +479,11 @@ def _check_order(loss_fn: Any, model: Any) -> None:
         return
 
 
-def _kind_text(x: Any) -> str:
+def _kind_text(x: object) -> str:
     return f"the function {x.__name__}" if inspect.isroutine(x) else f"an object of type {type(x).__name__}"
 
 
-def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any], Any, tuple[Any, nnx.State]]:
+def _abstract(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.ClosedJaxpr, Split]:
     """From a module or a function that makes one: (such a function, its jaxpr, graph definition and abstract state)."""
     if isinstance(model, nnx.Pytree):
         graphdef, state = nnx.split(model, graph=True)
@@ -504,9 +502,7 @@ def _abstract(model: Any, mesh: AbstractMesh | None) -> tuple[Callable[[], Any],
     return make, *trace_split(make, mesh)
 
 
-def _layout_of(
-    make: Callable[[], Any], model: Any, mesh: AbstractMesh | None
-) -> tuple[tuple[PartitionSpec, ...], PartitionAxis]:
+def _layout_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[tuple[PartitionSpec, ...], PartitionAxis]:
     """The layout with which the model is traced on Explicit axes: (specs of its leaves, mesh axes of the batch).
 
     It is that of the model's own table or annotations. A Pipeline with other rules traces again, and reports names and
@@ -521,7 +517,7 @@ def _layout_of(
     return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found)), axes
 
 
-def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
+def _calls_of_shared(model: PyTree, layers: Sequence[str]) -> int:
     """Length of the list if one layer object appears in it several times; else 0."""
     for path in layers:
         try:
@@ -540,7 +536,7 @@ def _calls_of_shared(model: Any, layers: Sequence[str]) -> int:
     return 0
 
 
-def _layers_of(model: Any) -> tuple[str, ...]:
+def _layers_of(model: PyTree) -> tuple[str, ...]:
     """Default of `layers=`: those of the model's table, or else the list `layers`."""
     if found := model_layers(model):
         return found

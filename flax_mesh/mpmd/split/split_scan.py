@@ -30,8 +30,8 @@ from flax_mesh.mpmd.split.jaxpr import (
     Var,
     body,
     evaluate,
+    evaluate_with,
     inline,
-    is_var,
     needed,
     shape_of,
     trace,
@@ -46,16 +46,11 @@ def split_scans(program: Program, first: Sequence[Any]) -> Program:
     if not splits:
         return program
 
-    def run(*args: Any) -> list[Any]:
-        env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
-        for eqn in program.eqns:
-            values = [env[atom] if is_var(atom) else atom.val for atom in eqn.invars]
-            split = eqn.outvars and eqn.outvars[0] in splits
-            outs = _two_scans(eqn, values, [v in early for v in eqn.outvars]) if split else evaluate(eqn, values)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
+    def outputs_of(eqn: Eqn, values: list[Any]) -> list[Any]:
+        split = eqn.outvars and eqn.outvars[0] in splits
+        return _two_scans(eqn, values, [v in early for v in eqn.outvars]) if split else evaluate(eqn, values)
 
-    return trace(run, *(shape_of(v.aval) for v in program.inputs))[0]
+    return trace(lambda *args: evaluate_with(program, args, outputs_of), *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
@@ -29,11 +30,12 @@ from flax_mesh.mpmd.split.jaxpr import (
     trace,
     whole,
 )
+from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
-from flax_mesh.tree import named_leaves, path_of
+from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
 
 Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it; (path, 0) of a single layer
 Places = Mapping[str, tuple[str, int | None]]  # path in the state -> layer; (path, None) for a stack
@@ -72,8 +74,8 @@ class Forward(NamedTuple):
 
 def trace_forward(
     loss_fn: LossFn,
-    split: tuple[Any, nnx.State],
-    wrt: Any,
+    split: Split,
+    wrt: Filter,
     layers: Sequence[str],
     mesh: AbstractMesh | None,
     batch: Batch,
@@ -95,9 +97,9 @@ def trace_forward(
         batch = jax.tree.map(lambda x: _typed(x, mesh, microbatch_spec(x.shape, mesh, axes)), batch)
     names: list[str] = []
 
-    def forward(leaves: list[Any], batch: Batch, step: Any, microbatch: Any):
+    def forward(leaves: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array):
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves))
-        after: Any = ()
+        after: PyTree = ()
         if train:
             params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
             seeds = (seed, step, microbatch)
@@ -135,11 +137,11 @@ def trace_forward(
     return Forward(program, tuple(found), tuple(names), updates)
 
 
-def _typed(x: Any, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+def _typed(x: Shaped, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
 
-def places_of(model: Any, layers: Sequence[str]) -> Places:
+def places_of(model: PyTree, layers: Sequence[str]) -> Places:
     """Where the state has the layers of each list, stack and single layer of `layers`.
 
     A module that the model has under several paths is in the state under the first of them only.
@@ -188,7 +190,7 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     num_sums = len(forward.names)
     updates: dict[int, int] = {}
 
-    def retraced(values: list[Any], data: list[Any]) -> list[Any]:
+    def retraced(values: list[jax.Array], data: list[jax.Array]) -> list[jax.Array]:
         args = [
             Chunks((values[at] for at in ats), (rows[0] for at in ats if (rows := leaves[at].rows)))
             if leaves[ats[0]].rows
@@ -235,7 +237,7 @@ def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
 
 
 @contextlib.contextmanager
-def marked_calls(model: Any, path: str) -> Iterator[None]:
+def marked_calls(model: PyTree, path: str) -> Iterator[None]:
     """Context in which every call of a layer in the list marks its outputs with the number of the call.
 
     For a list that contains one layer object several times: its variables do not determine the call of an equation.
@@ -243,7 +245,7 @@ def marked_calls(model: Any, path: str) -> Iterator[None]:
     calls = 0
     before: dict[int, tuple[Any, type]] = {}
 
-    def mark(outputs: Any) -> Any:
+    def mark(outputs: PyTree) -> PyTree:
         nonlocal calls
         leaves, tree = jax.tree.flatten(outputs)
         calls += 1

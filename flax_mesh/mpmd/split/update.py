@@ -98,7 +98,8 @@ def _place(program: Program, groups: Sequence[int]) -> tuple[dict[Var, int], dic
         among = {place[v] for v in inputs} - {SHARED}
         arrays = {place[v] for v in inputs if _is_array(v)} - {SHARED}
         if len(arrays) > 1:
-            raise MixedGroups(eqn.primitive.name, _roots(program, inputs))
+            live = set(needed(program.eqns, inputs, effects=False)[1])
+            raise MixedGroups(eqn.primitive.name, [at for at, v in enumerate(program.inputs) if v in live])
         # An array computed from scalars only, such as the zero gradient of an unused leaf, is SHARED: it must not be
         # transferred, so the group that needs it computes it.
         from_scalars = not arrays and any(map(_is_array, eqn.outvars))
@@ -196,12 +197,6 @@ def _group_program(program, group, phase, phases, transfers, packs, ready, place
 def _is_array(v: Var) -> bool:
     """Whether a value cannot be transferred as one number: it has several elements, or none."""
     return prod(v.aval.shape) != 1
-
-
-def _roots(program: Program, atoms: Sequence[Var]) -> list[int]:
-    """Inputs of the program that `atoms` depend on."""
-    live = set(needed(program.eqns, atoms, effects=False)[1])
-    return [at for at, v in enumerate(program.inputs) if v in live]
 
 
 def _sort_key(v: Var, producer, program: Program) -> tuple[int, int]:

@@ -5,7 +5,7 @@ differ, a jitted program first changes the layout on the source's devices. `jax.
 host and block until the array is computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,10 +28,11 @@ from flax_mesh.mpmd.array import (
 from flax_mesh.mpmd.mesh import current_mpmd_mesh
 from flax_mesh.mpmd.transport.local_copy import move
 from flax_mesh.mpmd.transport.server import check_key, transport_of
+from flax_mesh.tree import Shaped
 
 
 @dataclass(frozen=True)
-class Route:
+class _Route:
     """How to transfer an array from one sharding to another.
 
     `layout` is the sharding on the source's devices from which shards are copied. `pairs` has (source device, target
@@ -46,7 +47,7 @@ class Route:
         return any(part is not None for _, _, part in self.pairs)
 
 
-def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
+def device_put(x: Any, sharding: Sharding, key: Hashable = None) -> MpmdArray:
     """Transfers an array to `sharding`, on the same or other devices. Every process must call it.
 
     If `x` is committed to devices, a process that has devices of both `x` and `sharding` copies, one that has devices
@@ -87,7 +88,7 @@ def device_put(x: Any, sharding: Sharding, key: Any = None) -> MpmdArray:
 
 
 @lru_cache(maxsize=4096)
-def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Route:
+def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> _Route:
     """Copies entire shards if the numbers of devices are equal, else slices of a replicated array."""
     sources, targets = source.devices_indices_map(shape), target.devices_indices_map(shape)
     devices, layout = list(sources), None  # None: the numbers of devices differ
@@ -98,7 +99,7 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Ro
         source_mesh = Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
         layout = NamedSharding(source_mesh, target.spec)
     if layout is not None:
-        return Route(layout, tuple((device, to, None) for device, to in zip(devices, targets, strict=True)))
+        return _Route(layout, tuple((device, to, None) for device, to in zip(devices, targets, strict=True)))
     replicated = (
         source if source.is_fully_replicated else NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
     )
@@ -106,7 +107,7 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Ro
     for k, (to, part) in enumerate(targets.items()):
         local = [device for device in devices if device.process_index == to.process_index] or devices
         pairs.append((local[k % len(local)], to, part))
-    return Route(replicated, tuple(pairs))
+    return _Route(replicated, tuple(pairs))
 
 
 def _as_array(x: Any) -> Any:
@@ -155,10 +156,10 @@ def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
-def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
+def _exchange(x: Any, sharding: Sharding, key: Hashable) -> jax.Array | None:
     """The local shards of a transfer between processes."""
     route = find_route(x.sharding, sharding, x.shape)
-    pieces: dict[Any, jax.Array] = {}
+    pieces: dict[object, jax.Array] = {}
     if not is_fully_remote_sharding(x.sharding):
         # Always a copy: the buffer is read later, and a program in between may have donated it.
         pieces = _pieces(copy_to(route.layout)(_strong(as_jax_array(x))), route)
@@ -170,7 +171,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
             (local if to in pieces else senders.setdefault(device.process_index, [])).append(to)
         elif to in pieces:
             receivers.setdefault(to.process_index, []).append(to)
-    transport = transport_of(_local_client(x.sharding, sharding))
+    transport = transport_of(next(filter(is_local_device, x.sharding.device_set | sharding.device_set)).client)
     name = transport.calls.name(_ids(x.sharding, x.shape), _ids(sharding, x.shape), key)
     for process, devices in receivers.items():
         transport.send(name, process, [pieces[to] for to in devices])
@@ -182,7 +183,7 @@ def _exchange(x: Any, sharding: Sharding, key: Any) -> jax.Array | None:
     return _assemble(x, sharding, shards) if shards else None
 
 
-def _pieces(laid_out: jax.Array, route: Route) -> dict[Any, jax.Array]:
+def _pieces(laid_out: jax.Array, route: _Route) -> dict[Any, jax.Array]:
     """{target device: its shard, on the source device} for every source device of this process."""
     shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
     pairs = [(shards[device], to, part) for device, to, part in route.pairs if device in shards]
@@ -204,7 +205,7 @@ def _strong(x: Any) -> Any:
     return jax.lax.convert_element_type(x, x.dtype) if is_weakly_typed(x) else x
 
 
-def _assemble(x: Any, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
+def _assemble(x: Shaped, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
     """An array like `x` from shards that are on their devices, moved to the memory kind of `sharding`."""
     memory = str(shards[0].sharding.memory_kind)
     array = jax.make_array_from_single_device_arrays(x.shape, sharding.with_memory_kind(memory), shards)
@@ -214,8 +215,3 @@ def _assemble(x: Any, sharding: Sharding, shards: list[jax.Array]) -> jax.Array:
 @lru_cache(maxsize=4096)
 def _ids(sharding: Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(device.id for device in sharding.devices_indices_map(shape))
-
-
-def _local_client(*shardings: Sharding) -> Any:
-    devices = [device for sharding in shardings for device in sharding.device_set]
-    return next(device for device in devices if is_local_device(device)).client

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flax_mesh.axes import as_tuple
@@ -23,8 +24,9 @@ from flax_mesh.mpmd.transport.server import transport_of
 from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.text import processes_text
 
-LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
-DESCRIPTIONS = {  # kind of key -> description of the value
+Key = tuple[Any, ...]  # see Channel
+_LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
+_DESCRIPTIONS = {  # kind of key -> description of the value
     "F": "the input of F of stage {1}, microbatch {0}",
     "B": "the gradient for B of stage {2}, microbatch {0}, computed by stage {1}",
     "leaf": "{0}",
@@ -36,10 +38,10 @@ DESCRIPTIONS = {  # kind of key -> description of the value
 }
 
 
-class Pending(NamedTuple):
+class _Pending(NamedTuple):
     """An array that had not arrived in this process when last checked."""
 
-    key: tuple[Any, ...]
+    key: Key
     sender: int
     receiver: int
     array: jax.Array
@@ -48,7 +50,7 @@ class Pending(NamedTuple):
 class Channel:
     """Asynchronous transfers between the groups of this process and those of other processes.
 
-    A key is (kind, run, ...): a kind of DESCRIPTIONS, the number of the run, and the values of the placeholders.
+    A key is (kind, run, ...): a kind of _DESCRIPTIONS, the number of the run, and the values of the placeholders.
     Between the same groups each key is used once.
     """
 
@@ -64,7 +66,7 @@ class Channel:
         self._layouts: dict[Hashable, NamedSharding] = {}
         self._places: dict[Hashable, list[tuple[int, list[jax.ShapeDtypeStruct]]]] = {}
         self.watched = False  # set if `waiting` is called regularly, which removes entries from `_pending`
-        self._pending: deque[Pending] = deque()
+        self._pending: deque[_Pending] = deque()
         self._requested: str | None = None
         self._lock = threading.Lock()
 
@@ -73,7 +75,7 @@ class Channel:
         self.num_runs += 1
         return self.num_runs
 
-    def send(self, key: tuple[Any, ...], value: jax.Array, sender: int, receiver: int) -> None:
+    def send(self, key: Key, value: jax.Array, sender: int, receiver: int) -> None:
         """Sends `value`, which may still be computing, from group `sender` to group `receiver`.
 
         It must not be donated before it has arrived.
@@ -89,9 +91,9 @@ class Channel:
 
     def receive(
         self,
-        key: tuple[Any, ...],
+        key: Key,
         shape: Sequence[int],
-        dtype: Any,
+        dtype: np.dtype,
         sharding: NamedSharding,
         sender: int,
         receiver: int,
@@ -107,11 +109,11 @@ class Channel:
         self.track(key, sender, receiver, value)
         return value
 
-    def track(self, key: tuple[Any, ...], sender: int, receiver: int, value: jax.Array) -> None:
+    def track(self, key: Key, sender: int, receiver: int, value: jax.Array) -> None:
         """Include `value` in `waiting` until it has arrived."""
         if self.watched and hasattr(value, "is_ready"):  # arrays of random keys have no is_ready
             with self._lock:
-                self._pending.append(Pending(key, sender, receiver, value))
+                self._pending.append(_Pending(key, sender, receiver, value))
 
     def publish_layout(self, key: Hashable, value: jax.Array, sender: int) -> jax.Array:
         """`value` in the layout of the first value with this key, which is published for the receivers."""
@@ -132,7 +134,7 @@ class Channel:
             put_text(self._store_key(key), _layout_text(shape, dtype, layout.spec, self.groups[sender]))
 
     def fetch_layout(
-        self, key: Hashable, shape: Sequence[int], dtype: Any, sender: int, receiver: int
+        self, key: Hashable, shape: Sequence[int], dtype: np.dtype, sender: int, receiver: int
     ) -> NamedSharding:
         """The published layout of group `sender`, on group `receiver`. Raises a ShardingError if shape, dtype or mesh
         differ from those of this process."""
@@ -140,7 +142,7 @@ class Channel:
         if layout is None:
             mesh = self.groups[receiver]
             self._requested = f"the layout of {key!r} from group {sender} ({self._owners(sender)}), which is compiling"
-            text = get_text(self._store_key(key), LAYOUT_TIMEOUT_S)
+            text = get_text(self._store_key(key), _LAYOUT_TIMEOUT_S)
             self._requested = None
             spec = _spec_of(text)
             expected = _layout_text(shape, dtype, spec, mesh)
@@ -163,12 +165,12 @@ class Channel:
             pending = [one for one in self._pending if not _has_arrived(one.array)]
         found = [self._requested] if self._requested else []
         for (kind, _, *rest), sender, receiver, _ in pending:
-            description = DESCRIPTIONS[kind].format(*rest)
+            description = _DESCRIPTIONS[kind].format(*rest)
             found.append(f"group {receiver} for {description}, from group {sender} ({self._owners(sender)})")
         return found
 
     def _places_of(
-        self, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, sender: int, receiver: int
+        self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, sender: int, receiver: int
     ) -> list[tuple[int, list[jax.ShapeDtypeStruct]]]:
         """(sending process, the shards that it sends) for the devices of this process."""
         key = shape, dtype, sharding, sender, receiver
@@ -183,7 +185,7 @@ class Channel:
             self._places[key] = list(found.items())
         return self._places[key]
 
-    def _name(self, key: tuple[Any, ...], sender: int, receiver: int) -> tuple[Any, ...]:
+    def _name(self, key: Key, sender: int, receiver: int) -> Key:
         return ("pipeline", self.pipeline, sender, receiver, *key)
 
     def _store_key(self, key: Hashable) -> str:
@@ -203,7 +205,7 @@ def _has_arrived(array: Any) -> bool:
         return False
 
 
-def _layout_text(shape: Sequence[int], dtype: Any, spec: PartitionSpec, mesh: Mesh) -> str:
+def _layout_text(shape: Sequence[int], dtype: np.dtype, spec: PartitionSpec, mesh: Mesh) -> str:
     entries = [None if entry is None else list(as_tuple(entry)) for entry in spec]
     sizes = {name: size for name, size in mesh.shape.items() if size > 1}
     return json.dumps({"shape": list(shape), "dtype": str(dtype), "spec": entries, "mesh": sizes})

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.sharding.memory import host_kind, placed
 
 
-def sharding_on(sharding: Any, mesh: Mesh | AbstractMesh) -> NamedSharding:
+def sharding_on(sharding: Sharding | None, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The same spec and memory on `mesh`, the mesh of another group. Other types of shardings become replicated."""
     if not isinstance(sharding, NamedSharding):
         return NamedSharding(mesh, PartitionSpec())

@@ -28,7 +28,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -36,14 +35,15 @@ from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.jax_compat import supports_cross_host_transfers, transfers_over_dcn_are_forced
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
-from flax_mesh.mpmd.transport.keyed import Channel
+from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import first_line, processes_text
+from flax_mesh.tree import is_key
 
 TRANSPORTS = ("auto", "server", "ordered")
-PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
-TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
+_PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
+_TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
 REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'
 
 Move = Callable[[jax.Array, NamedSharding], jax.Array]
@@ -52,29 +52,29 @@ Move = Callable[[jax.Array, NamedSharding], jax.Array]
 class OrderedTransfer(NamedTuple):
     """An activation or gradient that an action sends to another group."""
 
-    key: tuple[Any, ...]  # as in Channel, without the number of the pass
+    key: Key  # as in Channel, without the number of the pass
     layout: Hashable  # key under which the layout is published
     aval: Any
     sender: int  # groups
     receiver: int
 
 
-class TransferOrder(NamedTuple):
+class _TransferOrder(NamedTuple):
     """The order of the transfers of one pass over a schedule, the same in all processes."""
 
     place: Mapping[Action, int]  # place of every action of all processes, by start
     transfers: tuple[tuple[int, OrderedTransfer], ...]  # (number of actions that start before it, transfer)
-    keys: frozenset[tuple[Any, ...]]
+    keys: frozenset[Key]
 
 
-def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> TransferOrder:
+def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> _TransferOrder:
     """The order of all transfers; `sends` returns those of one action."""
     times = schedule.unit_times()
     starts = [start for start, _ in times.values()]
     by_end = sorted(times, key=lambda action: times[action][1])  # a stable sort: equal in all processes
     transfers = tuple((bisect_left(starts, times[action][1]), one) for action in by_end for one in sends(action))
     place = {action: i for i, action in enumerate(times)}
-    return TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
+    return _TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
 
 
 class OrderedPass:
@@ -84,12 +84,12 @@ class OrderedPass:
     array, or None if another process receives.
     """
 
-    def __init__(self, order: TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
+    def __init__(self, order: _TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
         self._order, self._call, self._num_done = order, call, 0
-        self._offered: dict[tuple[Any, ...], Any] = {}
-        self._arrived: dict[tuple[Any, ...], Any] = {}
+        self._offered: dict[Key, Any] = {}
+        self._arrived: dict[Key, Any] = {}
 
-    def includes(self, key: tuple[Any, ...]) -> bool:
+    def includes(self, key: Key) -> bool:
         return key in self._order.keys
 
     def before(self, action: Action) -> None:
@@ -98,10 +98,10 @@ class OrderedPass:
     def end(self) -> None:
         self._until(len(self._order.place))
 
-    def offer(self, key: tuple[Any, ...], value: Any) -> None:
+    def offer(self, key: Key, value: Any) -> None:
         self._offered[key] = value
 
-    def take(self, key: tuple[Any, ...]) -> Any:
+    def take(self, key: Key) -> Any:
         """The received array, which may not have arrived yet."""
         return self._arrived.pop(key)
 
@@ -118,10 +118,10 @@ class OrderedPass:
 class OrderedTransport:
     """The ordered transport of one pipeline. `move(array, sharding)` is the call that every process makes."""
 
-    def __init__(self, channel: Channel, move: Move = jax.device_put, trial_timeout_s: float = TRIAL_TIMEOUT_S):
+    def __init__(self, channel: Channel, move: Move = jax.device_put, trial_timeout_s: float = _TRIAL_TIMEOUT_S):
         self.channel, self.move, self.trial_timeout_s = channel, move, trial_timeout_s
         self._processes = [{device.process_index for device in mesh.devices.flat} for mesh in channel.groups]
-        self._orders: dict[Hashable, TransferOrder] = {}
+        self._orders: dict[Hashable, _TransferOrder] = {}
         self._tested: set[tuple[int, int]] = set()
 
     def start_pass(
@@ -141,16 +141,16 @@ class OrderedTransport:
     def _applies_to(self, one: OrderedTransfer) -> bool:
         """Whether `one` is between processes, not empty and not of random keys. The rest uses the transfer server."""
         between = self._processes[one.sender] != self._processes[one.receiver]
-        return bool(between and one.aval.size and not jnp.issubdtype(one.aval.dtype, jax.dtypes.prng_key))
+        return bool(between and one.aval.size and not is_key(one.aval))
 
-    def _transfer(self, number: int, one: OrderedTransfer, value: Any) -> jax.Array | None:
+    def _transfer(self, number: int, one: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
         shape, dtype = one.aval.shape, one.aval.dtype
         there = self.channel.fetch_layout(one.layout, shape, dtype, one.sender, one.receiver)
         kind, *rest = one.key
         return self._moved((kind, number, *rest), value, shape, dtype, there, one.sender, one.receiver)
 
     def _moved(
-        self, key: tuple[Any, ...], value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
+        self, key: Key, value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
     ) -> jax.Array | None:
         """The array on group `receiver`, or None if it is remote. `value` is None if another process sends."""
         here = NamedSharding(self.channel.groups[sender], there.spec)
@@ -207,7 +207,7 @@ class OrderedTransport:
         return f"test of jax.device_put {pair} failed: {received}"
 
 
-def _numbers_of(array: Any, end: float) -> dict[Any, int] | str:
+def _numbers_of(array: Any, end: float) -> dict[object, int] | str:
     """The first number on each device, or an error text if they do not arrive by `end` (of `time.monotonic`)."""
     while not array.is_ready():
         if time.monotonic() > end:
@@ -227,7 +227,7 @@ def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str
     """
     if channel is None:
         return None
-    reason = 'transport="server" is set' if transport == "server" else unsupported_reason(mesh)
+    reason = 'transport="server" is set' if transport == "server" else _unsupported_reason(mesh)
     folder = _publish(channel, "transport", reason)
     if reason and transport != "ordered":
         return None  # no need to read the others: all processes read this reason
@@ -238,7 +238,7 @@ def ordered_transport_of(channel: Channel | None, mesh: MpmdMesh, transport: str
     return None if reasons else OrderedTransport(channel)
 
 
-def unsupported_reason(mesh: MpmdMesh) -> str:
+def _unsupported_reason(mesh: MpmdMesh) -> str:
     """Why `jax.device_put` cannot transfer between the processes of `mesh` (the conditions of JAX 0.10.2), or ""."""
     kinds = sorted({device.device_kind for device in mesh.jax_mesh.devices.flat})
     if len(kinds) > 1:
@@ -262,4 +262,4 @@ def _publish(channel: Channel, name: str, text: str) -> str:
 def _read_all(channel: Channel, folder: str) -> dict[int, str]:
     """{process: its text} of all processes that have devices of the pipeline."""
     processes = sorted({device.process_index for mesh in channel.groups for device in mesh.devices.flat})
-    return {process: get_text(f"{folder}/{process}", PUBLISH_TIMEOUT_S) for process in processes}
+    return {process: get_text(f"{folder}/{process}", _PUBLISH_TIMEOUT_S) for process in processes}

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import get_text, put_text
+from flax_mesh.tree import Shaped, is_key
 
-ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
+_ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
 
 _starting = threading.Lock()
 Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
@@ -104,10 +105,10 @@ def _start(client: Any) -> Transport:
 
     def look_up(process: int) -> str:
         try:
-            return get_text(f"{folder}/{process}", ADDRESS_TIMEOUT_S)
+            return get_text(f"{folder}/{process}", _ADDRESS_TIMEOUT_S)
         except TimeoutError as error:
             raise TimeoutError(
-                f"Process {client.process_index()} waited {ADDRESS_TIMEOUT_S} s for the first transfer of "
+                f"Process {client.process_index()} waited {_ADDRESS_TIMEOUT_S} s for the first transfer of "
                 f"process {process}; every process must make the same calls of mpmd.device_put. ({error})"
             ) from error
 
@@ -129,7 +130,7 @@ def _is_plain(key: Hashable) -> bool:
     return all(map(_is_plain, key)) if isinstance(key, tuple) else key is None or isinstance(key, str | int)
 
 
-def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Any]) -> int:
+def _uuid(name: Name, sender: int, receiver: int, arrays: Sequence[Shaped]) -> int:
     """63 bits, the size that the server accepts."""
     shapes = [(array.shape, str(array.dtype)) for array in arrays]
     digest = hashlib.blake2b(repr((name, sender, receiver, shapes)).encode(), digest_size=8).digest()
@@ -144,21 +145,17 @@ def address_towards(coordinator: str) -> str:
         return probe.getsockname()[0]
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _key_data(array: jax.Array) -> jax.Array:
-    return jax.random.key_data(array) if _is_key(array) else array
+    return jax.random.key_data(array) if is_key(array) else array
 
 
 def _key_data_like(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    data = jax.eval_shape(jax.random.key_data, shape) if _is_key(shape) else shape
+    data = jax.eval_shape(jax.random.key_data, shape) if is_key(shape) else shape
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=shape.sharding)
 
 
 def _as_requested(array: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-    if not _is_key(shape):
+    if not is_key(shape):
         return array
     impls: list[Any] = []
     jax.eval_shape(lambda keys: impls.append(jax.random.key_impl(keys)), shape)
