@@ -14,6 +14,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 
 from flax_mesh.errors import ShardingError
+from flax_mesh.text import lines_of, says
 from flax_mesh.tree import PyTree, check_arrays, path_of
 
 
@@ -31,8 +32,8 @@ def user_modes() -> Iterator[None]:
             yield
     except ValueError as error:
         # Flax's message contains the values of the Variable and, in lines of their own, the paths.
-        paths = re.findall(r"^  - \.?(\S+)$", str(error), re.MULTILINE)
-        if "Tree mode" not in str(error) or not paths:
+        paths = [found[1] for line in lines_of(error) if (found := re.fullmatch(r"  - \.?(\S+)", line))]
+        if not says(error, "Tree mode") or not paths:
             raise
         raise ShardingError(
             f"{' and '.join(paths)} are one Variable, and a call of NNX in tree mode (graph=False) refuses shared "

@@ -41,7 +41,17 @@ def shortened(text: str, most: int = 200) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of the text of an error, to show it."""
-    return next(iter(str(error).strip().splitlines()), "")
+    return next(iter(lines_of(error)), "")
+
+
+def lines_of(error: BaseException) -> list[str]:
+    """The lines of the text of an error, to show them."""
+    return str(error).strip().splitlines()
+
+
+def says(error: BaseException, *texts: str) -> bool:
+    """Whether the text of an error of another library contains these texts: JAX's and Flax's errors have no codes."""
+    return all(text in str(error) for text in texts)
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:

@@ -1,5 +1,7 @@
 """Rules for the imports of every file: the floors of docs/design.md, and the names that are private to each."""
 
+import ast
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -152,6 +154,54 @@ def test_imports_are_at_the_head_of_the_file():
         for item in imports
         if item.at_head == (item.name.split(".")[0] in WHERE_USED or item.name.startswith(ORBAX)) and here != ORBAX
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Folders whose functions may take a TrainConfig, besides `recipe`, and functions of other modules that may: the doors,
+# which pass it to `resolve`, and comparisons of settings with saved ones.
+OF_SETTINGS = ("plan.search", "cli")
+DOORS = """
+    plan.recipe.plan plan.recipe.plan_for plan.recipe._hardware
+    plan.compile.recipe.topology_of train.loop.train train.export.reshard train.metadata.check_resume
+    train.warm_start.check_start_settings
+"""
+# What reads the settings of a resolved recipe: it records them, compares them with saved ones, or passes them to
+# functions of the user.
+READERS = {"recipe.resolve.retarget", "train.loop._changes", "train.loop._steps", "train.metadata.run_record"}
+
+
+def test_only_doors_take_the_settings_and_all_other_functions_take_parts_of_a_recipe():
+    takes, reads = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            if any(x.annotation is not None and "TrainConfig" in ast.unparse(x.annotation) for x in arguments):
+                takes.add(f"{module}.{function.name}")
+            attributes = [ast.unparse(x) for x in ast.walk(function) if isinstance(x, ast.Attribute)]
+            if any(re.search(r"\brecipe\.config$", x) for x in attributes):
+                reads.add(f"{module}.{function.name}")
+    takes = {name for name in takes if not name.startswith(("recipe.", *(f"{folder}." for folder in OF_SETTINGS)))}
+    assert takes == {*DOORS.split()}
+    assert reads == READERS
+
+
+def test_no_code_reads_the_text_of_an_error():
+    """It may show the text. Errors of other libraries are recognized by `text.says`."""
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {x.name for x in ast.walk(tree) if isinstance(x, ast.ExceptHandler) and x.name}
+        is_text = lambda x, names=names: (  # noqa: E731
+            isinstance(x, ast.Call) and ast.unparse(x.func) == "str" and ast.unparse(x.args[0]) in names
+        )
+        for x in ast.walk(tree):
+            compared = isinstance(x, ast.Compare) and any(map(is_text, [x.left, *x.comparators]))
+            edited = isinstance(x, ast.Attribute) and is_text(x.value) and x.attr != "strip"
+            if compared or edited:
+                wrong.append(f"{path}: {ast.unparse(x)}")
     assert not wrong, "\n".join(wrong)
 
 

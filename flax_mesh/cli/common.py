@@ -20,7 +20,7 @@ from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import read_overrides, setting_of
-from flax_mesh.text import shortened
+from flax_mesh.text import lines_of, one_line, shortened
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
@@ -35,7 +35,7 @@ def report_failure(error: BaseException) -> int:
     if code is None:
         traceback.print_exception(error)
         return FAILED
-    for line in str(error).splitlines():
+    for line in lines_of(error):
         print(f"flax-mesh: {shortened(plain(line), MOST_PRINTED)}", file=sys.stderr)
     return code
 
@@ -155,7 +155,7 @@ def use_platform(platform: str) -> None:
             jax.config.update("jax_num_cpu_devices", int(count))
         found, reason = jax.devices()[0].platform, ""
     except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if cuda has no devices
-        found, reason = None, f" ({' '.join(str(error).split())})" if str(error) else ""
+        found, reason = None, f" ({text})" if (text := one_line(error)) else ""
     if name not in ("auto", found):  # without the cuda plugin, JAX silently uses the CPU
         reason = reason or f" (JAX found {found})"
         raise ConfigError(

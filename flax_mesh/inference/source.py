@@ -153,7 +153,7 @@ def read_settings(source: Source, overrides: Sequence[str]) -> Settings:
     ]
     used = [text for text, key in zip(overrides, keys, strict=True) if key not in fields or _is_used(key)]
     config, wrong = read_overrides(base, used)
-    if problem := _pipeline_problem(config):
+    if problem := _pipeline_problem(config.mesh):
         problems.append(problem)
         config = replace(config, mesh=replace(config.mesh, shape=MeshConfig.shape))
     if problems := [*problems, *wrong, *check_config(config)]:
@@ -165,11 +165,11 @@ def _is_used(key: str) -> bool:
     return key.startswith(("model.", "mesh.")) or key == "run.platform"
 
 
-def _pipeline_problem(config: TrainConfig) -> str:
+def _pipeline_problem(mesh: MeshConfig) -> str:
     try:
-        groups = axis_sizes(config.mesh)["pp"]
+        groups = axis_sizes(mesh)["pp"]
     except ValueError:
         return ""  # check_config reports it
     if groups == 1:
         return ""
-    return f"mesh.shape={config.mesh.shape}: generation and evaluation have no pipeline; leave out pp"
+    return f"mesh.shape={mesh.shape}: generation and evaluation have no pipeline; leave out pp"

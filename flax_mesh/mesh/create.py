@@ -101,8 +101,7 @@ def create_mesh(
         use_jax,
         _as_tuple(axis_types) if type(axis_types) is list else axis_types,
         source,
-        num_slices,
-        environment if num_slices is None else None,
+        environment if num_slices is None else num_slices,
     )
 
 
@@ -117,20 +116,20 @@ def _cached_mesh(
     use_jax: bool,
     axis_types: _AxisTypes,
     source: int | tuple[DeviceLike, ...],
-    num_slices: int | None,
-    environment: str | None,
+    num_slices: int | str | None,
 ) -> Mesh:
+    """`num_slices` is a text if it is the value of the environment variable."""
     names = check_axis_names(axis_names)
     types = normalize_axis_types(axis_types, names)
     devices = _checked(source, backend) if isinstance(source, tuple) else get_backend(backend).devices()
     advice = "" if isinstance(source, tuple) else "Or pass devices= to use some of them."
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
-    if environment is not None:
+    if isinstance(num_slices, str):
         origin = _NUM_SLICES_VARIABLE
-        if not environment.strip().isdecimal() or int(environment) < 1:
-            raise ValueError(f"{origin} must be a positive integer, got {environment!r}. Unset it for one slice.")
-        num_slices = int(environment)
+        if not num_slices.strip().isdecimal() or int(num_slices) < 1:
+            raise ValueError(f"{origin} must be a positive integer, got {num_slices!r}. Unset it for one slice.")
+        num_slices = int(num_slices)
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
     dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)

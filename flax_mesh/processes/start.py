@@ -8,6 +8,7 @@ import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
+from flax_mesh.text import says
 
 PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
 _NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
@@ -74,6 +75,6 @@ def start_processes(given: Processes | None) -> int:
         try:
             jax.distributed.initialize()
         except ValueError as error:
-            if _NO_CLUSTER not in str(error):
+            if not says(error, _NO_CLUSTER):
                 raise
     return distributed_state().num_processes or 1

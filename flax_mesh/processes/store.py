@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from flax_mesh.jax_compat import distributed_state
+from flax_mesh.text import says
 
 ROOT = "flax_mesh"
 _calls: Counter[str] = Counter()  # global, because jax.distributed is global to a process
@@ -21,7 +22,7 @@ def get_text(key: str, timeout_s: float) -> str:
     try:
         return _client().blocking_key_value_get(f"{ROOT}/{key}", int(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as error:
-        if "DEADLINE_EXCEEDED" not in str(error):
+        if not says(error, "DEADLINE_EXCEEDED"):
             raise
         raise TimeoutError(f"no process has written {key} within {timeout_s:.0f} s") from error
 
@@ -31,7 +32,7 @@ def try_get_text(key: str) -> str | None:
     try:
         return _client().key_value_try_get(f"{ROOT}/{key}")
     except jax.errors.JaxRuntimeError as error:
-        if "NOT_FOUND" not in str(error):
+        if not says(error, "NOT_FOUND"):
             raise
         return None
 

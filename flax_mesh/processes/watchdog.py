@@ -31,7 +31,7 @@ from flax_mesh.jax_compat import distributed_state
 from flax_mesh.processes.output import write_stderr
 from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import call_number, get_text, put_text
-from flax_mesh.text import count_text
+from flax_mesh.text import count_text, first_line
 
 _PEER_TIMEOUT_S = 12.0  # without a message for this long a process counts as stopped; all detect it within 15 s
 HEARTBEAT_S = 1.0
@@ -292,8 +292,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+    return ": ".join(filter(None, [type(error).__name__, first_line(error)]))
 
 
 def step_timeout_problem(name: str, seconds: float | None) -> str | None:

@@ -213,8 +213,8 @@ class TrainConfig:
     eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
 
 
-def data_seed(config: TrainConfig) -> int:
-    return config.run.seed if config.data.seed is None else config.data.seed
+def data_seed(data: DataConfig, run: RunConfig) -> int:
+    return run.seed if data.seed is None else data.seed
 
 
 def tokens_per_step(config: TrainConfig) -> int | None:

@@ -55,10 +55,6 @@ class TrainProgram:
     pipeline: Pipeline | None = None
 
     @property
-    def config(self) -> TrainConfig:
-        return self.recipe.config
-
-    @property
     def mesh(self) -> Mesh:
         return self.recipe.device_mesh
 
@@ -110,8 +106,8 @@ def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambd
         staged,
         recipe.optimizer.transformation(staged.split_model[1]),
         schedule=change(recipe.schedule),
-        **vars(recipe.layout),
-        **vars(recipe.step_options),
+        layout=recipe.layout,
+        options=recipe.step_options,
         remat=recipe.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
         transport=recipe.pipeline.transport,  # pyright: ignore[reportArgumentType]
     )
@@ -129,7 +125,7 @@ def _plain(recipe: Recipe) -> TrainProgram:
         num_microbatches=recipe.pipeline.num_microbatches,
         layers=recipe.rules.layers or None,
         axes=recipe.rules.axes,
-        **vars(recipe.step_options),
+        options=recipe.step_options,
     )
 
     def init() -> TrainState:

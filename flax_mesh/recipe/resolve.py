@@ -203,11 +203,6 @@ def optimizer_of_recipe(config: TrainConfig, rules: PartitionRules) -> RecipeOpt
     )
 
 
-def make_modules(config: TrainConfig, rules: PartitionRules) -> Callable[[], tuple[nnx.Module, nnx.Optimizer]]:
-    """() -> (model, nnx.Optimizer) of a recipe; only ever traced."""
-    return partial(_make_modules, maker(config), optimizer_of_recipe(config, rules))
-
-
 def _make_modules(make: MakeModel, optimizer: RecipeOptimizer) -> tuple[nnx.Module, nnx.Optimizer]:
     model = make()
     transformation = optimizer.transformation(nnx.state(model, graph=True))

@@ -17,6 +17,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.sharding.constrain import spec_in_mesh
+from flax_mesh.text import says
 from flax_mesh.tree import PyTree, path_of
 
 _Result = TypeVar("_Result")
@@ -80,7 +81,7 @@ def axis_types_explained() -> Iterator[None]:
             "jax.sharding.reshard; or use Auto axes, create_mesh(axis_types='auto')."
         ) from error
     except ValueError as error:
-        if not ("PartitionSpec passed to" in str(error) and "AxisType.Auto" in str(error)):
+        if not says(error, "PartitionSpec passed to", "AxisType.Auto"):
             raise
         raise ShardingError(
             "out_sharding= and jax.sharding.reshard refer to Explicit axes, but the axes of this mesh are Auto:\n"

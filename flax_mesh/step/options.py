@@ -1,8 +1,8 @@
 """The options of a step and of the layout of its state, which the plain step and a pipeline have in common."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 import optax
 
@@ -44,3 +44,30 @@ class StateLayout:
     axes: PartitionAxis | None = None
     shard_optimizer_over: str | tuple[str, ...] = ()
     optimizer_memory: str = "device"
+
+
+class StepKeywords(TypedDict, total=False):
+    """The fields of StepOptions as keyword arguments."""
+
+    seed: int
+    learning_rate: optax.Schedule | None
+    compiler_options: Mapping[str, Any] | None
+    skip_nonfinite: bool
+
+
+class PipelineKeywords(StepKeywords, total=False):
+    """The fields of StepOptions and of StateLayout as keyword arguments."""
+
+    rules: Rules | None
+    axes: PartitionAxis | None
+    shard_optimizer_over: str | tuple[str, ...]
+    optimizer_memory: str
+
+
+def with_keywords(
+    layout: StateLayout, options: StepOptions, keywords: PipelineKeywords
+) -> tuple[StateLayout, StepOptions]:
+    """Both with the fields that are given as keywords. Raises a TypeError for any other keyword."""
+    of_layout = {name: value for name, value in keywords.items() if name in vars(layout)}
+    of_step: Any = {name: value for name, value in keywords.items() if name not in of_layout}
+    return replace(layout, **of_layout), replace(options, **of_step)

@@ -1,11 +1,11 @@
 """The train step, (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
@@ -32,6 +32,7 @@ from flax_mesh.step.loss import (
     sums_of,
     traced_loss,
 )
+from flax_mesh.step.options import StepKeywords, StepOptions
 from flax_mesh.step.state import TrainState, check_same_definition, check_train_state
 from flax_mesh.tree import named_leaves
 
@@ -42,13 +43,11 @@ def make_train_step(
     loss_fn: LossFn,
     state: TrainState,
     *,
-    seed: int = 0,
     num_microbatches: int = 1,
     layers: str | Iterable[str] | None = None,
     axes: PartitionAxis = DEFAULT_AXES,
-    learning_rate: optax.Schedule | None = None,
-    compiler_options: Mapping[str, object] | None = None,
-    skip_nonfinite: bool = False,
+    options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
+    **keywords: Unpack[StepKeywords],
 ) -> Step:
     """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
 
@@ -64,19 +63,17 @@ def make_train_step(
     Args:
         loss_fn: loss_fn(model, batch) -> (loss_sum, weight) or another form of `LossFn`.
         state: Arrays or an abstract state. Only its structure, shardings and dtypes are used.
-        seed: Seed of the random streams.
         num_microbatches: The batch is split into this number of equal parts along its first dim, which are computed
             one after another. Their gradients are accumulated in float32 or wider, and divided by the summed weight.
         layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default:
             those of the model's rule table.
         axes: Maps the logical axis "batch" to mesh axes, for the rows of a microbatch. On Explicit axes a microbatch
             has the sharding of the batch instead.
-        learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
-            not change the optimizer.
-        compiler_options: Options of XLA, as in `jax.jit`.
-        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
-            The metric "skipped" is then 1, otherwise 0. The step also accepts a third argument, the largest loss and
-            the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
+        options: Seed, reported learning rate, XLA options, and whether steps that are not finite are skipped.
+        keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`.
+            With `skip_nonfinite` the metric "skipped" is 1 for a step whose loss or gradient norm is NaN or infinite,
+            which returns the state unchanged, and otherwise 0. The step then accepts a third argument, the largest loss
+            and the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
 
     Returns:
         step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `metrics`
@@ -106,6 +103,8 @@ def make_train_step(
         True
     """
     check_train_state(state)
+    options = replace(options, **keywords)
+    seed, learning_rate = options.seed, options.learning_rate
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
     mesh, layout = mesh_of_leaves(state.leaves), state
 
@@ -144,14 +143,12 @@ def make_train_step(
     # Without out_shardings the compiler may return a leaf with another sharding than that of the input; and what the
     # step brought from the memory of the host would stay on the device.
     shardings = jax.tree.map(lambda x: x.sharding if mesh is not None or is_on_host(x) else None, state)
-    options = dict(compiler_options) if compiler_options else None
-    chosen = guarded_step if skip_nonfinite else step
+    xla = dict(options.compiler_options) if options.compiler_options else None
+    chosen = guarded_step if options.skip_nonfinite else step
     # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
     # reads, that could be a result in another memory.
     keep = any(map(is_on_host, state.leaves))
-    return jax.jit(
-        chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=options, keep_unused=keep
-    )
+    return jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep)
 
 
 def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:

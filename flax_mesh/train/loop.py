@@ -27,7 +27,7 @@ from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
-from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
+from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.recipe.optimizers.average import with_average
 from flax_mesh.recipe.overrides import Change, to_lines
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
@@ -401,7 +401,7 @@ def _load_data(program: TrainProgram) -> RunData:
     corpus, vocab = load_corpus(recipe.data), getattr(recipe.model, "vocab_size", None)
     if problems := vocabulary_problems(vocab, corpus, recipe.data.source):
         raise ConfigError(problems)
-    seed = recipe.run.seed if recipe.data.seed is None else recipe.data.seed
+    seed = data_seed(recipe.data, recipe.run)
     sharding = batch_sharding(program.mesh, axes)
     return token_data(corpus, recipe.data, seed, sharding, vocab, evaluates=recipe.run.eval_every > 0)
 

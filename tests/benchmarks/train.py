@@ -73,7 +73,9 @@ class Plain:
 
     def __init__(self, config: TrainConfig, program: TrainProgram):
         corpus, sharding = load_corpus(config.data), batch_sharding(program.mesh, program.rules.axes)
-        batch = make_batch_fn(corpus.train, seed=data_seed(config), config=config.data, sharding=sharding)
+        batch = make_batch_fn(
+            corpus.train, seed=data_seed(config.data, config.run), config=config.data, sharding=sharding
+        )
         self.batches: Iterator[Any] = iter([batch(step) for step in range(config.run.steps)])
         self.model = make_decoder(config.model, nnx.Rngs(0))
         values = program.model(program.init())

@@ -111,7 +111,7 @@ def test_mutated_metadata(command, saved, tmp_path, seed, count):
 @pytest.mark.slow
 def test_a_run_resumes_from_mutated_metadata_or_refuses_it(saved, tmp_path):
     """The parts of a resumed run that read the metadata, without its compilation."""
-    rng, config = random.Random(7), program_of().config
+    rng, config = random.Random(7), program_of().recipe.config
     step = Path(shutil.copytree(saved / "checkpoints" / "5", tmp_path / "5"))
     file, refused, now = step / "metadata" / "metadata", 0, run_metadata(step)
     data = file.read_bytes()

@@ -32,7 +32,7 @@ def config_of(folder: Path, text: Path, make: Any, *settings: str, **functions: 
 def token_batches(config: TrainConfig) -> Callable[[int], Any]:
     """The built-in batches as a function of the step."""
     corpus = load_corpus(config.data)
-    return lambda step: batch_rows(corpus.train, data_seed(config), config.data, step)
+    return lambda step: batch_rows(corpus.train, data_seed(config.data, config.run), config.data, step)
 
 
 class Windows:

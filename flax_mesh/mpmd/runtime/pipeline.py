@@ -1,9 +1,10 @@
 """Pipeline: a schedule executed on the groups of a mesh, with the step of a program without a pipeline."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import without_mesh
 from flax_mesh.modes import optimizer_of
@@ -31,10 +32,11 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
+from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState
+from flax_mesh.text import lines_of
 
 
 class Pipeline:
@@ -54,21 +56,17 @@ class Pipeline:
         optimizer: An optax transformation.
         mesh: The groups. By default those that `staged` was split for.
         schedule: The order of the actions. By default the one that `staged` was split for.
-        rules: Layout of the leaves within a group: a rule table, a PartitionRules, or mesh axes such as "fsdp". By
-            default the model's own table or annotations; nothing is split on groups of one device.
-        axes: The mesh axes of each logical axis, as in `abstract_state`.
-        seed: Seed of the random streams, as in `make_train_step`.
-        learning_rate: A function of the step whose value is added to the metrics.
+        layout: Layout of the leaves within a group: rules, axes, and where the optimizer's arrays are. By default the
+            model's own table or annotations; nothing is split on groups of one device.
+        options: Seed, reported learning rate, XLA options, and whether steps that are not finite are skipped, as in
+            `make_train_step`.
         remat: Residuals that a stage stores for its backward pass. "none": all, except results that cost about one
             instruction per element to recompute; "cheap": results of matrix products, loops and random bits only;
             "full": the inputs of the stage only.
-        shard_optimizer_over: Mesh axes for ZeRO stage 1, as in `abstract_state`.
-        optimizer_memory: Where the optimizer's arrays are stored between steps, "device" or "pinned_host", as in
-            `abstract_state`.
-        compiler_options: Options of XLA, as in `jax.jit`.
         transport: How activations and gradients are transferred between processes. "server": JAX's transfer server;
             "ordered": `jax.device_put`, with all calls in one order; "auto": ordered where the backend supports it.
-        skip_nonfinite: Whether a step whose loss or gradient norm is not finite is skipped, as in `make_train_step`.
+        keywords: The fields of `layout` and `options` one by one: `rules`, `axes`, `shard_optimizer_over`,
+            `optimizer_memory`, `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`.
 
     Raises:
         ConfigError: Mesh, model and schedule do not fit each other, the schedule does not pass `check_schedule` or has
@@ -102,17 +100,13 @@ class Pipeline:
         *,
         mesh: MpmdMesh | None = None,
         schedule: Schedule | None = None,
-        rules: Rules | None = None,
-        axes: PartitionAxis | None = None,
-        seed: int = 0,
-        learning_rate: optax.Schedule | None = None,
+        layout: StateLayout = StateLayout(),  # noqa: B008 (a frozen value)
+        options: StepOptions = StepOptions(),  # noqa: B008
         remat: Literal["none", "cheap", "full"] = "none",
-        shard_optimizer_over: str | tuple[str, ...] = (),
-        optimizer_memory: str = "device",
-        compiler_options: Mapping[str, object] | None = None,
         transport: Literal["auto", "server", "ordered"] = "auto",
-        skip_nonfinite: bool = False,
+        **keywords: Unpack[PipelineKeywords],
     ):
+        layout, options = with_keywords(layout, options, keywords)
         mesh, schedule = mesh or staged.groups, schedule or staged.schedule
         if mesh is None or schedule is None:
             lacking = [name for name, value in (("mesh", mesh), ("schedule", schedule)) if value is None]
@@ -125,16 +119,14 @@ class Pipeline:
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
         self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
-        self.seed, self.learning_rate, self.skip_nonfinite = seed, learning_rate, skip_nonfinite
-        self.options = dict(compiler_options) if compiler_options else None
+        self.seed, self.learning_rate, self.skip_nonfinite = options.seed, options.learning_rate, options.skip_nonfinite
+        self.options = dict(options.compiler_options) if options.compiler_options else None
         self.remat = "full" if staged.needs_full_remat else remat
         self.group_of = schedule.stage_to_group
-        if rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
-            rules = [(".*", ())]  # groups of one device: nothing can be split
-        self.axes = axes or getattr(rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
-        self.placement = place(
-            self._make, staged, mesh, self.group_of, rules, axes, shard_optimizer_over, optimizer_memory
-        )
+        if layout.rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
+            layout = replace(layout, rules=[(".*", ())])  # groups of one device: nothing can be split
+        self.axes = layout.axes or getattr(layout.rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
+        self.placement = place(self._make, staged, mesh, self.group_of, layout)
         self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
@@ -382,5 +374,5 @@ def _schedule_problems(schedule: Schedule) -> list[str]:
     try:
         check_schedule(schedule)
     except ValueError as error:
-        return str(error).splitlines()
+        return lines_of(error)
     return []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.jaxpr import Chunks
@@ -17,7 +17,7 @@ from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
 from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_leaves
-from flax_mesh.sharding.rules import Rules
+from flax_mesh.step.options import StateLayout
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
 from flax_mesh.tree import Shaped, named_leaves, owner_of
@@ -59,25 +59,15 @@ def place(
     staged: StagedModel,
     mesh: MpmdMesh,
     stage_to_group: Sequence[int],
-    rules: Rules | None,
-    axes: PartitionAxis | None,
-    shard_optimizer_over: str | tuple[str, ...] = (),
-    optimizer_memory: str = "device",
+    layout: StateLayout,
 ) -> Placement:
     """The placement of the state of `make() -> (model, optimizer)`.
 
     A leaf is placed on the group of the first stage that uses it, an optimizer leaf on the group of its parameter. Both
-    are sharded there by `rules`.
+    are sharded there by the rules of `layout`.
     """
     groups = mesh.unstack
-    sharded = abstract_state(
-        make,
-        groups[0],
-        rules,
-        axes=axes,
-        shard_optimizer_over=shard_optimizer_over,
-        optimizer_memory=optimizer_memory,
-    )
+    sharded = abstract_state(make, groups[0], **vars(layout))
     plain = abstract_train_state(make, sharded)
     named = named_leaves(sharded)
     check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)

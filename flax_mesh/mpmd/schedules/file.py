@@ -6,6 +6,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
+from flax_mesh.text import lines_of
 
 _MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
 
@@ -43,5 +44,5 @@ def read_schedule(path: str) -> Schedule:
         schedule = Schedule.parse(text)
         check_schedule(schedule)
     except ValueError as error:
-        raise ConfigError([f"{path}: {line}" for line in str(error).splitlines()]) from error
+        raise ConfigError([f"{path}: {line}" for line in lines_of(error)]) from error
     return schedule

@@ -63,29 +63,34 @@ def is_cheap(program: Program) -> bool:
     return num_flops < CHEAP_FLOPS and size < CHEAP_BYTES
 
 
+class PlainModel(NamedTuple):
+    """A model that is not split, and how it is trained."""
+
+    loss_fn: LossFn
+    split_model: Split  # graph definition and state
+    wrt: Filter
+    layers: Sequence[str]
+    make: Make  # returns the model with its initial values
+
+
 def check_stages(
     forward: Forward,
-    loss_fn: LossFn,
-    split_model: Split,
-    wrt: Filter,
-    layers: Sequence[str],
+    plain: PlainModel,
     mesh: Mesh | None,
     specs: Sequence[PartitionSpec],
-    make: Make,
     batch: Batch,
     *,
     seed: int,
     remat: str,
     split: bool,
 ) -> None:
-    """CutError unless the stages of `forward` compute what `loss_fn(model, batch)` and its gradient compute.
+    """CutError unless the stages of `forward` compute what `plain.loss_fn(model, batch)` and its gradient compute.
 
     Args:
         forward: The stages, traced on `mesh`.
-        split_model: Graph definition and state of the model.
+        plain: The model before it was split.
         mesh: A mesh of one device, or None.
         specs: The specs of the leaves of the model, which belong to their types on Explicit axes; else ().
-        make: Returns the model with its initial values.
         batch: Arrays, or ShapeDtypeStructs, which are replaced by random values.
         remat, split: As in `differentiate`.
     """
@@ -102,9 +107,9 @@ def check_stages(
 
     with full_precision():
         of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
-        leaves = jax.device_put(compiled(lambda: made_leaves(make))(), of_leaves)
+        leaves = jax.device_put(compiled(lambda: made_leaves(plain.make))(), of_leaves)
         args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
-        unsplit = compiled(_unsplit(forward, loss_fn, split_model, wrt, layers, seed))
+        unsplit = compiled(_unsplit(forward, plain, seed))
         want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)
         half = [x for x in _dtypes(forward.program) if jnp.issubdtype(x, jnp.floating) and x.itemsize < 4]
         tolerance = HALF_TOLERANCE if half else TOLERANCE
@@ -139,11 +144,9 @@ def _quick_compilation() -> dict[str, object] | None:
     return options
 
 
-def _unsplit(
-    forward: Forward, loss_fn: LossFn, split_model: Split, wrt: Filter, layers: Sequence[str], seed: int
-) -> Run:
+def _unsplit(forward: Forward, plain: PlainModel, seed: int) -> Run:
     """The reference: the loss and its gradient, as in the plain step."""
-    (graphdef, state), leaves = split_model, forward.leaves
+    (graphdef, state), leaves, wrt = plain.split_model, forward.leaves, plain.wrt
     treedef = jax.tree.structure(state)
 
     def run(values: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array) -> Results:
@@ -151,7 +154,8 @@ def _unsplit(
         params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
         def loss_of(params: nnx.State) -> Any:
-            return run_loss(loss_fn, called, wrt, (params, others), batch, (seed, step, microbatch), layers)
+            key = seed, step, microbatch
+            return run_loss(plain.loss_fn, called, wrt, (params, others), batch, key, plain.layers)
 
         (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         new = {path: value for variables in after for path, value in named_leaves(variables)}

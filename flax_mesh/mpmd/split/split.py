@@ -20,7 +20,7 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
-from flax_mesh.mpmd.split.check import check_stages, full_precision, is_cheap, one_device_mesh
+from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.jaxpr import Program, Var, has_explicit_axes, num_bytes
 from flax_mesh.mpmd.split.problems import (
     check_effects,
@@ -151,13 +151,9 @@ class StagedModel:
             forward = alone.cut(self.example, seed=seed)
         check_stages(
             forward,
-            self.loss_fn,
-            self.split_model,
-            self.wrt,
-            self.layers,
+            PlainModel(self.loss_fn, self.split_model, self.wrt, self.layers, self.make),
             mesh,
             self.specs,
-            self.make,
             microbatch,
             seed=seed,
             remat="full" if self.needs_full_remat else remat,

@@ -190,7 +190,7 @@ def overrides(settings: Settings) -> list[str]:
 def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] = ()) -> Space:
     """All layouts of a recipe on a topology. The settings of `fixed` stay as they are in `config`."""
     recipe = _recipe(config, topology)
-    rules, axes = recipe.rules, _useful_axes(recipe)
+    rules, axes = recipe.rules, _useful_axes(config, recipe)
     state = StateBytes(recipe, topology)
     excluded: Counter[str] = Counter()
     found: list[Layout] = []
@@ -251,15 +251,15 @@ def _recipe(config: TrainConfig, topology: Topology) -> Recipe:
     return derive(config, Target(sizes, platform=topology.chip.platform))
 
 
-def _useful_axes(recipe: Recipe) -> tuple[str, ...]:
+def _useful_axes(config: TrainConfig, recipe: Recipe) -> tuple[str, ...]:
     """The axes over which something is split: the batch, the sequence, or a dim that the model names with `dims()`."""
     has_sequence = any(len(x.shape) == 2 for x in jax.tree.leaves(recipe.batch))
     logical = ["batch", "sequence"] if has_sequence else ["batch"]
-    rules, settings = recipe.rules, recipe.config
-    if settings.rules is None and not settings.mesh.rules:
+    rules = recipe.rules
+    if config.rules is None and not config.mesh.rules:
         logical += [name for _, name, _ in method_of(recipe.model, "dims", list)()]
     used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}
-    used |= {axis.strip() for axis in settings.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
+    used |= {axis.strip() for axis in config.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
     return tuple(axis for axis in AXIS_NAMES if axis in used)
 
 
