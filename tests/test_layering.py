@@ -56,10 +56,10 @@ SHARED = """
     inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus models.cache models.kernels mpmd.runtime.compile
     mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat
     mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips plan.search.confirm
-    plan.search.report plan.search.space plan.topology processes.launch processes.output processes.store recipe.checks
-    recipe.compiler_options recipe.explain recipe.model recipe.optimizers.average recipe.optimizers.optimizer
-    recipe.resolve recipe.saved recipe.schedule recipe.target sharding.annotations sharding.explicit sharding.memory
-    step.batch step.loss step.options step.parameter_flow train.export train.metadata train.metrics train.run_folder
+    plan.search.report plan.search.space processes.launch processes.output processes.store recipe.checks
+    recipe.compiler_options recipe.model recipe.optimizers.average recipe.optimizers.optimizer recipe.saved
+    recipe.schedule sharding.annotations sharding.explicit sharding.memory step.batch step.loss step.parameter_flow
+    train.export train.metadata train.metrics train.run_folder
 """
 
 

@@ -45,7 +45,7 @@ from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topo
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
-from flax_mesh.recipe.resolve import Recipe, check, resolve
+from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
 from flax_mesh.recipe.schedule import schedule_memory
 from flax_mesh.recipe.target import Target, axis_sizes, local_target, without_groups
 from flax_mesh.sharding.abstract import abstract_state
@@ -77,7 +77,7 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
         >>> found.fits
         True
     """
-    check(config)  # before its mesh is read
+    check(config)
     return plan_for(config, *_hardware(config, topology))
 
 
@@ -85,7 +85,7 @@ def plan_for(
     config: TrainConfig, topology: Topology, sizes: Mapping[str, int], limit: int | None = None, batch: Any = None
 ) -> Plan:
     """`plan` of a checked config with these sizes of the mesh axes. `batch` as in `derive`."""
-    return plan_recipe(resolve(config, Target(sizes, platform=topology.chip.platform), batch), topology, limit)
+    return plan_recipe(resolve_checked(config, Target(sizes, platform=topology.chip.platform), batch), topology, limit)
 
 
 def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) -> Plan:

@@ -18,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
-from flax_mesh.recipe.resolve import Recipe, check, resolve
+from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
 from flax_mesh.recipe.schedule import parse_cut
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import (
@@ -88,7 +88,7 @@ def build_program(
     schedule.
     """
     check(config)
-    recipe = resolve(config, local_target(config.mesh, config.run.platform))
+    recipe = resolve_checked(config, local_target(config.mesh, config.run.platform))
     for note in recipe.notes:
         say(note)
     program = train_program(recipe, change)

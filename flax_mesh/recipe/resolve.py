@@ -103,11 +103,37 @@ class Recipe:
 
 
 def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
-    """Check a recipe and derive its parts. `config` must have passed `check_config`, from which `target` follows.
+    """Check a recipe and derive its parts: the mesh, the rules, the optimizer, the schedule, the shapes of a batch.
 
-    Raises one ConfigError with a line for every dim of the batch and of the model that the mesh does not divide, and
-    for every XLA option that the devices refuse.
+    The model is traced to find its rules, and `make_batches` is called for its first batch. Nothing is compiled but
+    `x + 1` with every XLA option of the recipe.
+
+    Args:
+        config: The settings.
+        target: The devices, from `local_target`, or a mesh without them, from `abstract_target`.
+        batch: The shapes of a batch, a pytree of ShapeDtypeStructs, if they are known: `make_batches` is not called.
+
+    Returns:
+        A `Recipe`.
+
+    Raises:
+        ConfigError: A setting is invalid, a function of the recipe has other arguments, the mesh does not divide a dim
+            of the batch or of the model, or the devices refuse an XLA option. Lists all of them.
+
+    Example:
+        >>> from flax_mesh.recipe import abstract_target, resolve
+        >>> from flax_mesh.train import load_recipe
+        >>> config = load_recipe("recipes/tiny.py")
+        >>> recipe = resolve(config, abstract_target(config.mesh, "tpu"))
+        >>> recipe.mesh.shape["tp"], recipe.batch["inputs"].shape
+        (2, (16, 128))
     """
+    check(config)
+    return resolve_checked(config, target, batch)
+
+
+def resolve_checked(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
+    """`resolve` after `check`, which must precede whatever reads a setting, such as the mesh of a target."""
     recipe = derive(config, target, batch)
     problems: list[str] = list(check_on_mesh(config, recipe.mesh, recipe.rules.axes))
     if isinstance(recipe.mesh, Mesh):

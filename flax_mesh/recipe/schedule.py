@@ -1,5 +1,6 @@
 """The schedule of a recipe's pipeline, and how its layers are cut into stages."""
 
+from functools import cache
 from typing import Any
 
 from flax_mesh.errors import ConfigError
@@ -57,6 +58,7 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
     return schedule
 
 
+@cache  # it takes a second
 def first_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
     """The schedule of the steps that are measured: the best one for stages of equal cost."""
     num_stages = num_groups * (config.num_virtual_stages or 1)

@@ -13,6 +13,8 @@ from flax_mesh.recipe.optimizers.config import OptimizerConfig as OptimizerConfi
 from flax_mesh.recipe.overrides import apply_overrides as apply_overrides
 from flax_mesh.recipe.program import TrainProgram as TrainProgram
 from flax_mesh.recipe.program import build_program as build_program
+from flax_mesh.step.options import StateLayout as StateLayout
+from flax_mesh.step.options import StepOptions as StepOptions
 from flax_mesh.step.state import TrainState as TrainState
 from flax_mesh.step.state import abstract_train_state as abstract_train_state
 from flax_mesh.step.state import init_train_state as init_train_state
