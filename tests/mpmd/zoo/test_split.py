@@ -40,7 +40,6 @@ SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured
 SENDING_MORE |= {"dense_skips", "two_towers", "diffusion", "position_tables", "regularised"}
 SENDING_MORE |= {"first_layer_bias", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 SENDING_MORE |= {"decoder_experts_scanned"}
-SPANNING = {"remat_model", "checkpointed_groups"}  # a remat over several layers, of which a stage recomputes everything
 # Models of which several stages read a variable that changes, so that each of them has its own copy.
 COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel", "teacher"}
 
@@ -166,7 +165,6 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
         layer = leaf.layer
         if layer is not None and layer in staged.ranks and case.name not in SHARING:
             assert users == (staged.stage_of(layer),), leaf.path
-    assert staged.needs_full_remat == (case.name in SPANNING)
     every = {path for path, _ in named_leaves(nnx.state(nnx.eval_shape(case.make)))}
     assert {leaf.path for leaf in staged.leaves} == every
     received = [len(stage.received) for stage in staged.cut(staged.example).stages]
@@ -174,6 +172,12 @@ def test_every_layer_is_in_one_stage_and_a_chain_sends_one_value_per_boundary(ca
         assert num_stages < 4 or sum(received) > 3
     else:
         assert received == [0] + [1] * (num_stages - 1)
+
+
+@pytest.mark.parametrize(("name", "is_full"), [("checkpointed_groups", True), ("residual", False)])
+def test_a_stage_recomputes_everything_if_a_remat_spans_several_layers(name: str, is_full: bool):
+    case = BY_NAME[name]
+    assert split_stages(case.loss_fn, case.make, case.batch(ROWS), num_stages=2).needs_full_remat == is_full
 
 
 # --- the comparison itself ---
