@@ -22,12 +22,11 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.resolve import check, derive
-from flax_mesh.recipe.saved import saved_record
+from flax_mesh.recipe.saved import layout_of, layout_record, saved_record
 from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import array_text
 from flax_mesh.train.export import export, import_huggingface, reshard
-from flax_mesh.train.metadata import layout_of, layout_record
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
 DIR = "a run folder, its checkpoints/, or one step in it"

@@ -35,8 +35,7 @@ from flax_mesh.processes.watchdog import step_timeout_problem
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import TrainProgram, TrainResult, train
-from flax_mesh.train.metrics import Row
-from flax_mesh.train.run_folder import COMPILED
+from flax_mesh.train.run_folder import COMPILED, Row
 
 STEP_TIMEOUT_S = 1800.0
 

@@ -43,10 +43,8 @@ from flax_mesh.plan.pipeline import (
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
-from flax_mesh.recipe.schedule import schedule_memory
 from flax_mesh.recipe.target import Target, axis_sizes, local_target, without_groups
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
@@ -246,7 +244,7 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     stages = split.estimates(topology.chip.platform)
     parts, costs = stage_parts(topology, shape, schedule, stages)
     if recipe.pipeline.schedule == SEARCH:
-        schedule = _searched(schedule, costs, schedule_memory(recipe.pipeline, schedule.num_groups))
+        schedule = _searched(schedule, costs, recipe.schedule_memory)
     memory = pipeline_memory(topology, schedule, stages, sizes, limit, split.host)
     update = update_part(topology, schedule, stages, sizes, split.host, split.update_flops / topology.num_devices)
     simulated = simulate(schedule, costs)
@@ -325,15 +323,15 @@ def split_recipe(recipe: Recipe) -> Split:
     hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
-    products = _product_flops(recipe.optimizer, staged.split_model[1])
+    products = _product_flops(recipe, staged.split_model[1])
     return Split(recipe, mesh, staged, schedule, shardings, sizes, host, products, count)
 
 
-def _product_flops(optimizer: RecipeOptimizer, model: nnx.State) -> int:
+def _product_flops(recipe: Recipe, model: nnx.State) -> int:
     """FLOPs of the matrix products of the optimizer's update, as those of Muon, over the whole model."""
-    trained = nnx.filter_state(model, optimizer.trained)
+    trained = nnx.filter_state(model, recipe.optimizer.trained)
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
-    update = optimizer.transformation(model)
+    update = recipe.optimizer.transformation(model)
     program, _ = trace(update.update, parameters, jax.eval_shape(update.init, parameters), parameters)
     return sum(flops(eqn) for eqn in inline(program).eqns if eqn.primitive.name in ("dot_general", "scan"))
 

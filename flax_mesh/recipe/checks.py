@@ -27,6 +27,8 @@ from flax_mesh.text import shortened
 from flax_mesh.user_code import check_arguments
 
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
+# Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
+MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 
 
 def check_config(config: TrainConfig) -> list[str]:
@@ -225,6 +227,3 @@ def _undivided(
                 Problem(setting, problem, "use a multiple, or another mesh.shape", value=value, general=general)
             )
     return found
-
-
-MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}

@@ -28,7 +28,7 @@ from flax_mesh.recipe.config import (
 )
 from flax_mesh.recipe.model import MakeModel, make_model, method_of, model_notes, model_rules
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
-from flax_mesh.recipe.schedule import pipeline_schedule
+from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.rules import PartitionRules, group_findings, match_partition_rules
@@ -94,6 +94,11 @@ class Recipe:
     @property
     def num_groups(self) -> int:
         return self.target.num_groups
+
+    @property
+    def schedule_memory(self) -> int:
+        """The most activations that a group may store in a searched schedule."""
+        return schedule_memory(self.pipeline, self.num_groups)
 
     @property
     def device_mesh(self) -> Mesh:

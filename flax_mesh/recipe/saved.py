@@ -1,12 +1,16 @@
 """What runs record in the metadata of their checkpoints, as it is read back."""
 
+import dataclasses
 import importlib.metadata
+import json
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flax_mesh.axes import dims_text
+from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.diff import read_batch
 from flax_mesh.checkpoint.read import Array, is_number, read_metadata, read_record
 from flax_mesh.data.iterators import is_state
@@ -15,6 +19,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.fields import parse_value
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings
+from flax_mesh.sharding.rules import PartitionRules
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -78,6 +83,7 @@ def _is_text(value: dict[str, Any], name: str) -> bool:
     return isinstance(value.get(name), str)
 
 
+# Fields of the metadata that a resumed run uses -> what they must be, and whether a value is.
 RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step": ("the number of the step", _is_count),
     "config": ("settings as text", lambda value: _is_table(value, str)),
@@ -121,3 +127,23 @@ def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any])
             f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
         )
     return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
+
+
+def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
+    """The layout of a checkpoint as JSON. Tuples are converted to lists, so that it equals what is read back."""
+    found = {
+        "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
+        "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},
+        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
+        "layout": dict(layout),
+    }
+    return json.loads(json.dumps(found, default=dict))
+
+
+STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text
+
+
+def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
+    """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or STORED_REPLICATED."""
+    specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
+    return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}

@@ -32,11 +32,10 @@ from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
 from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.resolve import rules_of
-from flax_mesh.recipe.saved import FORMAT, averages, saved_record, versions
+from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text, one_line
-from flax_mesh.train.metadata import layout_of, layout_record
 from flax_mesh.tree import named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings from config.json -> config

@@ -28,12 +28,9 @@ from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
-from flax_mesh.recipe.optimizers.average import with_average
 from flax_mesh.recipe.overrides import Change, to_lines
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
-from flax_mesh.recipe.resolve import Recipe
 from flax_mesh.recipe.saved import run_metadata
-from flax_mesh.recipe.schedule import schedule_memory
 from flax_mesh.step.loss import Limits
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text, mesh_text
@@ -46,6 +43,7 @@ from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_r
 from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
 from flax_mesh.user_code import place_of, user_code
 
+UINT16_IDS = 2**16
 TRACED = 2  # steps before the traced one: they include compilation
 
 
@@ -186,8 +184,7 @@ def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
     if pipeline is None or config.schedule != SEARCH:
         return program
     setting = f"{mesh_text(program.mesh.shape)}, {count_text(config.num_microbatches, 'microbatch')}"
-    memory = schedule_memory(config, len(pipeline.groups))
-    return replace(program, step=ScheduleSearch(pipeline, memory, folder, setting, say).step)
+    return replace(program, step=ScheduleSearch(pipeline, program.recipe.schedule_memory, folder, setting, say).step)
 
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
@@ -413,18 +410,12 @@ def _evaluation(program: TrainProgram, data: RunData) -> Callable[[TrainState], 
         return None
 
     def evaluate(state: TrainState) -> Row:
-        sums = partial(program.evaluate, _evaluated(recipe, state))
+        sums = partial(program.evaluate, recipe.optimizer.evaluated(state))
         on_host = host_evaluate(sums, program.mesh, program.rules.axes, program.num_parts)
         tokens = {} if held_out is None else held_out(sums)
         return {**tokens, **run_eval_fns(recipe.eval_fns, on_host)}
 
     return evaluate
-
-
-def _evaluated(recipe: Recipe, state: TrainState) -> TrainState:
-    """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
-    decay = recipe.optimizer.settings.ema
-    return with_average(state, decay) if decay else state
 
 
 def _watch_pipeline(watch: Watch | None, program: TrainProgram) -> None:
@@ -440,7 +431,7 @@ def _sample(run: Run, state: TrainState) -> str:
     prompt = run.data.prompt
     if not num_tokens or sample is None or prompt is None:
         return ""
-    graphdef, leaves = nnx.split(run.program.model(_evaluated(run.recipe, state)), graph=True)
+    graphdef, leaves = nnx.split(run.program.model(run.recipe.optimizer.evaluated(state)), graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):
@@ -485,6 +476,3 @@ def vocabulary_problems(ids: Any, corpus: Corpus, source: str) -> list[str]:
             "as. Set data.bin_dtype=uint32 if its tokens are uint32; save tokens of another type as .npy"
         ]
     return []
-
-
-UINT16_IDS = 2**16

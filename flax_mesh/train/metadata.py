@@ -1,21 +1,16 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
-import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.read import mesh_of
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, to_texts
 from flax_mesh.recipe.program import TrainProgram
-from flax_mesh.recipe.saved import FORMAT, versions
+from flax_mesh.recipe.saved import FORMAT, layout_of, layout_record, versions
 from flax_mesh.sharding import sharding_fingerprint
-from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
 from flax_mesh.train.metrics import Row
 
@@ -42,29 +37,6 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
     """The metadata of one checkpoint, with the fields `check` of a StepCheck."""
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {**run, "step": step, "data": data.record(step), "metrics": metrics, **check}
-
-
-# Fields of the metadata that a resumed run uses -> what they must be, and whether a value is.
-
-
-def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """The layout of a checkpoint as JSON. Tuples are converted to lists, so that it equals what is read back."""
-    found = {
-        "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
-        "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},
-        "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
-        "layout": dict(layout),
-    }
-    return json.loads(json.dumps(found, default=dict))
-
-
-STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text
-
-
-def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
-    """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or STORED_REPLICATED."""
-    specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
-    return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}
 
 
 def check_resume(

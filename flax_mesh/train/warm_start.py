@@ -21,8 +21,6 @@ from flax_mesh.recipe.overrides import Change, changes, default_texts
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
 
-# Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
-
 
 class Start(NamedTuple):
     """A folder to start from: safetensors (`step` is None), or its newest valid step and the damaged newer ones."""

@@ -13,7 +13,7 @@ from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import retarget
 from flax_mesh.recipe.target import Target
 from flax_mesh.text import first_line
-from flax_mesh.train.metrics import Row
+from flax_mesh.train.run_folder import Row
 
 
 class Forecast:

@@ -11,11 +11,12 @@ import optax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.recipe.optimizers.average import average_parameters
+from flax_mesh.recipe.optimizers.average import average_parameters, with_average
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.recipe.optimizers.make import make_optimizer, parameter_problems
 from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
+from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import joined, place_of, user_code
 
@@ -83,6 +84,10 @@ class RecipeOptimizer:
         if self.make_schedule is None and self.make is not None:
             return None
         return self._own_schedule() or make_learning_rate_schedule(self.settings)
+
+    def evaluated(self, state: TrainState) -> TrainState:
+        """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
+        return with_average(state, self.settings.ema) if self.settings.ema else state
 
     def _own_optimizer(self, make: Callable[[nnx.State], Any], parameters: nnx.State) -> optax.GradientTransformation:
         with user_code("make_optimizer", place := place_of(make)):
