@@ -95,6 +95,10 @@ class Recipe:
     def num_groups(self) -> int:
         return self.target.num_groups
 
+    def dims(self) -> list[tuple[str, str, int]]:
+        """(setting, logical axis, size) of the dims that the config of the model names with `dims()`."""
+        return method_of(self.model, "dims", list)()
+
     @property
     def schedule_memory(self) -> int:
         """The most activations that a group may store in a searched schedule."""
@@ -137,11 +141,14 @@ def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
     return resolve_checked(config, target, batch)
 
 
-def resolve_checked(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
-    """`resolve` after `check`, which must precede whatever reads a setting, such as the mesh of a target."""
+def resolve_checked(config: TrainConfig, target: Target, batch: Any = None, *, tries_options: bool = True) -> Recipe:
+    """`resolve` after `check`, which must precede whatever reads a setting, such as the mesh of a target.
+
+    `tries_options`: whether XLA options are tried on the devices. Layouts do not depend on them.
+    """
     recipe = derive(config, target, batch)
     problems: list[str] = list(check_on_mesh(config, recipe.mesh, recipe.rules.axes))
-    if isinstance(recipe.mesh, Mesh):
+    if tries_options and isinstance(recipe.mesh, Mesh):
         problems += check_compiler_options(recipe.step_options.compiler_options or {}, recipe.mesh.local_devices[0])
     if problems:
         raise ConfigError(problems)

@@ -28,11 +28,11 @@ from flax_mesh.fields import parse_value
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.model import method_of
-from flax_mesh.recipe.overrides import apply_overrides, to_texts
-from flax_mesh.recipe.program import build_program
-from flax_mesh.recipe.resolve import rules_of
+from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.program import train_program
+from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
 from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, versions
+from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.text import mesh_text, one_line
@@ -79,7 +79,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     with _errors_name_option():
         source = open_decoder(folder, ignore=ignore)
         config = model(source.settings)
-        if problems := [*method_of(config.model, "problems", list)(), *source.problems()]:
+        if problems := [*config.model.problems(), *source.problems()]:
             raise ConfigError(problems)
     mesh = create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])
     rules = rules_of(config, mesh)
@@ -104,9 +104,9 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
 
 def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
     """Save the newest valid step, or `step`, in the layout of a recipe on the available devices."""
-    notes: list[str] = []
-    # Compiler options do not affect the layout, and those of the recipe may be unknown on the available devices.
-    program = build_program(apply_overrides(config, ["run.compiler_options="]), notes.append)
+    check(config)
+    target = local_target(config.mesh, config.run.platform)
+    program = train_program(resolve_checked(config, target, tries_options=False))
     abstract, layers = program.layout, program.rules.layers
     found, passed_over = find_valid(folder, step)
     check_committed(found)
@@ -121,7 +121,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     with new_folder(out) as work:
         sizes = _save(work, number, state, layers, record)
         keep_files(found.parent / KEPT, work)
-    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": notes}
+    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
     return _written(found, out, passed_over) | more | sizes
 
 

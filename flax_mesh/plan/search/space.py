@@ -19,7 +19,6 @@ from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_on_mesh
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
 from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.target import AXIS_NAMES, Target, axis_sizes
@@ -257,7 +256,7 @@ def _useful_axes(config: TrainConfig, recipe: Recipe) -> tuple[str, ...]:
     logical = ["batch", "sequence"] if has_sequence else ["batch"]
     rules = recipe.rules
     if config.rules is None and not config.mesh.rules:
-        logical += [name for _, name, _ in method_of(recipe.model, "dims", list)()]
+        logical += [name for _, name, _ in recipe.dims()]
     used = {axis for name in logical for axis in rules.axes.mesh_axes(name)}
     used |= {axis.strip() for axis in config.mesh.rules.split("+")} | ({"pp"} if rules.layers else set())
     return tuple(axis for axis in AXIS_NAMES if axis in used)
