@@ -1,7 +1,7 @@
 """Public exceptions, and the problems they list. Errors in user input are ValueErrors: one `except` catches them."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 
 class Problem(str):
@@ -47,6 +47,11 @@ class Problem(str):
         line.setting, line.text, line.repair, line.value = setting, text, repair, str(value)
         line.general, line.can_ignore = general or str(line), can_ignore
         return line
+
+    def __getnewargs_ex__(self) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """For copies: the arguments of a new Problem, not only its line."""
+        options = {"value": self.value, "general": self.general, "can_ignore": self.can_ignore}
+        return (self.setting, self.text, self.repair), options
 
     def renamed(self, setting: str) -> "Problem":
         """The problem of the same value under another name, such as an option of a command."""

@@ -1,5 +1,7 @@
 """Problems are records: code reads their fields, and one place forms their lines."""
 
+import copy
+
 from flax_mesh.errors import ConfigError, Problem
 
 
@@ -18,6 +20,8 @@ def test_an_error_has_its_problems_without_head_and_repair():
     )
     assert error.problems == ["key is unknown", "two"] and error.can_ignore
     assert error.lines == ["FILE is wrong:", "  key is unknown", "  two", "  Edit it."] == str(error).splitlines()
+    copied = copy.deepcopy(error)
+    assert copied.lines == error.lines and copied.can_ignore and copied.problems[0].setting == "key"
     plain = ConfigError("one")
     assert plain.lines == plain.problems == ["one"] and not plain.can_ignore
     assert plain.problems[0].general == "one"

@@ -146,13 +146,14 @@ def resolve_checked(config: TrainConfig, target: Target, batch: Any = None, *, t
 
     `tries_options`: whether XLA options are tried on the devices. Layouts do not depend on them.
     """
-    recipe = derive(config, target, batch)
-    problems: list[str] = list(check_on_mesh(config, recipe.mesh, recipe.rules.axes))
-    if tries_options and isinstance(recipe.mesh, Mesh):
-        problems += check_compiler_options(recipe.step_options.compiler_options or {}, recipe.mesh.local_devices[0])
+    mesh = _mesh_of(config, target)
+    rules = rules_of(config, mesh)
+    problems: list[str] = list(check_on_mesh(config, mesh, rules.axes))
+    if tries_options and isinstance(mesh, Mesh):
+        problems += check_compiler_options(parse_compiler_options(config.run.compiler_options), mesh.local_devices[0])
     if problems:
         raise ConfigError(problems)
-    return recipe
+    return _recipe(config, target, mesh, rules, batch)
 
 
 def check(config: TrainConfig) -> None:
@@ -166,12 +167,21 @@ def derive(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
 
     `batch` are the shapes of a batch if they are known, or {} if nothing needs them: `make_batches` is not called then.
     """
+    mesh = _mesh_of(config, target)
+    return _recipe(config, target, mesh, rules_of(config, mesh), batch)
+
+
+def _mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
     try:
-        mesh = target.mesh(config.mesh.axis_types)
+        return target.mesh(config.mesh.axis_types)
     except ValueError as error:
         raise ConfigError(f"mesh.shape={config.mesh.shape}: {error}") from error
+
+
+def _recipe(
+    config: TrainConfig, target: Target, mesh: Mesh | AbstractMesh, rules: PartitionRules, batch: Any
+) -> Recipe:
     make = maker(config)
-    rules = rules_of(config, mesh)
     optimizer = optimizer_of_recipe(config, rules)
     own = None
     if config.make_batches is not None and batch is None:
