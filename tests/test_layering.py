@@ -52,7 +52,7 @@ ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it i
 SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
     data.batches data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions hlo.live
-    hlo.program inference.evaluate inference.memory inference.open inference.prompts inference.source
+    hlo.program inference.memory inference.prompts inference.source
     inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.torus models.cache models.kernels mpmd.runtime.compile
     mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat
     mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips plan.search.confirm
