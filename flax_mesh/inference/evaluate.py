@@ -74,6 +74,7 @@ class Evaluation(NamedTuple):
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
+        """All numbers, with the names that `flax-mesh evaluate --json` prints."""
         derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
         return {"tokens": self.num_tokens, "bytes": self.num_bytes, "loss": self.loss, **derived}
 

@@ -34,10 +34,11 @@ class TrainedModel:
         mesh: The mesh of its arrays.
         tokenizer: Text to token ids and back; None if the model has none.
         stop_tokens: Ids that end a text: `eos_token_id` of a Hugging Face model.
-        source: Where it was opened.
+        source: The folder that it was read from, its step, and the length of the sequences of its training run.
         description: The path, and what was read: the step, or the family of a Hugging Face model.
 
-    `flax_mesh.models.generate(trained.model, ...)` continues prompts that are token ids.
+    `flax_mesh.models.generate(trained.model, ...)` continues prompts that are token ids. The example of `open_trained`
+    calls both methods.
     """
 
     model: Decoder
