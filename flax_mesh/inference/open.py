@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 def open_trained(
     folder: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     step: int | None = None,
     *,
     average: bool = True,
@@ -46,7 +46,7 @@ def open_trained(
     Args:
         folder: A run folder, its `checkpoints/`, one step in it, or a Hugging Face folder.
         overrides: Settings of the mesh and of the model, such as "mesh.shape=fsdp:4,tp:2" and "model.dtype=bfloat16".
-            Default mesh: as many of the devices as the dims of the model allow.
+            A single one may be a text. Default mesh: as many of the devices as the dims of the model allow.
         step: The number of a step. Default: the newest valid one.
         average: Whether a run with `optimizer.ema` has the moving average of its parameters, not the parameters.
         say: Called with lines of text: the step, the number of parameters, the mesh, and damaged steps that were
@@ -72,7 +72,7 @@ def open_trained(
         1000
     """
     source = find_source(folder, step)
-    settings = read_settings(source, overrides)
+    settings = read_settings(source, [overrides] if isinstance(overrides, str) else overrides)
     return load_trained(source, settings, open_tokenizer(source), stop_tokens(source), average=average, say=say)
 
 

@@ -92,15 +92,15 @@ class TrainedModel:
             prompts: A text, or several, of any lengths.
             max_tokens: Number of tokens to generate for each prompt.
             sampling: Temperature, top_k and top_p; greedy by default.
-            stop: Tokens that end a text and are no part of it: ids, or texts that are one token each. Those of
-                `stop_tokens` always do.
+            stop: Tokens that end a text and are no part of it: ids, or texts that are one token each. A text of digits
+                is an id. Those of `stop_tokens` always end it.
             seed: Seed of the sampling, as of `flax_mesh.models.generate`.
             batch_size: Number of prompts that are computed together.
             cache_length: Tokens of a prompt and its text that the cache can store. Default: as many as the longest
                 needs.
 
         Returns:
-            What the tokens add to the text of the prompt; a list in the order of `prompts` if there are several.
+            What the tokens add to the text of the prompt: a text for a text, a list for a list.
 
         Raises:
             ConfigError: The model has no tokenizer, a prompt is empty, an argument is out of its limits, or the cache
@@ -172,8 +172,7 @@ class TrainedModel:
 
         Raises:
             ConfigError: There is no such file, the model has no tokenizer for text, a token is not one of the model,
-                or an argument is out of its limits. The error has a line for every mistake, and nothing has been
-                compiled.
+                or an argument is out of its limits. Nothing has been compiled.
         """
         options = {"sequence_length": sequence_length, "max_tokens": max_tokens}
         given = {"batch_size": batch_size} | {name: value for name, value in options.items() if value is not None}

@@ -17,7 +17,7 @@ MESH = "mesh.shape=fsdp:1"
 
 @pytest.fixture(scope="module")
 def trained(run) -> TrainedModel:
-    return open_trained(run, [MESH])
+    return open_trained(run, MESH)
 
 
 def test_texts_are_those_of_the_command(run, trained, call):
@@ -57,6 +57,4 @@ def test_mistakes_are_lines_before_anything_compiles(trained, tmp_path, compilat
     assert trained.generate([]) == [] and len(evaluate("", 0, 0, 0, bin_dtype="int8")) == 5
     tokens = replace(trained, tokenizer=None)
     (line,) = refused(tokens.generate, "a")
-    assert line.startswith("the prompt is text, but the model has no tokenizer") and "--" not in line
-    assert refused(tokens.evaluate, "stdlib")[0].startswith("source stdlib: text, but the model has no tokenizer")
-    assert not compilations
+    assert line.startswith("the prompt is text, but the model has no tokenizer") and not compilations
