@@ -1,6 +1,7 @@
 """Public exceptions, and the problems they list. Errors in user input are ValueErrors: one `except` catches them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Self
 
 
@@ -113,3 +114,41 @@ class SaveError(RuntimeError):
 
 class PeerError(RuntimeError):
     """A collective operation failed in another process; the message names the process."""
+
+
+class Mistakes:
+    """Collects the mistakes of several checks, to report all of them at once.
+
+    >>> with mistakes:
+    ...     check()  # a ConfigError ends the block, not the command
+    >>> mistakes.raise_if_any()
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._kinds: list[type[BaseException]] = []
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self.problems += error.lines
+        self._kinds.append(type(error))
+        return True
+
+    def raise_if_any(self) -> None:
+        """Raise one error with all lines: a CheckpointCorruptedError if one of them was."""
+        if self.problems:
+            damaged = any(issubclass(kind, CheckpointCorruptedError) for kind in self._kinds)
+            raise (CheckpointCorruptedError if damaged else ConfigError)(list(dict.fromkeys(self.problems)))
+
+
+@contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Begin every line of a ConfigError with the setting, the option or the file that it belongs to."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError([f"{label}: {problem}" for problem in error.lines]) from error

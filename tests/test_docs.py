@@ -92,7 +92,7 @@ def test_the_commands_of_the_docs_are_accepted(monkeypatch, capsys):
 PACKAGES = """
     flax_mesh flax_mesh.sharding flax_mesh.mesh flax_mesh.train flax_mesh.recipe flax_mesh.mpmd flax_mesh.mpmd.schedules
     flax_mesh.checkpoint flax_mesh.models flax_mesh.plan flax_mesh.plan.compile flax_mesh.plan.search
-    flax_mesh.processes flax_mesh.cli
+    flax_mesh.inference flax_mesh.processes flax_mesh.cli
 """
 PUBLIC = tuple(PACKAGES.split())
 # Names that other libraries of the field already use; they do not count towards MOST_NAMES.
@@ -110,7 +110,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 108
+MOST_NAMES = 111
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -122,6 +122,7 @@ ENTRY_POINTS = {
     "flax_mesh.mpmd.schedules": "make_schedule search_schedule",
     "flax_mesh.checkpoint": "Checkpointer",
     "flax_mesh.models": "load_decoder generate",
+    "flax_mesh.inference": "open_trained",
     "flax_mesh.plan": "plan",
     "flax_mesh.plan.compile": "compile_recipe",
     "flax_mesh.plan.search": "search_layouts",
@@ -215,7 +216,7 @@ def examples() -> list[doctest.DocTest]:
 SLOW_EXAMPLES = """
     flax_mesh.train.train flax_mesh.mpmd.Pipeline flax_mesh.checkpoint.Checkpointer flax_mesh.models.generate
     flax_mesh.models.load_decoder flax_mesh.plan.plan flax_mesh.plan.compile.compile_recipe
-    flax_mesh.plan.search.search_layouts
+    flax_mesh.plan.search.search_layouts flax_mesh.inference.open_trained
 """  # 1 to 10 s each
 
 

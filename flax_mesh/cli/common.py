@@ -1,4 +1,4 @@
-"""Helpers shared by the commands: exit codes, error messages, settings, output files, the JAX platform."""
+"""Helpers shared by the commands: exit codes, messages, settings, output files, the JAX platform, trained decoders."""
 
 import argparse
 import os
@@ -13,8 +13,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh.checkpoint.read import plain
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError, ShardingError
-from flax_mesh.fields import path_problem
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, Mistakes, Problem, SaveError, ShardingError
+from flax_mesh.fields import integer_problems, path_problem
+from flax_mesh.inference.open import load_trained
+from flax_mesh.inference.source import Settings, Source, find_source, read_settings
+from flax_mesh.inference.tokenizer import Tokenizer
+from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
@@ -38,35 +42,6 @@ def report_failure(error: BaseException) -> int:
     for line in lines_of(error):
         print(f"flax-mesh: {shortened(plain(line), MOST_PRINTED)}", file=sys.stderr)
     return code
-
-
-class Mistakes:
-    """Collects the mistakes of several checks, to report all of them at once.
-
-    >>> with mistakes:
-    ...     check()  # a ConfigError ends the block, not the command
-    >>> mistakes.raise_if_any()
-    """
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-        self._kinds: list[type[BaseException]] = []
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, ConfigError):
-            return False
-        self.problems += error.lines
-        self._kinds.append(type(error))
-        return True
-
-    def raise_if_any(self) -> None:
-        """Raise one error with all lines: a CheckpointCorruptedError if one of them was."""
-        if self.problems:
-            damaged = any(issubclass(kind, CheckpointCorruptedError) for kind in self._kinds)
-            raise (CheckpointCorruptedError if damaged else ConfigError)(list(dict.fromkeys(self.problems)))
 
 
 def with_lost_output(code: int) -> int:
@@ -140,6 +115,11 @@ def check_writable(option: str, name: str) -> None:
         os.remove(name)
 
 
+def say(line: str) -> None:
+    """Print a line that is not the result of a command: to standard error, at once."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def table_width() -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED_WIDTH
 
@@ -174,3 +154,62 @@ def use_compilation_cache(folder: Path) -> None:
         # XLA's own caches: the keys would contain the path, so that a folder that was moved would be compiled again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         compilation_cache.reset_cache()  # JAX may have found that there is none
+
+
+def add_trained(parser: argparse.ArgumentParser) -> None:
+    """The arguments of commands that open a trained decoder."""
+    parser.add_argument(
+        "source", metavar="DIR", help="a run folder, its checkpoints/, one step in it, or a Hugging Face folder"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="section.key=value",
+        help="settings of the mesh and the model, and run.platform, such as mesh.shape=dp:2,tp:2 model.dtype=bfloat16",
+    )
+    parser.add_argument("--step", metavar="N", type=int, help="this step (default: the newest valid one)")
+    parser.add_argument(
+        "--no-average",
+        action="store_true",
+        help="use the parameters themselves, not their moving average (optimizer.ema)",
+    )
+
+
+class TrainedRequest:
+    """The trained decoder that a command line names, None where it is wrong, which `mistakes` then contain.
+
+    >>> request = TrainedRequest(arguments, mistakes)
+    >>> ...  # more checks, which may use request.source
+    >>> trained = request.load(tokenizer)  # raises all mistakes first
+    """
+
+    def __init__(self, arguments: argparse.Namespace, mistakes: Mistakes):
+        self.source: Source | None = None
+        self.settings: Settings | None = None
+        self._mistakes, self._average = mistakes, not arguments.no_average
+        with mistakes:
+            self.source = find_source(arguments.source, arguments.step)
+            self.settings = read_settings(self.source, with_files(arguments.overrides))
+
+    def load(
+        self, tokenizer: Tokenizer | None = None, stops: Sequence[int] = (), sequence_length: int | None = None
+    ) -> TrainedModel:
+        """Load the decoder on the platform of its settings, unless there is a mistake."""
+        self._mistakes.raise_if_any()
+        assert self.source is not None and self.settings is not None
+        use_platform(self.settings.config.run.platform)
+        options = {"average": self._average, "sequence_length": sequence_length}
+        return load_trained(self.source, self.settings, tokenizer, stops, **options, say=say)
+
+
+def as_option(problem: Problem) -> Problem:
+    """`--max-tokens must be ...` for `max_tokens must be ...`."""
+    return problem.renamed(f"--{problem.setting.replace('_', '-')}")
+
+
+def check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    """Raise one ConfigError for the options that are set and not at least 1."""
+    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    if problems := integer_problems(values):
+        raise ConfigError([as_option(problem) for problem in problems])

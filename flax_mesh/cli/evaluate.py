@@ -5,26 +5,22 @@ import json
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import NamedTuple
+from functools import cache
 
 from flax_mesh.checkpoint.read import finite, plain
-from flax_mesh.cli.common import DONE, Mistakes, table_width, use_platform, with_files
-from flax_mesh.cli.generate import add_source, check_counts
+from flax_mesh.cli.common import DONE, TrainedRequest, add_trained, check_counts, say, table_width
 from flax_mesh.data.config import STDLIB
 from flax_mesh.data.corpus import load_documents
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Mistakes, labelled
 from flax_mesh.fields import path_problem
-from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, set_problems, text_set
-from flax_mesh.inference.open import load_trained
-from flax_mesh.inference.source import Settings, Source, find_source, read_settings
+from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, read_set
+from flax_mesh.inference.source import EVALUATION_LENGTH, Source
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
+from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.text import mesh_text, table_text
 
 NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
-LENGTH = 1024  # of sequences, unless the model was trained on, or supports, only shorter ones
 HEADS = ("set", "tokens", "bytes", "loss", "bits/byte", "perplexity")
 
 
@@ -34,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the first is predicted once."
     )
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 the checkpoint is damaged."
-    add_source(parser)
+    add_trained(parser)
     parser.add_argument(
         "--data",
         metavar="[NAME=]SOURCE",
@@ -46,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length",
         metavar="N",
         type=int,
-        help=f"tokens per window (default: that of the run, or at most {LENGTH})",
+        help=f"tokens per window (default: that of the run, or at most {EVALUATION_LENGTH})",
     )
     parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows per batch (default: 8)")
     parser.add_argument(
@@ -56,30 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-class Request(NamedTuple):
-    """Everything that the command line asks for, checked."""
-
-    source: Source
-    settings: Settings
-    sets: dict[str, TextSet]
-    sequence_length: int
-
-
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    request = _checked(arguments)
-    use_platform(request.settings.config.run.platform)
-    say = partial(print, file=sys.stderr, flush=True)
-    options = {"average": not arguments.no_average, "sequence_length": request.sequence_length}
-    trained = load_trained(request.source, request.settings, None, **options, say=say)
-    options = {"sequence_length": request.sequence_length, "batch_size": arguments.batch_size}
-    tokens = {name: found.tokens for name, found in request.sets.items()}
-    say(f"windows: {request.sequence_length} tokens")
+    trained, sets, length = _opened(arguments)
+    options = {"sequence_length": length, "batch_size": arguments.batch_size}
+    say(f"windows: {length} tokens")
     results: dict[str, Evaluation] = {}
-    for name, count, loss in evaluate(trained.model, trained.mesh, tokens, **options):
-        results[name] = Evaluation(count, request.sets[name].num_bytes, loss)
-        if not math.isfinite(loss):
+    for name, one in evaluate(trained.model, trained.mesh, sets, **options):
+        results[name] = one
+        if not math.isfinite(one.loss):
             say(
-                f"warning: the loss of {plain(name)} is {loss}: numbers of the model are not finite; "
+                f"warning: the loss of {plain(name)} is {one.loss}: numbers of the model are not finite; "
                 "try model.dtype=float32, or another --step"
             )
     if arguments.json:
@@ -102,30 +84,22 @@ def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
     return [cells(name, one) for name, one in results.items()]
 
 
-def _checked(arguments: argparse.Namespace) -> Request:
-    """Check everything that needs no device. One error has a line for every mistake."""
-    mistakes, settings, source = Mistakes(), None, None
-    sources: dict[str, str] = {}
+def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, TextSet], int]:
+    """The model, the sets, the tokens per window. What needs no device is checked first: a line for every mistake."""
+    mistakes, sources = Mistakes(), {}
     sets: dict[str, TextSet] = {}
     with mistakes:
         check_counts(arguments, "sequence_length", "batch_size", "max_tokens")
     with mistakes:
         sources = read_sources(arguments.data)
-    with mistakes:
-        source = find_source(arguments.source, arguments.step)
-    if source is not None:
-        with mistakes:
-            settings = read_settings(source, with_files(arguments.overrides))
+    request = TrainedRequest(arguments, mistakes)
+    source = request.source
     tokenizer = cache(lambda: None if source is None else open_tokenizer(source))  # once, and only for text
     for name, text in sources.items():
         with mistakes:
             sets[name] = _read_set(name, text, arguments, source, tokenizer)
-    mistakes.raise_if_any()
-    assert source is not None and settings is not None
-    length = arguments.sequence_length or source.sequence_length or LENGTH
-    if source.decoder is not None and not arguments.sequence_length:
-        length = min(length, LENGTH)
-    return Request(source, settings, sets, length)
+    length = arguments.sequence_length or (EVALUATION_LENGTH if source is None else source.evaluation_length)
+    return request.load(sequence_length=length), sets, length
 
 
 def read_sources(texts: Sequence[str]) -> dict[str, str]:
@@ -154,17 +128,10 @@ def _read_set(
     source: Source | None,
     tokenizer: Callable[[], Tokenizer | None],
 ) -> TextSet:
-    try:
-        documents = load_documents(text, arguments.bin_dtype, option="--bin-dtype")
-        if source is None:  # which is an error already
-            return TextSet(documents.join(), None)
-        most = arguments.max_tokens if (arguments.max_tokens or 0) > 0 else None  # others are reported as mistakes
-        found = text_set(documents, tokenizer() if documents.is_text else None, most)
-        problems = set_problems(found.tokens, source.model.vocab_size)
-    except ConfigError as error:
-        problems = error.lines
-    else:
-        if not problems:
-            return found
     label = f"--data {name}" if name == text or text == STDLIB else f"--data {name}={text}"
-    raise ConfigError([f"{label}: {problem}" for problem in problems])
+    files = {"bin_dtype": arguments.bin_dtype, "option": "--bin-dtype"}
+    if source is None:  # which is an error already
+        with labelled(label):
+            return TextSet(load_documents(text, **files).join(), None)
+    most = arguments.max_tokens if (arguments.max_tokens or 0) > 0 else None  # others are reported as mistakes
+    return read_set(text, tokenizer, source.model.vocab_size, label=label, most=most, **files)

@@ -5,44 +5,22 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.cli.common import DONE, Mistakes, check_writable, use_platform, with_files, write_file
+from flax_mesh.cli.common import DONE, TrainedRequest, add_trained, as_option, check_writable, say, write_file
 from flax_mesh.cli.text.generated import Printer, json_of
-from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import integer_problems
-from flax_mesh.inference.memory import cache_problem
-from flax_mesh.inference.open import load_trained
+from flax_mesh.errors import Mistakes
+from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
-from flax_mesh.inference.source import Settings, Source, find_source, read_settings
-from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
+from flax_mesh.inference.source import Source
+from flax_mesh.inference.tokenizer import open_tokenizer, stop_tokens
+from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.models import Generated, Sampling, generate
-from flax_mesh.models.cache import cache_shape
 from flax_mesh.models.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
 
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """The arguments of commands that open a trained decoder."""
-    parser.add_argument(
-        "source", metavar="DIR", help="a run folder, its checkpoints/, one step in it, or a Hugging Face folder"
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings of the mesh and the model, and run.platform, such as mesh.shape=dp:2,tp:2 model.dtype=bfloat16",
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="this step (default: the newest valid one)")
-    parser.add_argument(
-        "--no-average",
-        action="store_true",
-        help="use the parameters themselves, not their moving average (optimizer.ema)",
-    )
+SMALLER_CACHE = "lower --max-tokens, --cache-length or --batch-size"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "printed to standard error."
     )
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 the checkpoint is damaged."
-    add_source(parser)
+    add_trained(parser)
     parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="a prompt; may be repeated")
     parser.add_argument(
         "--prompts",
@@ -89,36 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print these lines instead of the text")
 
 
-class Request(NamedTuple):
-    """Everything that the command line asks for, checked."""
-
-    source: Source
-    settings: Settings
-    tokenizer: Tokenizer | None
-    prompts: list[Prompt]
-    rows: list[np.ndarray]
-    stops: list[int]
-    sampling: Sampling
-
-
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    request = _checked(arguments)
-    use_platform(request.settings.config.run.platform)
-    say = partial(print, file=sys.stderr, flush=True)
-    trained = load_trained(
-        request.source, request.settings, request.tokenizer, average=not arguments.no_average, say=say
-    )
+    trained, prompts, rows = _opened(arguments)
     sizes = {name: getattr(arguments, name) for name in ("max_tokens", "batch_size", "cache_length")}
-    num_rows, num_slots = cache_shape(trained.config.axes, trained.mesh, list(map(len, request.rows)), **sizes)
-    if problem := cache_problem(trained.config, trained.mesh, num_rows, num_slots):
-        raise ConfigError(problem)
-    if note := _length_note(request, arguments.max_tokens):
+    check_cache(trained.config, trained.mesh, list(map(len, rows)), **sizes, advice=SMALLER_CACHE)
+    if note := _length_note(trained.source, max(map(len, rows)) + arguments.max_tokens):
         say(note)
-    say(f"tokenizer: {'none' if request.tokenizer is None else request.tokenizer.name}")
-    stops = frozenset(request.stops)
-    printer = Printer(
-        request.prompts, request.rows, request.tokenizer, stops, arguments.max_tokens, quiet=arguments.json
-    )
+    say(f"tokenizer: {'none' if trained.tokenizer is None else trained.tokenizer.name}")
+    stops = frozenset(trained.stop_tokens)
+    printer = Printer(prompts, rows, trained.tokenizer, stops, arguments.max_tokens, quiet=arguments.json)
 
     def on_token(prompt: int, token: int) -> None:
         printer.token(prompt, token)
@@ -126,7 +83,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             raise _ReaderEnded
 
     def on_result(prompt: int, one: Generated) -> None:
-        found = json_of(request.prompts[prompt], request.rows[prompt], one, request.tokenizer)
+        found = json_of(prompts[prompt], rows[prompt], one, trained.tokenizer)
         line = json.dumps(found, ensure_ascii=False) + "\n"
         if arguments.json:
             print(line, end="", flush=True)
@@ -136,9 +93,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     with suppress(_ReaderEnded):
         generate(
             trained.model,
-            request.rows,
-            sampling=request.sampling,
-            stop_tokens=request.stops,
+            rows,
+            sampling=_sampling(arguments),
+            stop_tokens=trained.stop_tokens,
             seed=arguments.seed,
             **sizes,
             on_token=on_token,
@@ -148,9 +105,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return DONE
 
 
-def _length_note(request: Request, max_tokens: int) -> str:
+def _length_note(source: Source, longest: int) -> str:
     """A line if texts may be longer than those that the model was trained on, else ""."""
-    source, longest = request.source, max(map(len, request.rows)) + max_tokens
     if source.sequence_length is None or longest <= source.sequence_length:
         return ""
     of = "the sequences of the training run" if source.decoder is None else "max_position_embeddings"
@@ -161,25 +117,26 @@ class _ReaderEnded(Exception):
     """The reader of standard output has ended, so the rest need not be generated."""
 
 
-def _checked(arguments: argparse.Namespace) -> Request:
-    """Check everything that needs no device. One error has a line for every mistake."""
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
-    mistakes, prompts, settings, tokenizer, source = Mistakes(), [], None, None, None
+def _sampling(arguments: argparse.Namespace) -> Sampling:
+    return Sampling(arguments.temperature, arguments.top_k, arguments.top_p)
+
+
+def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, list[Prompt], list[np.ndarray]]:
+    """The model, the prompts and their ids. What needs no device is checked first: one line for every mistake."""
+    mistakes, tokenizer = Mistakes(), None
+    prompts: list[Prompt] = []
     rows: list[np.ndarray] = []
     stops: list[int] = []
     limits = (arguments.max_tokens, arguments.seed, arguments.batch_size, arguments.cache_length, (), 1)
-    mistakes.problems += map(as_option, [*sampling.problems(), *option_problems(*limits)])
+    mistakes.problems += map(as_option, [*_sampling(arguments).problems(), *option_problems(*limits)])
     if arguments.out:
         with mistakes:
             check_writable("--out", arguments.out)
     with mistakes:
         prompts = read_prompts(arguments.prompt, arguments.prompts)
-    with mistakes:
-        source = find_source(arguments.source, arguments.step)
-    if source is not None:
+    request = TrainedRequest(arguments, mistakes)
+    if (source := request.source) is not None:
         vocab_size = source.model.vocab_size
-        with mistakes:
-            settings = read_settings(source, with_files(arguments.overrides))
         with mistakes:
             stops += stop_tokens(source)
         with mistakes:
@@ -191,18 +148,4 @@ def _checked(arguments: argparse.Namespace) -> Request:
                 names = [prompt.name for prompt in prompts]
                 options = ("--cache-length", "--max-tokens ")
                 mistakes.problems += length_problems(rows, arguments.max_tokens, arguments.cache_length, names, options)
-    mistakes.raise_if_any()
-    assert source is not None and settings is not None
-    return Request(source, settings, tokenizer, prompts, rows, stops, sampling)
-
-
-def as_option(problem: Problem) -> Problem:
-    """`--max-tokens must be ...` for `max_tokens must be ...`."""
-    return problem.renamed(f"--{problem.setting.replace('_', '-')}")
-
-
-def check_counts(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise one ConfigError for the options that are set and not at least 1."""
-    values = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    if problems := integer_problems(values):
-        raise ConfigError([as_option(problem) for problem in problems])
+    return request.load(tokenizer, stops), prompts, rows

@@ -13,15 +13,14 @@ import mmap
 import os
 import platform
 import sysconfig
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from flax_mesh.data.config import STDLIB, DataConfig, check_data_config
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, labelled
 from flax_mesh.text import count_text, one_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
@@ -179,22 +178,13 @@ def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str
     return Documents(documents, is_text, files)
 
 
-@contextmanager
-def _of_source() -> Iterator[None]:
-    """Add the name of the setting to errors."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError([f"data.source: {problem}" for problem in error.lines]) from error
-
-
 def _read_corpus(config: DataConfig) -> Corpus:
-    with _of_source():
+    with labelled("data.source"):
         found = load_documents(config.source, config.bin_dtype)
     documents, is_text, files = found.tokens, found.is_text, found.paths
     # Before the tokens are hashed: a file that is written after that has another stamp.
     stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
-    with _of_source():
+    with labelled("data.source"):
         train, held_out, split = _split(found, config.held_out)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source

@@ -21,9 +21,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.corpus import Documents, Tokens
+from flax_mesh.data.corpus import Documents, Tokens, load_documents
 from flax_mesh.data.user_batches import place_batch
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Problem, as_problem, labelled
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
@@ -52,6 +52,11 @@ class Evaluation(NamedTuple):
         num_tokens: Number of predicted tokens.
         num_bytes: Bytes of their text; None if it is not known.
         loss: Mean cross-entropy in nats per token.
+
+    Example:
+        >>> one = Evaluation(num_tokens=100, num_bytes=400, loss=2.0)
+        >>> f"{one.perplexity:.4f} {one.bits_per_byte:.4f}"
+        '7.3891 0.7213'
     """
 
     num_tokens: int
@@ -60,6 +65,7 @@ class Evaluation(NamedTuple):
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss."""
         return math.inf if self.loss > LARGEST_EXPONENT else math.exp(self.loss)  # nan for a loss that is nan
 
     @property
@@ -68,31 +74,32 @@ class Evaluation(NamedTuple):
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
+        """All numbers, with the names that `flax-mesh evaluate --json` prints."""
         derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
         return {"tokens": self.num_tokens, "bytes": self.num_bytes, "loss": self.loss, **derived}
 
 
 def evaluate(
-    model: Decoder, mesh: Mesh, sets: Mapping[str, Tokens], *, sequence_length: int, batch_size: int
-) -> Iterator[tuple[str, int, float]]:
-    """Yield (name, number of predicted tokens, mean loss in nats) of every set.
+    model: Decoder, mesh: Mesh, sets: Mapping[str, TextSet], *, sequence_length: int, batch_size: int
+) -> Iterator[tuple[str, Evaluation]]:
+    """Yield the name and the evaluation of every set.
 
     One program is compiled. The rows of a batch are rounded up to what the mesh divides, and neither rows nor columns
     are more than the longest set has.
     """
     sums = _sums(model, mesh)
-    longest = max(map(len, sets.values()), default=2)
+    longest = max((len(tokens) for tokens, _ in sets.values()), default=2)
     sequence_length = window_length(model.config, mesh, sequence_length, longest - 1)
     most = _count_of(longest, sequence_length)
     rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
-    for name, tokens in sets.items():
+    for name, (tokens, num_bytes) in sets.items():
         total, pending = 0.0, []
         for first in range(0, _count_of(len(tokens), sequence_length), rows):
             pending.append(sums(window_batch(tokens, first, rows, sequence_length)))
             if len(pending) > 1:  # the devices compute the next batch meanwhile
                 total += float(pending.pop(0))
         total += sum(map(float, pending))
-        yield name, len(tokens) - 1, total / (len(tokens) - 1)
+        yield name, Evaluation(len(tokens) - 1, num_bytes, total / (len(tokens) - 1))
 
 
 def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) -> dict[str, np.ndarray]:
@@ -148,12 +155,38 @@ def _multiple(axes: PartitionAxis, mesh: Mesh, *logical: str) -> int:
     return math.prod(mesh.shape.get(name, 1) for name in names)
 
 
-def length_problem(axes: PartitionAxis, mesh: Mesh, sequence_length: int) -> str:
-    """Why `mesh` cannot split sequences of this length, "" if it can."""
-    ways = _multiple(axes, mesh, "sequence")
-    if sequence_length % ways == 0:
-        return ""
-    return f"--sequence-length {sequence_length} is not divisible by the {ways} parts of a sequence; use a multiple"
+def length_problems(
+    config: DecoderConfig, mesh: Mesh, sequence_length: int, name: str = "sequence_length"
+) -> list[Problem]:
+    """Why `mesh` cannot compute sequences of this length, one line each; `name` is that of the option."""
+    found = [as_problem(line) for line in config.problems_on(mesh, sequence_length)]
+    found = [one.renamed(name) if one.setting == "data.sequence_length" else one for one in found]
+    if sequence_length % (ways := _multiple(config.axes, mesh, "sequence")):
+        what = f"{sequence_length} is not divisible by the {ways} parts of a sequence"
+        found.append(Problem(name, what, "use a multiple"))
+    return found
+
+
+def read_set(
+    source: str,
+    tokenizer: Callable[[], Tokenizer | None],
+    vocab_size: int,
+    *,
+    label: str,
+    most: int | None,
+    bin_dtype: str,
+    option: str = "bin_dtype",
+) -> TextSet:
+    """The first `most` tokens of the files of `source`; `tokenizer` opens that of the model, which text needs.
+
+    Raises one ConfigError, whose lines begin with `label`, if a model with that many ids cannot be evaluated on them.
+    """
+    with labelled(label):
+        documents = load_documents(source, bin_dtype, option=option)
+        found = text_set(documents, tokenizer() if documents.is_text else None, most)
+        if problems := set_problems(found.tokens, vocab_size):
+            raise ConfigError(problems)
+    return found
 
 
 def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:

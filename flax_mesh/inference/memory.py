@@ -2,24 +2,40 @@
 
 import math
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
 from flax_mesh.models import DecoderConfig
-from flax_mesh.models.cache import CACHE_DIMS
+from flax_mesh.models.cache import CACHE_DIMS, cache_shape
 from flax_mesh.text import bytes_text, count_text
 
 
-def cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: int) -> str:
+def check_cache(
+    config: DecoderConfig,
+    mesh: Mesh,
+    lengths: Sequence[int],
+    *,
+    max_tokens: int,
+    batch_size: int,
+    cache_length: int | None,
+    advice: str = "lower max_tokens, cache_length or batch_size",
+) -> None:
+    """Raise a ConfigError if the cache for prompts of these lengths cannot be allocated."""
+    sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
+    num_rows, num_slots = cache_shape(config.axes, mesh, lengths, **sizes)
+    if problem := _cache_problem(config, mesh, num_rows, num_slots):
+        raise ConfigError(f"{problem}; {advice}")
+
+
+def _cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: int) -> str:
     """Why a cache of that many rows and slots cannot be allocated, "" if it may fit."""
-    advice = "lower --max-tokens, --cache-length or --batch-size"
     if num_slots > MAX_SIZE:
-        return (
-            f"the cache needs {num_slots:,} slots for a prompt and its text, above the {MAX_SIZE:,} of int32; {advice}"
-        )
+        return f"the cache needs {num_slots:,} slots for a prompt and its text, above the {MAX_SIZE:,} of int32"
     names = {name for dim in CACHE_DIMS for name in config.axes.mesh_axes(dim, "decode")}
     parts = math.prod(mesh.shape.get(name, 1) for name in names)
     values = 2 * config.num_layers * num_rows * num_slots * config.num_kv_heads * config.head_dim
@@ -28,7 +44,7 @@ def cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: i
         return ""
     return (
         f"the cache of {count_text(num_rows, 'row')} with {num_slots:,} slots each needs {bytes_text(needed)} per "
-        f"device, which has {bytes_text(limit)} left; {advice}"
+        f"device, which has {bytes_text(limit)} left"
     )
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from flax import nnx
@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import step_number
 from flax_mesh.checkpoint.read import read_tree
-from flax_mesh.errors import ConfigError, as_problem
-from flax_mesh.inference.evaluate import length_problem
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.evaluate import length_problems
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
-from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
+from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
+from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
@@ -30,39 +31,56 @@ from flax_mesh.text import mesh_text
 Say = Callable[[str], None]
 
 
-class TrainedModel(NamedTuple):
-    """A decoder with its arrays on the devices of `mesh`, and its tokenizer, if it has one."""
-
-    model: Decoder
-    config: DecoderConfig
-    mesh: Mesh
-    tokenizer: Tokenizer | None
-    description: str
-
-
 def open_trained(
     folder: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     step: int | None = None,
     *,
     average: bool = True,
     say: Say = lambda text: None,
 ) -> TrainedModel:
-    """Open the newest valid step of a run, or `step`, or a Hugging Face folder, directly sharded over a mesh.
+    """Open a trained decoder, each device reading only its own slices: a run on any mesh, or a Hugging Face folder.
 
-    `overrides` are settings of the model, of the mesh, and run.platform. A run with `optimizer.ema` has the moving
-    average of its parameters, unless `average` is False. Raises ConfigError or ShardingError with a line for every
-    mistake, and CheckpointCorruptedError.
+    Its settings are those in the metadata of the checkpoint. The recipe that it names is not executed.
+
+    Args:
+        folder: A run folder, its `checkpoints/`, one step in it, or a Hugging Face folder.
+        overrides: Settings of the mesh and of the model, such as "mesh.shape=fsdp:4,tp:2" and "model.dtype=bfloat16".
+            A single one may be a text. Default mesh: as many of the devices as the dims of the model allow.
+        step: The number of a step. Default: the newest valid one.
+        average: Whether a run with `optimizer.ema` has the moving average of its parameters, not the parameters.
+        say: Called with lines of text: the step, the number of parameters, the mesh, and damaged steps that were
+            skipped.
+
+    Returns:
+        The decoder on its mesh, with its tokenizer: bytes for a run on text, or else tokenizer.json, if there is one.
+
+    Raises:
+        ConfigError: `folder` has no decoder, a setting is wrong or has no effect here, or the mesh does not divide a
+            dim of the model. The error has a line for every mistake.
+        ShardingError: The mesh does not divide a dim of a parameter.
+        CheckpointCorruptedError: The step, or every step, is damaged.
+
+    Example:
+        >>> from flax_mesh.inference import open_trained
+        >>> from flax_mesh.train import apply_overrides, load_recipe, train
+        >>> settings = ["run.steps=1", "model.num_layers=1", "run.eval_every=0", "run.sample_tokens=0"]
+        >>> result = train(apply_overrides(load_recipe("recipes/tiny.py"), [*settings, "run.folder=runs/tiny"]))
+        >>> trained = open_trained("runs/tiny", ["mesh.shape=fsdp:4,tp:2"])
+        >>> text = trained.generate("def main", max_tokens=4)
+        >>> trained.evaluate("stdlib", max_tokens=1001).num_tokens
+        1000
     """
     source = find_source(folder, step)
-    settings = read_settings(source, overrides)
-    return load_trained(source, settings, open_tokenizer(source), average=average, say=say)
+    settings = read_settings(source, [overrides] if isinstance(overrides, str) else overrides)
+    return load_trained(source, settings, open_tokenizer(source), stop_tokens(source), average=average, say=say)
 
 
 def load_trained(
     source: Source,
     settings: Settings,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | None = None,
+    stops: Sequence[int] = (),
     *,
     average: bool = True,
     sequence_length: int | None = None,
@@ -82,15 +100,11 @@ def load_trained(
         )  # auto: the mesh may use fewer devices
     recipe = derive(config, local_target(config.mesh, config.run.platform), {})
     mesh = recipe.device_mesh
-    problems = check_model_on_mesh(config, mesh, recipe.rules.axes, sequence_length)
-    problems = [
-        problem.renamed("--sequence-length") if problem.setting == "data.sequence_length" else problem
-        for problem in problems
-    ]
-    if sequence_length is not None and (problem := length_problem(config.model.axes, mesh, sequence_length)):
-        problems.append(as_problem(problem))
+    problems = check_model_on_mesh(config, mesh, recipe.rules.axes)
+    if sequence_length is not None:
+        problems += length_problems(config.model, mesh, sequence_length, "--sequence-length")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     abstract = abstract_state(recipe.make_model, mesh, recipe.layout.rules)
     graphdef, _ = abstract_split(recipe.make_model, mesh)
     state, what = _load(source, config.model, abstract, average)
@@ -103,7 +117,7 @@ def load_trained(
         say(note)
     more = "" if settings.has_mesh else "; mesh.shape=... sets another one"
     say(f"mesh: {_mesh_line(mesh)}{more}")
-    return TrainedModel(model, config.model, mesh, tokenizer, f"{source.path}, {what}")
+    return TrainedModel(model, config.model, mesh, tokenizer, tuple(stops), source, f"{source.path}, {what}")
 
 
 def _mesh_line(mesh: Mesh) -> str:

@@ -1,4 +1,4 @@
-"""Prompts of a command: texts, or a file with a prompt in every line. All mistakes are reported at once."""
+"""Prompts: texts, or a file with a prompt in every line. All mistakes are reported at once."""
 
 import codecs
 import json
@@ -16,6 +16,7 @@ from flax_mesh.text import at_most
 
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"
+PASS_IDS = 'pass token ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
 FORM = 'a JSON object {"prompt": TEXT} or {"tokens": [ID, ...]}'
 
 
@@ -31,7 +32,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     """The prompts of the command line and of a file, in this order."""
     names = ["--prompt"] if len(texts) == 1 else [f"--prompt number {n}" for n in range(1, len(texts) + 1)]
     found = [Prompt(name, text) for name, text in zip(names, texts, strict=True)]
-    problems = [f"{p.name} is not UTF-8; use other characters" for p in found if not _is_unicode(p.text)]
+    problems = unicode_problems(found)
     if file is not None:
         try:
             found += _read_file(file)
@@ -45,8 +46,12 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return found
 
 
+def unicode_problems(prompts: Sequence[Prompt]) -> list[str]:
+    """One line for every text that has no UTF-8, as what Python reads from a command line with other bytes."""
+    return [f"{prompt.name} is not UTF-8; use other characters" for prompt in prompts if not _is_unicode(prompt.text)]
+
+
 def _is_unicode(text: str | None) -> bool:
-    """False for the bytes that Python reads from a command line that is not UTF-8."""
     return text is None or not any("\ud800" <= char <= "\udfff" for char in text)
 
 
@@ -97,13 +102,18 @@ def _parse(name: str, line: str) -> Prompt | str:
     return Prompt(name, found["prompt"])
 
 
-def encode_prompts(prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_size: int) -> list[np.ndarray]:
-    """Token ids of every prompt. ConfigError if the model cannot read one, or has no tokenizer for a text."""
+def encode_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, vocab_size: int, advice: str = PASS_IDS
+) -> list[np.ndarray]:
+    """Token ids of every prompt, (P,) each. ConfigError if the model cannot read one, or has no tokenizer for a text.
+
+    `advice` is how to pass token ids.
+    """
     texts = [prompt.name for prompt in prompts if prompt.text is not None]
     if tokenizer is None and texts:
         raise ConfigError(
             f"{texts[0]} is text, but the model has no tokenizer: it was not trained on text files, and there is no "
-            'tokenizer.json; pass token ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
+            f"tokenizer.json; {advice}"
         )
     rows = [_encode(prompt, tokenizer) for prompt in prompts]
     if problems := prompt_problems(rows, vocab_size, [prompt.name for prompt in prompts]):
@@ -118,21 +128,21 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
     return tokenizer.encode(prompt.text).tokens
 
 
-def stop_ids(stops: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:
-    """The ids of --stop: an id, or a text that is one token. One ConfigError for all that are neither."""
+def stop_ids(stops: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int, option: str = "--stop") -> list[int]:
+    """The ids of `option`: an id, or a text that is one token. One ConfigError for all that are neither."""
     found, problems = [], []
     for stop in stops:
         if stop.isdecimal() and stop.isascii() and len(stop) < 19:
             ids: Sequence[int] = [int(stop)]
         elif tokenizer is None:
-            problems.append(f"--stop {stop!r} must be a token id: the model has no tokenizer")
+            problems.append(f"{option} {stop!r} must be a token id: the model has no tokenizer")
             continue
         else:
             ids = tokenizer.encode(stop, special=False).tokens.tolist() if _is_unicode(stop) else []
         if len(ids) != 1:
-            problems.append(f"--stop {stop!r} must be one token, got {len(ids)}; pass one of its tokens, or an id")
+            problems.append(f"{option} {stop!r} must be one token, got {len(ids)}; pass one of its tokens, or an id")
         elif not 0 <= ids[0] < vocab_size:
-            problems.append(f"--stop {stop} is no token; the ids of this model are 0 to {vocab_size - 1}")
+            problems.append(f"{option} {stop} is no token; the ids of this model are 0 to {vocab_size - 1}")
         else:
             found.append(ids[0])
     if problems:

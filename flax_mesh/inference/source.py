@@ -24,6 +24,7 @@ from flax_mesh.recipe.saved import is_trained_on_text, saved_record
 from flax_mesh.recipe.target import axis_sizes
 from flax_mesh.text import at_most
 
+EVALUATION_LENGTH = 1024  # of sequences, unless the training run had, or config.json allows, others
 DECODER = "flax_mesh.models.Decoder"
 # Fields of DecoderConfig that every version has saved; later ones have defaults.
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
@@ -56,6 +57,13 @@ class Source:
     @property
     def step(self) -> int | None:
         return None if self.decoder else step_number(self.path)
+
+    @property
+    def evaluation_length(self) -> int:
+        """Tokens per window of an evaluation: as in the training run, or at most EVALUATION_LENGTH."""
+        if self.sequence_length is None:
+            return EVALUATION_LENGTH
+        return self.sequence_length if self.decoder is None else min(self.sequence_length, EVALUATION_LENGTH)
 
 
 class Settings(NamedTuple):

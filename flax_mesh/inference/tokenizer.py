@@ -160,6 +160,12 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int
     return text[len(earlier) :] if text.startswith(earlier) else tokenizer.decode(tokens)
 
 
+def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
+    """What a continuation adds to the text of its prompt, or its ids if there is no tokenizer; no stop at its end."""
+    shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
+    return " ".join(map(str, shown)) if tokenizer is None else text_after(tokenizer, prompt, shown)
+
+
 class TextStream:
     """The text of tokens that arrive one by one after a prompt: `add` and `end` return what is new.
 

@@ -11,6 +11,7 @@ import pytest
 from flax_mesh.cli import evaluate as cli
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.data.corpus import load_corpus
+from flax_mesh.inference.evaluate import Evaluation
 from flax_mesh.inference.tokenizer import Bytes
 from flax_mesh.train import apply_overrides, train
 from tests.inference.small_run import recipe
@@ -45,7 +46,9 @@ def test_several_sets_are_a_table(trained, command, tmp_path):
 
 def test_a_loss_that_is_not_finite_is_a_warning(trained, command, monkeypatch):
     losses = {"a": math.nan, "b": 2.0, "c": math.inf}
-    monkeypatch.setattr(cli, "evaluate", lambda *_, **__: ((name, 5, loss) for name, loss in losses.items()))
+    monkeypatch.setattr(
+        cli, "evaluate", lambda *_, **__: ((name, Evaluation(5, 5, loss)) for name, loss in losses.items())
+    )
     data = [word for name in losses for word in ("--data", f"{name}={trained[1]}")]
     code, text, errors = command(trained[0], *data, "mesh.shape=fsdp:1")
     rows = [line.split() for line in text.splitlines()[1:]]

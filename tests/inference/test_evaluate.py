@@ -11,9 +11,18 @@ from flax import nnx
 from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import evaluate as module
-from flax_mesh.inference.evaluate import Evaluation, evaluate, set_problems, text_set, window_batch, window_length
-from flax_mesh.inference.open import TrainedModel, open_trained
+from flax_mesh.inference.evaluate import (
+    Evaluation,
+    TextSet,
+    evaluate,
+    set_problems,
+    text_set,
+    window_batch,
+    window_length,
+)
+from flax_mesh.inference.open import open_trained
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
+from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.models import DecoderConfig
 from tests.inference.small_run import save_run, write_byte_tokenizer, write_tokenizer
 
@@ -38,9 +47,9 @@ def plain_loss(trained: TrainedModel, tokens: np.ndarray) -> float:
 
 
 def loss_of(trained: TrainedModel, *sets, batch_size: int = 3, sequence_length: int = LENGTH) -> list[float]:
-    named = {str(n): tokens for n, tokens in enumerate(sets)}
+    named = {str(n): TextSet(tokens, None) for n, tokens in enumerate(sets)}
     found = evaluate(trained.model, trained.mesh, named, sequence_length=sequence_length, batch_size=batch_size)
-    return [loss for (_, count, loss), tokens in zip(found, sets, strict=True) if count == len(tokens) - 1]
+    return [one.loss for (_, one), tokens in zip(found, sets, strict=True) if one.num_tokens == len(tokens) - 1]
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.read import finite, plain
 from flax_mesh.inference.prompts import Prompt
-from flax_mesh.inference.tokenizer import TextStream, Tokenizer, text_after
+from flax_mesh.inference.tokenizer import TextStream, Tokenizer, text_of
 from flax_mesh.models import Generated
 from flax_mesh.text import count_text, shortened
 
@@ -28,12 +28,6 @@ def printable(text: str) -> str:
 
 def _is_control(char: str) -> bool:
     return char not in "\n\t" and (unicodedata.category(char) == "Cc" or char in BIDIRECTIONAL)
-
-
-def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
-    """What a continuation adds to the text of its prompt, or its ids if there is no tokenizer; no stop at its end."""
-    shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
-    return " ".join(map(str, shown)) if tokenizer is None else text_after(tokenizer, prompt, shown)
 
 
 def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:

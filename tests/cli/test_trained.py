@@ -1,0 +1,60 @@
+"""A model in Python: the texts and the numbers are those of the commands, and its mistakes are one line each."""
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference import TrainedModel, open_trained
+from flax_mesh.models import Sampling
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+MESH = "mesh.shape=fsdp:1"
+
+
+@pytest.fixture(scope="module")
+def trained(run) -> TrainedModel:
+    return open_trained(run, MESH)
+
+
+def test_texts_are_those_of_the_command(run, trained, call):
+    options = ("--temperature", 1, "--seed", 4, "--max-tokens", 12, MESH, "--json")
+    text = call("generate", run, "--prompt", "é and", "--prompt", "x", *options)[1]
+    lines = [json.loads(line) for line in text.splitlines()]
+    sampled = {"sampling": Sampling(temperature=1.0), "seed": 4, "max_tokens": 12}
+    assert trained.generate(["é and", "x"], **sampled) == [line["text"] for line in lines]
+    tokens = lines[0]["tokens"]
+    before = bytes(tokens[: tokens.index(tokens[4])]).decode(errors="replace")
+    assert trained.generate(["é and", "x"], stop=[tokens[4]], **sampled)[0] == before
+
+
+def test_numbers_are_those_of_the_command(run, trained, call, tmp_path):
+    (tmp_path / "a.txt").write_text("def squares(numbers): return [x * x for x in numbers]")
+    options = ("--batch-size", 2, "--max-tokens", 40, MESH, "--json")
+    text = call("evaluate", run, "--data", f"a={tmp_path / 'a.txt'}", *options)[1]
+    assert trained.evaluate(tmp_path / "a.txt", batch_size=2, max_tokens=40).to_dict() == json.loads(text)["sets"]["a"]
+
+
+def refused(function, *arguments, **options) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments, **options)
+    return caught.value.lines
+
+
+def test_mistakes_are_lines_before_anything_compiles(trained, tmp_path, compilations):
+    generate, evaluate = (partial(refused, function) for function in (trained.generate, trained.evaluate))
+    lines = generate(["a", ""], max_tokens=0, stop=["ab"])
+    assert [line.split(" must ")[0] for line in lines] == ["max_tokens", "stop 'ab'", "prompt 1 is empty; it"]
+    assert generate([[1]])[0].startswith("prompt 0 must be text, got list; pass token ids to ")
+    assert "needs a cache_length of 10 with max_tokens=8" in generate("ab", max_tokens=8, cache_length=9)[0]
+    assert generate("a", max_tokens=2**31 - 1)[0].endswith("lower max_tokens, cache_length or batch_size")
+    np.save(tmp_path / "large.npy", np.array([1, 256]))
+    assert "large.npy: it has the token 256" in evaluate(tmp_path / "large.npy")[0]
+    assert "does not exist" in evaluate("nothing.txt")[0]
+    assert trained.generate([]) == [] and len(evaluate("", 0, 0, 0, bin_dtype="int8")) == 5
+    tokens = replace(trained, tokenizer=None)
+    (line,) = refused(tokens.generate, "a")
+    assert line.startswith("the prompt is text, but the model has no tokenizer") and not compilations
