@@ -19,7 +19,7 @@ class Problem(str):
     Attributes:
         setting: The setting, option, file or function that is invalid; "" if the problem belongs to none.
         text: What must hold, and what was found.
-        repair: How to repair it; "" if the text says so.
+        repair: How to repair it; "" if the text states it.
         value: The value of the setting, if the line shows it after the name.
         general: The text without the sizes of one mesh, by which a search counts problems; by default the line.
         can_ignore: Whether the user may accept it by `ignore`, as an array of a file that has no effect.

@@ -127,10 +127,10 @@ def test_docs_and_docstrings_use_standard_terms():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "flax_mesh").rglob("*.py")]
     assert len(files) > 100, "the search does not find the files of the repository"
     found = [line for path in sorted(files) for line in find_words(path)]
-    lines = (ROOT / "flax_mesh" / "train" / "metadata.py").read_text().splitlines()
+    lines = (ROOT / "flax_mesh" / "recipe" / "saved.py").read_text().splitlines()
     # The value that checkpoints store since the first version; printed as "replicated".
     (stored,) = (n for n, line in enumerate(lines, start=1) if line.startswith("STORED_REPLICATED = "))
-    found.remove(f"flax_mesh/train/metadata.py:{stored}: whole -> use replicated")
+    found.remove(f"flax_mesh/recipe/saved.py:{stored}: whole -> use replicated")
     assert not found, f"{len(found)} phrases:\n" + "\n".join(found)
 
 

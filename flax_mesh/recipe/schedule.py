@@ -1,4 +1,4 @@
-"""The schedule of a recipe's pipeline, and how its layers are cut into stages."""
+"""The schedule of a recipe's pipeline, and how its layers are split into stages."""
 
 from functools import cache
 from typing import Any

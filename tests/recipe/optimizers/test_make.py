@@ -51,7 +51,8 @@ def test_an_optimizer_by_name_equals_plain_optax(name, mesh):
     # The rounding of a bfloat16 moment to the other neighbour changes a parameter by its share of the learning rate.
     tolerance = 2e-4 if "bfloat16" in name else 1e-6
     assert_close(parameters(state), expected[-1], tolerance)
-    assert [row["loss"] for row in rows] == pytest.approx(losses, abs=tolerance)
+    # Sums over devices differ by a few units in the last place of float32.
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=5e-7, abs=tolerance)
     assert [row["learning_rate"] for row in rows] == pytest.approx([float(RATE(step)) for step in range(3)])
 
 
