@@ -101,7 +101,7 @@ def create_mesh(
         use_jax,
         _as_tuple(axis_types) if type(axis_types) is list else axis_types,
         source,
-        environment if num_slices is None else num_slices,
+        (num_slices, environment if num_slices is None else None),
     )
 
 
@@ -116,20 +116,21 @@ def _cached_mesh(
     use_jax: bool,
     axis_types: _AxisTypes,
     source: int | tuple[DeviceLike, ...],
-    num_slices: int | str | None,
+    slices: tuple[int | None, str | None],
 ) -> Mesh:
-    """`num_slices` is a text if it is the value of the environment variable."""
+    """`slices`: their number, and the text of the environment variable."""
+    num_slices, environment = slices
     names = check_axis_names(axis_names)
     types = normalize_axis_types(axis_types, names)
     devices = _checked(source, backend) if isinstance(source, tuple) else get_backend(backend).devices()
     advice = "" if isinstance(source, tuple) else "Or pass devices= to use some of them."
     dims = resolve_dims(axis_dims, names, len(devices), advice=advice)
     origin = "num_slices"
-    if isinstance(num_slices, str):
+    if environment is not None:
         origin = _NUM_SLICES_VARIABLE
-        if not num_slices.strip().isdecimal() or int(num_slices) < 1:
-            raise ValueError(f"{origin} must be a positive integer, got {num_slices!r}. Unset it for one slice.")
-        num_slices = int(num_slices)
+        if not environment.strip().isdecimal() or int(environment) < 1:
+            raise ValueError(f"{origin} must be a positive integer, got {environment!r}. Unset it for one slice.")
+        num_slices = int(environment)
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
     dcn_dims = resolve_dcn_dims(dims, names, len(granules), granule, dcn_mesh_dims=dcn_mesh_dims, kind=kind)
