@@ -56,7 +56,7 @@ def _stages(recipe: Recipe, explanation: Explanation) -> tuple[str, list[Finding
     try:
         staged = split_model(recipe, recipe.mesh)  # pyright: ignore[reportArgumentType] (abstract, of one group)
     except CutError as error:
-        return "", [Finding("pipeline", f"{error}".removesuffix("."), "Change pipeline.cut or mesh.shape")]
+        return "", [Finding("pipeline", str(error), "Change pipeline.cut or mesh.shape")]
     parts = [OPTIMIZER if leaf.kind == "optimizer" else MODEL for leaf in explanation.report.leaves]
     named = [(part + x.path, x) for part, x in zip(parts, explanation.report.leaves, strict=True)]
     both = [[(path, x, x.device_bytes * (x.on_host == host)) for path, x in named] for host in (False, True)]

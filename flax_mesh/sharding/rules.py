@@ -123,7 +123,7 @@ class Finding(NamedTuple):
     repair: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.problem}. {self.repair}"
+        return f"{self.path}: {self.problem.removesuffix('.')}. {self.repair}"
 
 
 class RuleMatch(NamedTuple):
