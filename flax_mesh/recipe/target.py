@@ -12,7 +12,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.create import create_mesh, normalize_axis_types
 from flax_mesh.mesh.shape import parse_mesh_shape, resolve_dims
 from flax_mesh.recipe.config import MeshConfig
-from flax_mesh.text import mesh_text
+from flax_mesh.text import listed, mesh_text
 
 AXIS_NAMES = ("pp", "dp", "fsdp", "ep", "tp", "sp")
 SHRINK_ORDER = ("pp", "dp", "fsdp", "sp", "ep", "tp")  # stages, copies, shards of the batch ...
@@ -23,7 +23,7 @@ class Target:
     """Where a recipe runs.
 
     Attributes:
-        sizes: The size of every mesh axis, with "pp" if the mesh has groups.
+        sizes: The size of every mesh axis, with "pp" if the mesh has groups. With `devices`, one may be -1: the rest.
         devices: As many devices. None: there are none, and the mesh of a step, or of one group, is abstract.
         platform: The platform of devices that are not here; None if it is not known.
         given: A mesh of these sizes, which is used as it is.
@@ -35,6 +35,18 @@ class Target:
     platform: str | None = None
     given: Mesh | AbstractMesh | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises one ConfigError for axes that no recipe has, and for sizes that are no numbers of devices."""
+        free = [name for name, size in self.sizes.items() if size == -1 and self.devices is not None]
+        problems = [] if len(free) < 2 else [f"Target: {listed(free)} have the size -1; only one axis may have it"]
+        for name, size in self.sizes.items() if self.given is None else ():
+            if name not in AXIS_NAMES:
+                problems.append(f"Target: {name!r} is not a mesh axis of a recipe; use {listed(AXIS_NAMES)}")
+            if name not in free and size < 1:
+                problems.append(f"Target: {name} must have at least 1 device, got {size}; -1 requires devices")
+        if problems:
+            raise ConfigError(problems)
 
     @property
     def num_groups(self) -> int:

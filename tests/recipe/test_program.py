@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh import PartitionRules, abstract_state, named_leaves
+from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.config import MeshConfig
 from flax_mesh.recipe.explain import explain
 from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.resolve import rules_of
-from flax_mesh.recipe.target import AXIS_NAMES, fit_sizes, local_target
+from flax_mesh.recipe.target import AXIS_NAMES, Target, fit_sizes, local_target
 from flax_mesh.train import apply_overrides, load_recipe
 from tests.checkpoint import small_decoder
 from tests.checkpoint.small_decoder import program_of
@@ -71,6 +72,14 @@ def test_auto_uses_the_available_devices_and_reports_changes():
         target = local_target(MeshConfig(shape), "auto")
         assert tuple(size for size in target.device_mesh("auto").shape.values() if size > 1) == sizes
         assert list(target.notes) == printed
+
+
+def test_a_target_has_axes_of_a_recipe_and_numbers_of_devices():
+    with pytest.raises(ConfigError) as error:
+        Target({"fsdp": -1, "rows": 2, "tp": 0})  # without devices nothing can be derived
+    assert [line.split()[1] for line in error.value.lines] == ["fsdp", "'rows'", "tp"]
+    with pytest.raises(ConfigError, match="dp, fsdp have the size -1; only one"):
+        Target({"dp": -1, "fsdp": -1}, jax.devices())
 
 
 # --- rule tables ---
