@@ -58,7 +58,7 @@ def run_metadata(step: Path) -> dict[str, Any]:
 def is_trained_on_text(record: Mapping[str, Any]) -> bool:
     """Whether the data of a run were text, one token per byte.
 
-    Until 0.2 runs recorded only a description for people, whose units distinguish text from files of tokens.
+    Runs of version 0.1.0 recorded only a description for people, whose units distinguish text from files of tokens.
     """
     data = record.get("data", {})
     if "kind" in data:

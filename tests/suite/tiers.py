@@ -17,6 +17,7 @@ COMMITS = 50  # that count as one change if the history does not contain the com
 MOST_FOLDERS = 4  # whose slow tests run whole; with more of them CI would not end in time
 # Folders of flax_mesh -> folders of tests, besides the one of the same name, that guard them.
 GUARDS = {
+    "hlo": ("plan", "sharding/report"),
     "cli/text": ("checkpoint",),
     "mpmd/split": ("mpmd/zoo", "mpmd/fuzz"),
     "mpmd/runtime": ("mpmd/zoo", "mpmd/fuzz"),
