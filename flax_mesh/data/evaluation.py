@@ -10,8 +10,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.user_batches import abstract_batch, batch_problems, on_device_dtypes, place_batch, split_problems
+from flax_mesh.data.user_batches import abstract_batch, batch_problems, split_problems
 from flax_mesh.errors import ConfigError
+from flax_mesh.step.batch import on_device_dtypes, put_batch
 from flax_mesh.user_code import joined, place_of, user_code
 
 Sums = dict[str, float]
@@ -89,7 +90,7 @@ def host_evaluate(sums: Callable[[Any], Any], mesh: Mesh, axes: PartitionAxis, p
 
     def evaluate(batch: Any) -> Sums:
         batch = _checked(batch, mesh, axes, parts)
-        return {name: float(value) for name, value in jax.device_get(sums(place_batch(batch, mesh, axes))).items()}
+        return {name: float(value) for name, value in jax.device_get(sums(put_batch(batch, mesh, axes))).items()}
 
     return evaluate
 

@@ -14,7 +14,8 @@ from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Corpus
 from flax_mesh.data.evaluation import token_metrics
 from flax_mesh.data.iterators import IteratorBatches
-from flax_mesh.data.user_batches import UserBatches, place_batch
+from flax_mesh.data.user_batches import UserBatches
+from flax_mesh.step.batch import put_batch
 
 PROMPT_BYTES = 64
 TEXT, TOKENS, BATCHES = "text", "tokens", "batches"  # bytes of text, ids in files, batches of the recipe
@@ -56,7 +57,7 @@ def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         batches.content_hash,
         BATCHES,
         first=lambda: batches.first,
-        batch=lambda step: place_batch(batches(step), mesh, axes),
+        batch=lambda step: put_batch(batches(step), mesh, axes),
         iterator=batches.iterator,
     )
 

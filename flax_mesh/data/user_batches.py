@@ -1,7 +1,6 @@
-"""Batches of a recipe's `make_batches`: checked against the first one, and placed on the devices."""
+"""Batches of a recipe's `make_batches`, checked against the first one."""
 
 import hashlib
-import math
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.iterators import METHODS, IteratorBatches
 from flax_mesh.errors import ConfigError
-from flax_mesh.step.batch import microbatch_spec, shapes_of
+from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.tree import path_of
 from flax_mesh.user_code import joined, place_of, user_code
@@ -86,24 +85,10 @@ class UserBatches:
 
 
 def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> Any:
-    """`shapes` with the shardings of `place_batch`."""
+    """`shapes` with the shardings of `put_batch`."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x.shape, mesh, axes)), shapes
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x.shape, mesh, axes)), shapes
     )
-
-
-def place_batch(batch: Any, mesh: Mesh, axes: PartitionAxis) -> Any:
-    """The global batch on the devices. A process transfers the shards of its own devices only."""
-
-    def place(x: np.ndarray) -> jax.Array:
-        # dtype is required: a process without a shard of the batch cannot infer it.
-        return jax.make_array_from_callback(x.shape, _sharding(x.shape, mesh, axes), x.__getitem__, dtype=x.dtype)
-
-    return jax.tree.map(place, batch)
-
-
-def _sharding(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> NamedSharding:
-    return NamedSharding(mesh, microbatch_spec(shape, mesh, axes))
 
 
 def batch_problems(batch: Any) -> list[str]:
@@ -111,15 +96,16 @@ def batch_problems(batch: Any) -> list[str]:
     named, found = _named(batch), []
     for path, x in named:
         if not isinstance(x, np.ndarray):
-            found.append(f"{path!r} must be a numpy array with the rows as its first dim, got {type(x).__name__}")
+            found.append(f"{path!r} must be a numpy array, got {type(x).__name__}")
         elif not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
             found.append(f"{path!r} must be an array of numbers, got dtype {x.dtype}")
-        elif not x.ndim:
-            found.append(f"{path!r} is a scalar; its first dim must be the rows. Repeat it for every row")
     if not named:
         return [f"a batch must have at least one array, got {type(batch).__name__} without any"]
-    if not found and len({len(x) for _, x in named}) > 1:
-        each = ", ".join(f"{path!r} {len(x)}" for path, x in named)
+    rows = [(path, len(x)) for path, x in named if isinstance(x, np.ndarray) and x.ndim]
+    if not rows and not found:
+        found.append("a batch must have at least one array with rows as its first dim, got scalars only")
+    if not found and len({size for _, size in rows}) > 1:
+        each = ", ".join(f"{path!r} {size}" for path, size in rows)
         found.append(f"the arrays of a batch must have equal numbers of rows, got {each}")
     return at_most(found)
 
@@ -134,29 +120,8 @@ def _row_problems(batch: Any, rows: int) -> list[str]:
 
 def split_problems(batch: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis, parts: int) -> list[str]:
     """One line if the rows cannot be divided into equal `parts`, each split over the mesh axes of the batch."""
-    names = [name for name in axes.mesh_axes("batch") if mesh.shape.get(name, 1) > 1]
-    ways, rows = parts * math.prod(mesh.shape[name] for name in names), len(jax.tree.leaves(batch)[0])
-    if rows % ways == 0:
-        return []
-    over = [f"{name}={mesh.shape[name]}" for name in names]
-    over += [f"pipeline.num_microbatches={parts}"] * (parts > 1)
-    return [f"the batch of {count_text(rows, 'row')} is not divisible by {ways} ({' * '.join(over)}); use a multiple"]
-
-
-def on_device_dtypes(batch: Any, what: str) -> Any:
-    """The arrays with the dtypes that devices have, int32 for int64. ConfigError for integers that int32 has not."""
-
-    def convert(path: Any, x: np.ndarray) -> np.ndarray:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-        if x.dtype.kind in "iu" and dtype != x.dtype and x.size:
-            least, most, limits = int(x.min()), int(x.max()), np.iinfo(dtype)
-            if least < limits.min or most > limits.max:
-                raise ConfigError(
-                    f"{what}: {path_of(path)!r} is {x.dtype} and must fit {dtype}, got values from {least} to {most}"
-                )
-        return np.asarray(x, dtype)
-
-    return jax.tree_util.tree_map_with_path(convert, batch)
+    rows = next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
+    return rows_problems(rows, parts, mesh, axes, "pipeline.num_microbatches")
 
 
 def _named(batch: Any) -> list[tuple[str, Any]]:

@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.corpus import Documents, Tokens, load_documents
-from flax_mesh.data.user_batches import place_batch
 from flax_mesh.errors import ConfigError, Problem, as_problem, labelled
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
 from flax_mesh.models.kernels import LANES
+from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text
 
@@ -144,7 +144,7 @@ def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
 
     def sums(batch: Any) -> jax.Array:
         with in_mesh(mesh):
-            return summed(state, place_batch(batch, mesh, model.axes))
+            return summed(state, put_batch(batch, mesh, model.axes))
 
     return sums
 

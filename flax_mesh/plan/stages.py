@@ -11,7 +11,7 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.mpmd.runtime.compile import StageFunctions, compile_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.step.batch import microbatch_shapes, microbatch_spec
+from flax_mesh.step.batch import microbatch_shapes, microbatch_spec, microbatched_shape
 
 # (kind, number of the stage, jitted function, abstract arguments) -> (a program, its abstract results with shardings)
 MakeProgram = Callable[[str, int, Any, tuple[Any, ...]], tuple[Any, Any]]
@@ -69,7 +69,7 @@ def visit_stages(
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
     def rows(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (count, x.shape[0] // count, *x.shape[1:])
+        shape = microbatched_shape(x.shape, count)
         return abstract(shape, x.dtype, (None, *microbatch_spec(shape[1:], mesh, axes)))
 
     leaves = [abstract(x.shape, x.dtype, sharding.spec) for x, sharding in zip(forward.leaves, shardings, strict=True)]

@@ -31,7 +31,7 @@ from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.abstract import abstract_split
-from flax_mesh.sharding.rules import PartitionRules, group_findings, match_partition_rules
+from flax_mesh.sharding.rules import PartitionRules, group_findings, idle_axes, match_partition_rules
 from flax_mesh.step.options import StateLayout, StepOptions
 from flax_mesh.text import at_most, count_text
 
@@ -215,7 +215,7 @@ def _recipe(
         pipeline=config.pipeline,
         checkpoint=config.checkpoint,
         run=run,
-        notes=(*target.notes, *_rules_note(make, mesh, rules, config.mesh.rules), *notes),
+        notes=(*target.notes, *_rules_note(make, mesh, rules, config.mesh.rules or config.rules), *notes),
     )
 
 
@@ -270,13 +270,14 @@ def token_shapes(data: DataConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {"inputs": rows, "targets": rows}
 
 
-def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRules, text: str) -> list[str]:
-    """For `mesh.rules`: how many arrays of the model are split, and which stay replicated."""
-    if not text:
+def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRules, text: Any) -> list[str]:
+    """For mesh axes as rules, the `text`: how many arrays are split, which stay replicated, and axes without work."""
+    if not text or not isinstance(text, str):
         return []
     (_, state), replicated = abstract_split(make, mesh), []
     specs = match_partition_rules(rules, state, mesh=mesh, dropped=replicated)
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
     total = count_text(len(jax.tree.leaves(state)), "array")
     head = f"rules: {text} splits {count} of {total} on their largest dim"
-    return ["\n".join([head, *at_most([f"  {finding}" for finding in group_findings(replicated)])])]
+    idle = [f"  {problem}" for problem in [idle_axes(rules, mesh)] if problem]
+    return ["\n".join([head, *idle, *at_most([f"  {finding}" for finding in group_findings(replicated)])])]

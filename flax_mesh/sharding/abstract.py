@@ -1,5 +1,6 @@
 """From a model and a rule table to the sharded abstract state, and to arrays initialized directly sharded."""
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,6 +27,7 @@ from flax_mesh.sharding.rules import (
     Rules,
     apply_policy,
     as_rules,
+    idle_axes,
     match_leaves,
 )
 from flax_mesh.text import array_text, path_lines
@@ -76,6 +78,14 @@ def model_layers(model: object) -> tuple[str, ...]:
     """Paths of the layer lists and scanned stacks in the model's own table; () if it has none."""
     rules = getattr(model, ATTRIBUTE, None)
     return () if rules is None else as_rules(rules).layers
+
+
+def model_axes(model: object) -> PartitionAxis:
+    """The mesh axes of the logical axes: the model's own `axes`, or those of its table."""
+    axes, rules = getattr(model, "axes", None), getattr(model, ATTRIBUTE, None)
+    if isinstance(axes, PartitionAxis):
+        return axes
+    return DEFAULT_AXES if rules is None else as_rules(rules).axes
 
 
 def abstract_state(
@@ -131,6 +141,8 @@ def abstract_state(
     graphdef, state = abstract_split(make, mesh)
     match = _match(nnx.merge(graphdef, state), state, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
+    if isinstance(rules, str) and (idle := idle_axes(as_rules(rules, axes), mesh)):
+        warnings.warn(f"rules={rules!r}: {idle}", stacklevel=2)
     if dropped is not None:
         dropped += match.replicated
     return lay_out(state, match.specs, mesh, optimizer_memory_kinds(state, mesh, optimizer_memory))

@@ -19,6 +19,8 @@ def with_sharding_constraint(
 ) -> Array:
     """Returns `x` with the sharding `spec` on the mesh in context, inside or outside of jit; `P()` replicates.
 
+    Dims with `P.UNCONSTRAINED` keep their sharding on Explicit axes, and may have any on Auto axes.
+
     Axes of type Auto become a sharding constraint, Explicit axes a `jax.sharding.reshard`. Manual axes are ignored:
     inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are those of `match_partition_rules`;
     inside jit, mismatches are reported once per trace. Raises NoMeshError if no mesh is in context.
@@ -32,15 +34,18 @@ def with_sharding_constraint(
         return x
     explicit = [_only(entry, types, AxisType.Explicit) for entry in fitting]
     auto = [_only(entry, types, AxisType.Auto) for entry in fitting]
-    if both := [dim for dim, (a, b) in enumerate(zip(explicit, auto, strict=True)) if a and b]:
+    free = PartitionSpec.UNCONSTRAINED
+    if both := [dim for dim, (a, b) in enumerate(zip(explicit, auto, strict=True)) if a and b and a is not free]:
         raise ShardingError(
             f"{spec} splits dim {both[0]} over Explicit and Auto axes together, which JAX does not support. Split it "
             "over axes of one type, or give both axes the same type in create_mesh(axis_types=...)."
         )
     if AxisType.Explicit in types.values():
-        x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*explicit)))
+        given = jax.typeof(x).sharding.spec
+        wanted = [given[dim] if entry is free else entry for dim, entry in enumerate(explicit)]
+        x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*wanted)))
         # The constraint on the Auto axes below must leave these dims as they are.
-        auto = [PartitionSpec.UNCONSTRAINED if split else entry for split, entry in zip(explicit, auto, strict=True)]
+        auto = [free if split else entry for split, entry in zip(explicit, auto, strict=True)]
     if AxisType.Auto in types.values():
         x = jax.lax.with_sharding_constraint(x, _target(mesh, PartitionSpec(*auto)))
     return x

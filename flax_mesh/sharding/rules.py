@@ -266,6 +266,19 @@ def _split_largest_dim(
     return spec, Finding(path, problem, repair)
 
 
+def idle_axes(rules: PartitionRules, mesh: Mesh | AbstractMesh) -> str:
+    """One line if axes of the mesh have no work: neither rules such as "fsdp" nor a batch use them."""
+    used = {name for logical in ("batch", "sequence") for name in rules.axes.mesh_axes(logical)}
+    used |= {name for _, dims in rules.table if isinstance(dims, LargestDim) for name in dims.mesh_axes}
+    idle = [name for name, size in mesh.shape.items() if size > 1 and name not in used]
+    if not idle or not all(isinstance(dims, LargestDim) for _, dims in rules.table):
+        return ""
+    return (
+        f"{axes_text(mesh.shape, idle)} of the mesh has no work, since neither the rules nor the batch use it: devices "
+        "along it compute the same. Add its devices to another axis, or use a rule table that names it"
+    )
+
+
 def split_first_dim(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axes: Sequence[str], order: Iterable[int]
 ) -> PartitionSpec | None:

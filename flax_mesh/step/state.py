@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.abstract import (
     Make,
@@ -18,6 +19,7 @@ from flax_mesh.sharding.abstract import (
     has_optimizer,
     init_state,
     mesh_of_leaves,
+    model_axes,
     model_layers,
 )
 from flax_mesh.stacks import ranks_in
@@ -39,6 +41,11 @@ class TreeDefinition:
     def layers(self) -> tuple[str, ...]:
         """Paths of the layer lists and scanned stacks that the rule table of the model names; () without a table."""
         return model_layers(self._model)
+
+    @functools.cached_property
+    def axes(self) -> PartitionAxis:
+        """The mesh axes of the logical axes: those of the model or of its rule table."""
+        return model_axes(self._model)
 
     @functools.cached_property
     def ranks(self) -> Mapping[str, int]:

@@ -1,23 +1,29 @@
 """The train step, (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.axes import LOGICAL_AXES, PartitionAxis
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
-from flax_mesh.sharding.constrain import with_sharding_constraint
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.sharding.memory import is_on_host, on_device
-from flax_mesh.sharding.rules import fit_spec
-from flax_mesh.step.batch import microbatch_shapes
+from flax_mesh.step.batch import (
+    microbatch_shapes,
+    on_device_dtypes,
+    put_batch,
+    split_into_microbatches,
+    split_over_mesh,
+)
 from flax_mesh.step.loss import (
     NO_LIMITS,
     Batch,
@@ -45,7 +51,7 @@ def make_train_step(
     *,
     num_microbatches: int = 1,
     layers: str | Iterable[str] | None = None,
-    axes: PartitionAxis = DEFAULT_AXES,
+    axes: PartitionAxis | None = None,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
     **keywords: Unpack[StepKeywords],
 ) -> Step:
@@ -67,8 +73,8 @@ def make_train_step(
             one after another. Their gradients are accumulated in float32 or wider, and divided by the summed weight.
         layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default:
             those of the model's rule table.
-        axes: Maps the logical axis "batch" to mesh axes, for the rows of a microbatch. On Explicit axes a microbatch
-            has the sharding of the batch instead.
+        axes: Maps the logical axes "batch" and "sequence" to mesh axes, for the dims of a batch. Default: those of the
+            model's rule table. Rows that are split over Explicit axes already stay as they are.
         options: Seed, reported learning rate, XLA options, and whether steps that are not finite are skipped.
         keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`.
             With `skip_nonfinite` the metric "skipped" is 1 for a step whose loss or gradient norm is NaN or infinite,
@@ -76,13 +82,15 @@ def make_train_step(
             and the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
 
     Returns:
-        step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `metrics`
-        is a dict of scalars: "loss", "weight", "grad_norm" (before any clipping) and the metrics of `loss_fn`.
+        step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `batch` is
+        a tree of arrays (row, ...) with equal numbers of rows, of NumPy or of JAX, and of scalars. Each device receives
+        its own rows only, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
+        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower` and `trace` of `jax.jit`.
 
     Raises:
-        ValueError: When the step is traced: a dim of the batch is not divisible by `num_microbatches`, the return value
-            of `loss_fn` has another form, its weight depends on trained parameters, or the call of the model adds or
-            removes variables or changes the shape or dtype of a parameter.
+        ValueError: When the step is traced: the rows of the batch are not divisible by `num_microbatches` and the mesh
+            axes of the batch, the return value of `loss_fn` has another form, its weight depends on trained parameters,
+            or the call of the model adds or removes variables or changes the shape or dtype of a parameter.
 
     Example:
         >>> from flax_mesh.train import init_train_state, make_train_step
@@ -106,6 +114,7 @@ def make_train_step(
     options = replace(options, **keywords)
     seed, learning_rate = options.seed, options.learning_rate
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
+    axes = state.definition.axes if axes is None else axes
     mesh, layout = mesh_of_leaves(state.leaves), state
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -148,19 +157,26 @@ def make_train_step(
     # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
     # reads, that could be a result in another memory.
     keep = any(map(is_on_host, state.leaves))
-    return jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep)
+    jitted = jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep)
+    return _PlacingStep(jitted, mesh, axes)
 
 
-def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, Batch], Metrics]:
+def make_eval_step(
+    loss_fn: LossFn, state: TrainState, *, axes: PartitionAxis | None = None
+) -> Callable[[TrainState, Batch], Metrics]:
     """Creates a jitted function that returns the sums "loss", "weight" and the metrics of `loss_fn`, not divided.
 
-    The model is in `eval()` mode. Neither the state nor its random streams change.
+    The model is in `eval()` mode. Neither the state nor its random streams change. The batch is split over the devices
+    as by the step of `make_train_step`, whose `axes` these are.
     """
     check_train_state(state)
+    axes = state.definition.axes if axes is None else axes
     mesh, layout = mesh_of_leaves(state.leaves), state
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh), axis_types_explained():
+            microbatch_shapes(batch, 1, current_mesh(), axes)
+            batch = split_over_mesh(batch, axes)
             model, optimizer = TrainState(on_device(state.leaves, layout.leaves), state.definition).merge()
             set_eval_mode(model)
             graphdef, params, others = nnx.split(model, optimizer.wrt, ..., graph=True)
@@ -174,31 +190,48 @@ def make_eval_step(loss_fn: LossFn, state: TrainState) -> Callable[[TrainState, 
             loss_sum, (weight, metrics) = traced_loss(sums, params)(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
-    return jax.jit(evaluate)
+    return _PlacingStep(jax.jit(evaluate), mesh, axes)
+
+
+class _PlacingStep:
+    """A jitted step that places copies of the NumPy arrays of its batch on the devices, each with its own rows only.
+
+    jax.jit alone may compute with the memory of the array itself, which the caller fills again meanwhile.
+    """
+
+    def __init__(self, jitted: Any, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
+        self._jitted, self._mesh, self._axes = jitted, mesh, axes
+        named = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
+        self._is_foreign = isinstance(mesh, Mesh) and mesh.size > 1 and named.isdisjoint(mesh.axis_names)
+
+    def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
+        batch = on_device_dtypes(batch, "batch")
+        if self._is_foreign and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
+            warnings.warn(
+                f"the batch is on every device as a whole, since no axis of the mesh {dict(self._mesh.shape)} has a "
+                'meaning in `axes`; pass axes=PartitionAxis(batch_axis="..."), or place the batch yourself',
+                stacklevel=2,
+            )
+        if isinstance(self._mesh, Mesh):
+            batch = put_batch(batch, self._mesh, self._axes)
+        return self._jitted(state, batch, *limits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
 
 
 def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
     """Sums the results of `run(variables, part, index)` over equal parts of the batch; `variables` is carried along."""
+    microbatch_shapes(batch, num_microbatches, current_mesh(), axes)  # checks the batch
     if num_microbatches == 1:
-        return run(variables, batch, 0)
-    microbatch_shapes(batch, num_microbatches)  # checks the batch
-
-    def split(x: jax.Array) -> jax.Array:
-        shape, mesh = (num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]), current_mesh()
-        if mesh is None:
-            return x.reshape(shape)
-        if AxisType.Explicit in mesh.axis_types:
-            spec = PartitionSpec(None, *jax.typeof(x).sharding.spec)
-            return jnp.reshape(x, shape, out_sharding=fit_spec("batch", shape, spec, mesh)[0])
-        # Only a hint: the result is correct with any sharding, so axes that do not fit this mesh are dropped.
-        return with_sharding_constraint(x.reshape(shape), axes.resolve((None, "batch")), on_mismatch="drop")
+        return run(variables, split_over_mesh(batch, axes), 0)
 
     def body(carry: Any, indexed: Any):
         variables, total = carry
         variables, found = run(variables, *indexed)
         return (variables, jax.tree.map(jnp.add, total, found)), None
 
-    parts = (jax.tree.map(split, batch), jnp.arange(num_microbatches))
+    parts = (split_into_microbatches(batch, num_microbatches, axes), jnp.arange(num_microbatches))
     # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.
     # On Explicit axes the zeros have the shardings of the results, which are part of their types.
     first = jax.eval_shape(

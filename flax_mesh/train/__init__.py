@@ -13,6 +13,7 @@ from flax_mesh.recipe.optimizers.config import OptimizerConfig as OptimizerConfi
 from flax_mesh.recipe.overrides import apply_overrides as apply_overrides
 from flax_mesh.recipe.program import TrainProgram as TrainProgram
 from flax_mesh.recipe.program import build_program as build_program
+from flax_mesh.step.batch import place_batch as place_batch
 from flax_mesh.step.options import StateLayout as StateLayout
 from flax_mesh.step.options import StepOptions as StepOptions
 from flax_mesh.step.state import TrainState as TrainState

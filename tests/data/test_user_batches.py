@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec
 
 from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.data.iterators import IteratorBatches, decode, encode, is_state
-from flax_mesh.data.user_batches import UserBatches, abstract_batch, place_batch
+from flax_mesh.data.user_batches import UserBatches, abstract_batch
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts
 from flax_mesh.recipe.resolve import token_shapes
-from flax_mesh.train import TrainConfig, apply_overrides, array_batches, train
+from flax_mesh.train import TrainConfig, apply_overrides, array_batches, place_batch, train
 from tests.data.user_recipe import Windows, recipe, token_batches
 from tests.train import bigram
 from tests.train.support.runs import checkpoints, run

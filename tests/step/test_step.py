@@ -110,7 +110,7 @@ def test_a_scalar_loss_has_weight_one_per_microbatch():
     split = run(scalar, start(make()), [batch()], num_microbatches=4)[1][0]
     np.testing.assert_allclose(full["loss"], split["loss"], rtol=1e-6)
     np.testing.assert_allclose(full["grad_norm"], split["grad_norm"], rtol=1e-5)
-    with pytest.raises(ValueError, match="16 rows, not divisible into 3 microbatches"):
+    with pytest.raises(ValueError, match=r"16 rows is not divisible by 3 \(num_microbatches=3\)"):
         run(scalar, start(make()), [batch()], num_microbatches=3)
 
 

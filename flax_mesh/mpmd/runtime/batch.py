@@ -1,31 +1,39 @@
 """Placement of a batch: arrays (microbatch, row, ...) on the groups that read them."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.layout import on_group, put_host
-from flax_mesh.step.batch import microbatch_spec
+from flax_mesh.step.batch import microbatch_spec, microbatched_shape
 from flax_mesh.tree import is_key
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
-    """Places an array of a batch on a group, split into `count` microbatches.
+    """Places an array of a batch on a group, split into `count` microbatches; a scalar is repeated for each of them.
 
-    An array on the mesh of all groups is already replicated over them; any other is transferred through the host.
+    The result may use the memory of an array of NumPy. An array on the mesh of all groups is already replicated over
+    them; any other is transferred through the host.
     """
+    shape = microbatched_shape(x.shape, count)
     if is_key(x):
-        bits = place_array(jax.random.key_data(x), count, mesh, group, axes)
+        bits = _place(jax.random.key_data(x), (*shape, *jax.random.key_data(x).shape[x.ndim :]), mesh, group, axes)
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
-    shape = (count, x.shape[0] // count, *x.shape[1:])
+    return _place(x, shape, mesh, group, axes)
+
+
+def _place(x: Any, shape: tuple[int, ...], mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
     sharding = _sharding(shape, mesh.unstack[group], axes)
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != mesh.jax_mesh:
-        return put_host(np.asarray(x).reshape(shape), sharding)
+        x = np.asarray(x)
+        return put_host(x.reshape(shape) if x.size == math.prod(shape) else np.broadcast_to(x, shape), sharding)
     return _reshape(shape, sharding)(on_group(x, mesh.unstack[group]))
 
 
@@ -37,4 +45,7 @@ def _sharding(shape: tuple[int, ...], mesh: Mesh, axes: PartitionAxis) -> NamedS
 
 @lru_cache(maxsize=256)
 def _reshape(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
-    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding)
+    def reshaped(x: jax.Array) -> jax.Array:
+        return x.reshape(shape) if x.size == math.prod(shape) else jnp.broadcast_to(x, shape)
+
+    return jax.jit(reshaped, out_shardings=sharding)

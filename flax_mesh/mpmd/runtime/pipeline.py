@@ -12,7 +12,6 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import without_mesh
 from flax_mesh.modes import optimizer_of
@@ -32,7 +31,8 @@ from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.step.batch import microbatch_shapes
+from flax_mesh.sharding.abstract import model_axes
+from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState
@@ -125,7 +125,7 @@ class Pipeline:
         self.group_of = schedule.stage_to_group
         if layout.rules is None and math.prod(mesh.jax_mesh.devices.shape) == mesh.mpmd_dim:
             layout = replace(layout, rules=[(".*", ())])  # groups of one device: nothing can be split
-        self.axes = layout.axes or getattr(layout.rules, "axes", None) or getattr(staged.model, "axes", DEFAULT_AXES)
+        self.axes = layout.axes or getattr(layout.rules, "axes", None) or model_axes(staged.model)
         self.placement = place(self._make, staged, mesh, self.group_of, layout)
         self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
@@ -230,7 +230,7 @@ class Pipeline:
 
         Every process must call it for the same run.
         """
-        number = self.transfers.next_number()
+        number, batch = self.transfers.next_number(), on_device_dtypes(batch, "batch")
         compiled = self._compiled(batch, count, train)
         leaves = self._leaves_on_groups(state, compiled, number)
         steps = self._copies(self._step_at, state.leaves[self._step_at])
@@ -269,7 +269,8 @@ class Pipeline:
         arrays, tree = jax.tree.flatten(batch)
         key = (train, count, tree, *((np.shape(x), getattr(x, "dtype", None)) for x in arrays))
         if key not in self._by_batch:
-            forward = self.staged.cut(microbatch_shapes(batch, count), seed=self.seed, train=train)
+            shapes = microbatch_shapes(batch, count, self.groups[0], self.axes)
+            forward = self.staged.cut(shapes, seed=self.seed, train=train)
             if id(forward) not in self.compiled:
                 self.compiled[id(forward)] = self._compile(forward, train)
             self._by_batch[key] = self.compiled[id(forward)]

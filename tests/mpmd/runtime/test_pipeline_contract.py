@@ -31,7 +31,7 @@ def again(pipeline, **kinds):
 
 RAGGED = net_batch(4) | {"y": net_batch(2)["y"]}
 BAD = {
-    "rows": (lambda p: p.step(p.init_state(), net_batch(3)), "'x' has 3 rows, not divisible into 2"),
+    "rows": (lambda p: p.step(p.init_state(), net_batch(3)), r"batch of 3 rows is not divisible by 2 \(num"),
     "ragged": (lambda p: p.step(p.init_state(), RAGGED), r"different numbers of rows, \[2, 4\]"),
     "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), "at least 1, got -1"),
     "groups": (lambda p: again(p, mesh=groups(pp=4)), "has 2 groups, the mesh has 4 along 'pp'"),
@@ -113,7 +113,7 @@ INVALID = {
     "groups": ({"schedule": GOOD, "mesh": 4}, "has 2 groups, the mesh has 4 along 'pp'; make both the same"),
     "microbatches": ({"schedule": GOOD, "num_microbatches": 8}, "num_microbatches=8 differs from the 2 of schedule"),
     "stages": ({"schedule": GOOD, "num_stages": 3}, "num_stages=3 differs from the 2 of schedule 1f1b"),
-    "rows": ({"num_stages": 2, "num_microbatches": 3}, "has 8 rows, not divisible into 3 microbatches"),
+    "rows": ({"num_stages": 2, "num_microbatches": 3}, r"8 rows is not divisible by 3 \(num_microbatches=3\)"),
     "unknown": ({"schedule": "1f1c", "mesh": 2, "num_microbatches": 2}, "unknown schedule '1f1c'"),
     "nothing there": (TWO | {"layers": "blocks"}, r"layers='blocks': Net has nothing there. It has lists at 'layers'."),
     "too many": ({"num_stages": 5}, r"has 4 layers, of which the loss calls 4: too few for 5 stages"),

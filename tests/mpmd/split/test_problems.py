@@ -173,7 +173,6 @@ BATCHES = {
     "a number": ({"weight": 3.0}, "batch 'weight' is of type float; every leaf must be an array of numbers"),
     "a string": ({"name": "dog"}, "batch 'name' is of type str; .* Close over it in loss_fn, or leave it out"),
     "strings": ({"names": np.array(["a", "b"] * 4)}, "batch 'names' is an array of <U1; every leaf must"),
-    "a scalar": ({"weight": np.float32(3)}, "batch 'weight' is a scalar; .* Close over it in loss_fn, or repeat"),
     "class weights": (
         {"weights": np.ones(5)},
         r"numbers of rows, \[5, 8\]; they must be equal: 5 in 'weights'; 8 in 'x', 'y'\. Close over .* class weights",

@@ -1,0 +1,150 @@
+"""Batches of a loop of one's own: split over the devices, copied, and refused where they cannot be split."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from flax_mesh import PartitionAxis, abstract_state, create_mesh
+from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.train import init_train_state, make_eval_step, make_train_step, place_batch
+from tests.step.batches import Case, check, random_case
+from tests.step.net import batch, make, start
+
+pytestmark = pytest.mark.usefixtures("quick_unless_slow")
+ALL = ("features", "images", "pair", "mask", "scale", "keys")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("dp:8", leaves=ALL),
+        Case("dp:2,fsdp:2,tp:2", num_microbatches=4, leaves=("features", "scale"), source="jax"),
+        Case("dp:4,tp:2", leaves=("mask",), evaluates=True),
+    ],
+    ids=str,
+)
+def test_a_device_computes_and_receives_its_share_of_a_batch(case):
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_a_device_computes_and_receives_its_share_of_a_random_batch(seed):
+    check(random_case(seed))
+
+
+def test_bytes_that_place_batch_transfers_to_a_device():
+    placed = place_batch({"x": np.ones((16, 8, 3)), "n": np.float32(2)}, create_mesh((2, 2, 2), ("dp", "fsdp", "tp")))
+    assert [shard.data.nbytes for shard in placed["x"].addressable_shards] == [16 * 8 * 3 * 4 // 4] * 8
+    assert placed["n"].sharding.is_fully_replicated
+
+
+# --- arrays that are filled again ---
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros whose memory JAX uses without a copy on CPUs: it begins at a multiple of 64 bytes."""
+    memory = np.zeros(4 * int(np.prod(shape)) + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + 4 * int(np.prod(shape))].view(np.float32).reshape(shape)
+
+
+def mean_loss(model: Any, batch: Any):
+    """The mean of x * scale, after products that take longer than it takes the caller to fill the array again."""
+    slow = jnp.full((512, 512), 1e-3)
+    for _ in range(4):
+        slow = slow @ slow
+    x = batch["x"] * (1 + 0 * slow[0, 0])
+    return (x * batch["scale"]).sum() + 0 * model(x).sum(), x.size
+
+
+def pipeline_of(groups: int) -> Pipeline:
+    mesh = MpmdMesh(create_mesh((groups,), ("pp",), devices=jax.devices()[:groups]), "pp")
+    make_model = lambda: make()()[0]  # noqa: E731
+    shapes = {"x": np.zeros((256, 8), np.float32), "scale": np.float32(1)}
+    staged = split_stages(mean_loss, make_model, shapes, mesh=mesh, schedule="1f1b", num_microbatches=2)
+    return Pipeline(staged, optax.sgd(0.0))
+
+
+@pytest.mark.parametrize("kind", ["step", "evaluation", "placed", "pipeline"])
+def test_a_step_does_not_see_what_the_caller_writes_into_the_batch_afterwards(kind):
+    mesh = create_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    if kind == "pipeline":
+        pipeline = pipeline_of(2)
+        state, step = pipeline.init_state(), pipeline.step
+    else:
+        state = start(make(optax.sgd(0.0)), mesh)
+        run = make_eval_step(mean_loss, state) if kind == "evaluation" else make_train_step(mean_loss, state)
+        step = lambda state, batch: (state, run(state, batch)) if kind == "evaluation" else run(state, batch)  # noqa: E731
+    array, losses = aligned((256, 8)), []
+    for number in range(4):
+        array[:] = number
+        given = {"x": array, "scale": np.ones((), np.float32)}
+        state, metrics = step(state, place_batch(given, mesh) if kind == "placed" else given)
+        array[:] = -1
+        losses.append(float(metrics["loss"] / metrics["weight"] if kind == "evaluation" else metrics["loss"]))
+    np.testing.assert_allclose(losses, [0, 1, 2, 3])
+
+
+# --- scalars, and batches that are refused ---
+
+
+def test_a_scalar_belongs_to_every_microbatch_of_all_modes():
+    rows = np.linspace(-1, 1, 256 * 8, dtype=np.float32).reshape(256, 8)
+    given = {"x": rows, "scale": np.float32(3)}
+    losses = []
+    for parts in (1, 2):
+        state = start(make(optax.sgd(0.0)))
+        losses.append(float(make_train_step(mean_loss, state, num_microbatches=parts)(state, given)[1]["loss"]))
+    pipeline = pipeline_of(2)
+    losses.append(float(pipeline.step(pipeline.init_state(), given)[1]["loss"]))
+    np.testing.assert_allclose(losses, [3 * rows.mean()] * 3, rtol=1e-5, atol=1e-6)
+
+
+WRONG = {
+    "rows": (
+        batch(12),
+        r"^the batch of 12 rows is not divisible by 8 \(fsdp=4 \* num_microbatches=2\); use a multiple",
+    ),
+    "lengths": ({**batch(16), "weights": np.ones(5)}, r"numbers of rows, \[5, 16\]; .* 5 in 'weights'; 16 in 'w', 'x'"),
+    "int32": ({**batch(16), "id": np.full(16, 2**40)}, "batch: 'id' is int64 and must fit int32, got .* 1099511627776"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_batch_that_cannot_be_split_is_refused(name):
+    wrong, message = WRONG[name]
+    mesh = create_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    state = start(make(), mesh)
+    loss_fn = lambda model, b: (model(b["x"]).sum(), len(b["x"]))  # noqa: E731
+    for call in (
+        lambda: make_train_step(loss_fn, state, num_microbatches=2)(state, wrong),
+        lambda: make_eval_step(loss_fn, state)(state, wrong if name != "rows" else batch(10)),
+        lambda: place_batch(wrong if name != "rows" else batch(10), mesh),
+    ):
+        with pytest.raises(ConfigError) as found:
+            call()
+        assert "not divisible by" in str(found.value) if name == "rows" else True
+    with pytest.raises(ConfigError, match=message):
+        make_train_step(loss_fn, state, num_microbatches=2)(state, wrong)
+
+
+def test_axes_of_the_mesh_that_nothing_uses_are_named():
+    create = lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))  # noqa: E731
+    with pytest.warns(UserWarning, match=r"^rules='fsdp': ep=2, tp=2 of the mesh has no work"):
+        abstract_state(create, create_mesh((2, 2, 2), ("fsdp", "ep", "tp")), rules="fsdp")
+    mesh = create_mesh((8,), ("data",))
+    state = init_train_state(make(), abstract_state(make(), mesh, [(".*", P())]))
+    loss_fn = lambda model, b: (model(b["x"]).sum(), len(b["x"]))  # noqa: E731
+    with pytest.warns(UserWarning, match=r"no axis of the mesh \{'data': 8\} has a meaning in `axes`; pass axes="):
+        make_eval_step(loss_fn, state)(state, batch())
+    axes = PartitionAxis(batch_axis="data")
+    step = make_train_step(loss_fn, state, axes=axes)
+    assert step.lower(state, batch()).compile().input_shardings[0][1]["x"].spec == P("data")
