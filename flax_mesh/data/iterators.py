@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import first_line
@@ -42,6 +43,7 @@ class IteratorBatches:
         self._set_state(state)
         if problems_of(first):
             return first
+        first = jax.tree.map(np.copy, first)  # the iterator may fill the same arrays again
         second = self._draw()
         self._set_state(state)
         if not _equal(first, second):

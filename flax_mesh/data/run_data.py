@@ -13,7 +13,6 @@ from flax_mesh.data.batches import batch_rows, make_batch_fn, make_eval_fn, num_
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Corpus
 from flax_mesh.data.evaluation import token_metrics
-from flax_mesh.data.iterators import IteratorBatches
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.step.batch import put_batch
 
@@ -35,19 +34,20 @@ class RunData:
     # (state -> sums of a batch) -> metrics of the held-out tokens; None without them.
     held_out: Callable[[Callable[[Any], Mapping[str, Any]]], dict[str, float | None]] | None = None
     prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
-    iterator: IteratorBatches | None = None
+    own: UserBatches | None = None
 
     def record(self, step: int) -> dict[str, Any]:
         """The field "data" of the metadata of the checkpoint of `step`."""
         record = {name: getattr(self, name) for name in ("name", "kind", "description", "content_hash")}
         # The position is the step, since batches are a function of the step.
-        state = {} if self.iterator is None else {"state": self.iterator.state(step)}
-        return {**record, "position": step, **state}
+        return {**record, "position": step, **({} if self.own is None else self.own.record(step))}
 
-    def resume(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Continue after `step` steps, from the field "data" of a checkpoint."""
-        if self.iterator is not None:
-            self.iterator.resume(step, saved.get("state"))
+    def resume(self, step: int, saved: Mapping[str, Any]) -> str:
+        """Continue after `step` steps, from the field "data" of a checkpoint.
+
+        Returns one line if the last batch before them is another one now.
+        """
+        return "" if self.own is None else self.own.resume(step, saved)
 
 
 def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
@@ -58,7 +58,7 @@ def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         BATCHES,
         first=lambda: batches.first,
         batch=lambda step: put_batch(batches(step), mesh, axes),
-        iterator=batches.iterator,
+        own=batches,
     )
 
 

@@ -1,7 +1,7 @@
 """Batches of a recipe's `make_batches`, checked against the first one."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.iterators import METHODS, IteratorBatches
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
@@ -37,6 +37,7 @@ class UserBatches:
         self.iterator = None if missing else IteratorBatches(made, self.place)
         self._function = made
         first = self.iterator.first(batch_problems) if self.iterator else self._call(0)
+        self._checksums: dict[int, str] = {}  # of the newest batches
         if problems := [*batch_problems(first), *_row_problems(first, rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         self.shapes = shapes_of(first)
@@ -45,11 +46,7 @@ class UserBatches:
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of the first batch: paths, dtypes, shapes and values."""
-        digest = hashlib.sha256()
-        for path, x in _named(self.first):
-            digest.update(f"{path} {x.dtype} {x.shape}\n".encode())
-            digest.update(np.ascontiguousarray(x).tobytes())
-        return digest.hexdigest()
+        return _digest(hashlib.sha256(), self.first)
 
     @property
     def description(self) -> str:
@@ -63,7 +60,39 @@ class UserBatches:
         found = batch_problems(batch) or self._differences(batch)
         if found:
             raise ConfigError([joined(what, self.place, problem) for problem in found])
-        return on_device_dtypes(batch, what)
+        batch = on_device_dtypes(batch, what)
+        self._checksums[step] = _checksum(batch)
+        self._checksums = {at: value for at, value in self._checksums.items() if at > step - KEPT}
+        return batch
+
+    def record(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of `step` records: the last batch before it and, of an iterator, its states."""
+        if step - 1 not in self._checksums:  # no step was computed
+            return {} if self.iterator is None else {"state": self.iterator.state(step)}
+        last = {"checksum": self._checksums[step - 1]}
+        if self.iterator is None:
+            return {"last_batch": last}
+        return {"state": self.iterator.state(step), "last_batch": {**last, "state": self.iterator.state(step - 1)}}
+
+    def resume(self, step: int, saved: Mapping[str, Any]) -> str:
+        """Continue with the batch of `step`, from `record(step)`. One line if the batch before it is another one now.
+
+        The batch before it is computed again. An iterator is set to the state before that batch, and the batch must
+        lead to the next one: that an iterator returns a state that it was given does not show that it uses it.
+        """
+        state, last = saved.get("state"), saved.get("last_batch")
+        if self.iterator is not None:
+            self.iterator.resume(*(step, state) if last is None else (step - 1, last.get("state")))
+        if last is None:
+            return ""
+        self(step - 1)
+        if self._checksums[step - 1] == last["checksum"]:
+            return ""
+        if self.iterator is not None:
+            self.iterator.resume(step, state)
+        cause = "set_state does not restore all" if self.iterator else "it depends on more than the step"
+        problem = f"batch {step - 1} differs from the one that the run used, so the data changed, or {cause}"
+        return joined("make_batches", self.place, problem)
 
     def _call(self, step: int) -> Any:
         with user_code(f"make_batches: batch {step}", self.place):
@@ -122,6 +151,20 @@ def split_problems(batch: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis, p
     """One line if the rows cannot be divided into equal `parts`, each split over the mesh axes of the batch."""
     rows = next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
     return rows_problems(rows, parts, mesh, axes, "pipeline.num_microbatches")
+
+
+def _checksum(batch: Any) -> str:
+    import xxhash  # imported here: only runs need it
+
+    return _digest(xxhash.xxh3_64(), batch)
+
+
+def _digest(digest: Any, batch: Any) -> str:
+    """The hexadecimal digest of paths, dtypes, shapes and values."""
+    for path, x in _named(batch):
+        digest.update(f"{path} {x.dtype} {x.shape}\n".encode())
+        digest.update(np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+    return digest.hexdigest()
 
 
 def _named(batch: Any) -> list[tuple[str, Any]]:

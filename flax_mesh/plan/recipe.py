@@ -93,7 +93,7 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
             return _pipelined(recipe, topology, limit)
         program, arguments = step_of(recipe)
         with user_code("loss_fn", place_of(recipe.loss_fn)):
-            jax.eval_shape(program.step, *arguments)  # `estimate` reuses the trace
+            program.step.eval_shape(*arguments)  # `estimate` reuses the trace
         one = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
     return replace(

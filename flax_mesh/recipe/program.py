@@ -166,7 +166,7 @@ def _check_functions(program: TrainProgram) -> None:
     has_held_out = bool(every) and recipe.user_batches is None
     if program.pipeline is None and has_held_out:
         with user_code("loss_fn of a model in eval mode", place):
-            _check_real_scalars(jax.eval_shape(program.evaluate, program.layout, batch))
+            _check_real_scalars(program.evaluate.eval_shape(program.layout, batch))
     if recipe.flops_per_token is not None:
         with user_code("flops_per_token", place_of(recipe.flops_per_token)):
             flops = recipe.flops_per_token(program.num_parameters)
@@ -185,7 +185,7 @@ def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
         of_step |= {"skipped"}
     with user_code("loss_fn", place_of(recipe.loss_fn)):
         if pipeline is None:
-            found = jax.eval_shape(program.step, program.layout, batch)[1]
+            found = program.step.eval_shape(program.layout, batch)[1]
         else:
             part = microbatch_shapes(batch, recipe.pipeline.num_microbatches)
             found = pipeline.staged.cut(part, seed=recipe.step_options.seed).sums
@@ -218,7 +218,7 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> lis
     def trace(batch: Any) -> Sequence[str]:
         with user_code("loss_fn of a model in eval mode", place_of(recipe.loss_fn)):
             if pipeline is None:
-                sums = jax.eval_shape(program.evaluate, program.layout, batch)
+                sums = program.evaluate.eval_shape(program.layout, batch)
             else:
                 sums = pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums
             _check_real_scalars(sums)

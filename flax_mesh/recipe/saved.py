@@ -79,6 +79,10 @@ def _is_rows(value: Any) -> bool:
     return all(isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in rows)
 
 
+def _is_last_batch(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value, "checksum") and is_state(value.get("state", {"json": 0}))
+
+
 def _is_text(value: dict[str, Any], name: str) -> bool:
     return isinstance(value.get(name), str)
 
@@ -88,9 +92,12 @@ RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step": ("the number of the step", _is_count),
     "config": ("settings as text", lambda value: _is_table(value, str)),
     "data": (
-        "an object with content_hash and, of an iterator, its state",
+        "an object with content_hash, the checksum of the last batch and, of an iterator, its states",
         lambda value: (
-            _is_table(value, object) and _is_text(value, "content_hash") and is_state(value.get("state", {"json": 0}))
+            _is_table(value, object)
+            and _is_text(value, "content_hash")
+            and is_state(value.get("state", {"json": 0}))
+            and _is_last_batch(value.get("last_batch", {"checksum": ""}))
         ),
     ),
     "mesh": ("an object", lambda value: _is_table(value, list)),

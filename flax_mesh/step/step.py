@@ -200,18 +200,18 @@ class _PlacingStep:
     """
 
     def __init__(self, jitted: Any, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
-        self._jitted, self._mesh, self._axes = jitted, mesh, axes
-        named = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
-        self._is_foreign = isinstance(mesh, Mesh) and mesh.size > 1 and named.isdisjoint(mesh.axis_names)
+        self._jitted, self._mesh, self._axes, self._problem = jitted, mesh, axes, ""
+        known = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
+        if mesh is not None and mesh.size > 1 and known.isdisjoint(mesh.axis_names):
+            self._problem = (
+                f"every device receives the entire batch, since no axis of the mesh {dict(mesh.shape)} has a meaning in "
+                '`axes`; pass axes=PartitionAxis(batch_axis="..."), or place the batch yourself'
+            )
 
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
+        if self._problem and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
+            warnings.warn(self._problem, stacklevel=2)
         batch = on_device_dtypes(batch, "batch")
-        if self._is_foreign and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
-            warnings.warn(
-                f"the batch is on every device as a whole, since no axis of the mesh {dict(self._mesh.shape)} has a "
-                'meaning in `axes`; pass axes=PartitionAxis(batch_axis="..."), or place the batch yourself',
-                stacklevel=2,
-            )
         if isinstance(self._mesh, Mesh):
             batch = put_batch(batch, self._mesh, self._axes)
         return self._jitted(state, batch, *limits)

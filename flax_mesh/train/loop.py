@@ -173,7 +173,12 @@ def train(
                 known = _newest_finite(checkpointer)
                 say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
             _check_stages(run, is_new=False)
-            data.resume(step, saved["data"])
+            if problem := data.resume(step, saved["data"]):
+                if not allow_changes:
+                    raise ConfigError(
+                        problem, repair="Repair it, start a new run (--restart), or pass --allow-changes."
+                    )
+                say(f"changed since the checkpoint: {problem}")
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             return _steps(run, checkpointer, state, step, saved)
 

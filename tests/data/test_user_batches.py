@@ -17,6 +17,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts
 from flax_mesh.recipe.resolve import token_shapes
+from flax_mesh.step.batch import put_batch
 from flax_mesh.train import TrainConfig, apply_overrides, array_batches, place_batch, train
 from tests.data.user_recipe import Windows, recipe, token_batches
 from tests.train import bigram
@@ -127,6 +128,56 @@ def test_a_state_is_the_same_after_it_was_saved_or_one_line():
         assert len(e.value.problems) == 1
 
 
+class Refills(Count):
+    """Fills one array again and again. Its memory begins at a multiple of 64 bytes, so JAX may use it on CPUs."""
+
+    def __init__(self):
+        super().__init__()
+        memory = np.zeros(4 * ROWS + 64, np.uint8)
+        first = -memory.ctypes.data % 64
+        self.array = memory[first : first + 4 * ROWS].view(np.float32)
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        self.array[:] = super().__next__()["x"]
+        return {"x": self.array}
+
+
+def test_batches_in_one_array_that_is_filled_again_are_those_of_their_steps():
+    mesh = create_mesh((1,), ("dp",), devices=jax.devices()[:1])
+    own = UserBatches(Refills, ROWS)
+    placed = [put_batch(own(step), mesh, PartitionAxis()) for step in range(3)]
+    assert [float(x["x"][0]) for x in placed] == [1, 2, 3] and own.first["x"][0] == 1
+
+
+class Resets(Count):
+    """Every state leads back to the first batch."""
+
+    def set_state(self, state: Any) -> None:
+        self.state = 0
+
+
+class Keeps(Refills):
+    def set_state(self, state: Any) -> None:
+        pass
+
+
+def test_an_iterator_that_does_not_restore_its_state_is_found():
+    with pytest.raises(ConfigError, match=r"after set_state\(get_state\(\)\) the iterator returns another batch"):
+        UserBatches(Keeps, ROWS)  # the two batches that are compared are in the same memory
+    source = iter(range(100))
+    pure, impure = (lambda step: {"x": np.full(ROWS, step)}), (lambda step: {"x": np.full(ROWS, next(source))})
+    problems = []
+    for make in (Count, Resets, lambda: pure, lambda: impure):
+        before, after = UserBatches(make, ROWS), UserBatches(make, ROWS)
+        for step in range(4):
+            batch = before(step)
+        problems.append(after.resume(3, json.loads(json.dumps(before.record(3)))))
+        assert problems[-1] or after(3)["x"][0] == batch["x"][0]
+    assert [bool(problem) for problem in problems] == [False, True, False, True]
+    assert "batch 2 differs from the one that the run used" in problems[1] and "set_state" in problems[1]
+    assert "it depends on more than the step" in problems[3]
+
+
 # --- arrays in memory ---
 
 
@@ -193,11 +244,23 @@ def run_config(folder: Path, text: Path, make: Any, *settings: str) -> TrainConf
     return apply_overrides(config, settings)
 
 
+class Restarts(Windows):
+    """Every state leads back to the first batch."""
+
+    def __init__(self, config: TrainConfig):
+        super().__init__(config)
+        self.seed = config.run.seed
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+
 @pytest.mark.parametrize(
     ("first", "second", "problem"),
     [
         (token_batches, Windows, r"state of the iterator of make_batches: \(absent\) -> present"),
         (Windows, token_batches, r"state of the iterator of make_batches: present -> \(absent\)"),
+        (Windows, Restarts, r"batch 1 differs from the one that the run used, so the data changed, or set_state"),
         (None, token_batches, r"first batch of make_batches: \w+ -> \w+ "),
         (token_batches, None, r"content of data\.source: \w+ -> \w+ "),
     ],

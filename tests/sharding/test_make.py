@@ -13,6 +13,7 @@ from flax_mesh.sharding import sharding_fingerprint
 
 P = PartitionSpec
 AXES = ("fsdp", "tp")
+pytestmark = pytest.mark.filterwarnings("ignore:rules=.fsdp.")  # tp has no work here
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,10 @@ from tests.step.modes import (
     reference,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_unless_slow")
+pytestmark = [
+    pytest.mark.usefixtures("quick_unless_slow"),
+    pytest.mark.filterwarnings("ignore:rules=.fsdp."),  # tp has no work here
+]
 # The rest of the matrix is slow.
 ALWAYS = {(style, "tree") for style in ("scanned", "tied_variable", "pytree", "linen")}
 ALWAYS |= {("tied_variable", "hijax_ref"), ("annotated", "eager_sharding")}

@@ -15,7 +15,10 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import map_named
 
-pytestmark = pytest.mark.usefixtures("quick_unless_slow")
+pytestmark = [
+    pytest.mark.usefixtures("quick_unless_slow"),
+    pytest.mark.filterwarnings("ignore:rules=.fsdp."),  # tp has no work here
+]
 
 
 @pytest.fixture(scope="module")
