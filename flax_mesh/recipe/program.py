@@ -131,7 +131,7 @@ def _plain(recipe: Recipe) -> TrainProgram:
     def init() -> TrainState:
         return layout.with_state(init_state(recipe.make, abstract))
 
-    evaluate = make_eval_step(recipe.loss_fn, layout)
+    evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes)
     return TrainProgram(recipe, layout, init, step, evaluate, lambda state: state.merge()[0])
 
 

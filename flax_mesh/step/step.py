@@ -204,7 +204,7 @@ class _PlacingStep:
         known = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
         if mesh is not None and mesh.size > 1 and known.isdisjoint(mesh.axis_names):
             self._problem = (
-                f"every device receives the entire batch, since no axis of the mesh {dict(mesh.shape)} has a meaning in "
+                f"every device receives the entire batch: no axis of the mesh {dict(mesh.shape)} has a meaning in "
                 '`axes`; pass axes=PartitionAxis(batch_axis="..."), or place the batch yourself'
             )
 
