@@ -1,5 +1,6 @@
 """Paths of leaves, such as "layers/0/attn/q/kernel". Only this file depends on the key path formats of NNX and JAX."""
 
+import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -99,11 +100,35 @@ def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
     return root
 
 
-def owner_of(path: str, parameters: Collection[str]) -> str | None:
-    """The parameter whose path is the longest suffix of `path`: "opt_state/0/mu/layers/0/q" -> "layers/0/q"."""
+def owners_of(paths: Collection[str], parameters: Collection[str], *, tails: bool = False) -> dict[str, str]:
+    """{path: parameter} for the arrays of an optimizer that belong to a parameter, of all its `paths`.
+
+    The parameter is the longest suffix: "opt_state/0/mu/layers/0/q" belongs to "layers/0/q"; with `tails`, so does
+    "opt_state/0/mu/layers/0/q/1". An array of the optimizer itself may have the name of a variable at the top level of
+    the model, such as "step" or "count". It belongs to that one only if all arrays beside it belong to variables.
+    """
+
+    @functools.cache
+    def repeats_the_model(prefix: str) -> bool:
+        beside = [path.removeprefix(prefix + "/") for path in paths if path.startswith(prefix + "/")]
+        return prefix not in ("", "optimizer") and all(any(h in parameters for h in _heads(path)) for path in beside)
+
+    def owner(path: str) -> str | None:
+        for head in _heads(path) if tails else [path]:
+            parts = head.split("/")
+            for start in range(len(parts)):
+                name = "/".join(parts[start:])
+                if name in parameters and ("/" in name or repeats_the_model("/".join(parts[:start]))):
+                    return name
+        return None
+
+    return {path: found for path in paths if (found := owner(path)) is not None}
+
+
+def _heads(path: str) -> Iterable[str]:
+    """The path and the paths of the nodes above it: "a/b/c", "a/b", "a"."""
     parts = path.split("/")
-    tails = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((tail for tail in tails if tail in parameters), None)
+    return ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
 
 
 def in_stack(path: str, layers: Iterable[str]) -> str | None:

@@ -13,7 +13,7 @@ from flax_mesh.tree import (
     map_named,
     named_leaves,
     nest,
-    owner_of,
+    owners_of,
     path_and_start,
     path_of,
 )
@@ -95,12 +95,26 @@ def test_nest_inverts_named_leaves_of_a_dict():
     assert nest(named_leaves(tree)) == tree
 
 
-def test_owner_of_finds_the_parameter_of_an_optimizer_leaf():
+def test_the_owner_of_an_optimizer_array_is_the_longest_suffix_of_its_path():
     parameters = {"layers/0/q/kernel", "q/kernel"}
-    assert owner_of("opt_state/0/mu/layers/0/q/kernel", parameters) == "layers/0/q/kernel"
-    assert owner_of("opt_state/0/mu/head/q/kernel", parameters) == "q/kernel"
-    assert owner_of("opt_state/0/count", parameters) is None
-    assert owner_of("xlayers/0/q", {"layers/0/q"}) is None
+    for path, owner in (
+        ("opt_state/0/mu/layers/0/q/kernel", "layers/0/q/kernel"),
+        ("opt_state/0/mu/head/q/kernel", "q/kernel"),
+        ("opt_state/0/count", None),
+        ("opt_state/0/xlayers/0/q", None),
+    ):
+        assert owners_of([path], parameters).get(path) == owner
+    tail = "opt_state/0/mu/layers/0/q/kernel/1"
+    assert not owners_of([tail], parameters) and owners_of([tail], parameters, tails=True)
+
+
+def test_the_arrays_of_an_optimizer_itself_belong_to_no_variable_with_their_name():
+    variables = {"step", "count", "w", "layers/0/q"}
+    of_adam = [f"opt_state/0/{moment}/{name}" for moment in ("mu", "nu") for name in variables]
+    own = ["step", "opt_state/0/count", "optimizer/step"]
+    owned = owners_of([*own, *of_adam], variables)
+    assert owned == {path: path.split("/", 3)[3] for path in of_adam}
+    assert owners_of(["step"], variables) == {}, "the only array of plain SGD"
 
 
 def test_stacks_are_distinguished_from_lists():

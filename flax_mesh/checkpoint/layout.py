@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owner_of, path_and_start
+from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owners_of, path_and_start
 
 Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
@@ -149,9 +149,9 @@ def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> d
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
     bases = [path_and_start(path) for path, _ in named]
     parameters = {path.removeprefix("model/") for path, _ in bases if path.startswith("model/") or not has_parts}
-    found = {}
+    owned, found = owners_of([base for base, _ in bases], parameters), {}
     for (path, leaf), (base, start) in zip(named, bases, strict=True):
-        owner = owner_of(base, parameters)
+        owner = owned.get(base)
         stack = in_stack(owner, layers) if owner else None
         if owner and stack and leaf.shape:
             head = base[: len(base) - len(owner)]

@@ -9,9 +9,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding.optimizer import owning_parameter
 from flax_mesh.text import listed
-from flax_mesh.tree import PyTree, Shaped, named_leaves
+from flax_mesh.tree import PyTree, named_leaves, owners_of
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
 _OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
@@ -53,11 +52,8 @@ def optimizer_memory_kinds(state: PyTree, mesh: Mesh | AbstractMesh, kind: str) 
         raise ConfigError(f"optimizer memory: {kind} needs an optimizer, but make() returns a model alone")
     parameters = {path for path, _ in named_leaves(state["model"])}
 
-    def is_hosted(path: str, leaf: Shaped) -> bool:
-        own = path.removeprefix("optimizer/")
-        return own != path and bool(leaf.shape) and owning_parameter(own, parameters) is not None
-
-    return [kind if is_hosted(path, leaf) else None for path, leaf in leaves]
+    owned = owners_of([path for path, _ in leaves if path.startswith("optimizer/")], parameters, tails=True)
+    return [kind if path in owned and leaf.shape else None for path, leaf in leaves]
 
 
 def placed(mesh: Mesh | AbstractMesh, spec: PartitionSpec, kind: str | None) -> NamedSharding:

@@ -1,7 +1,7 @@
 """Layouts of optimizer states, for any optax transformation: from the parameters, and split further by ZeRO-1."""
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.axes import as_tuple
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves, split_first_dim
-from flax_mesh.tree import named_leaves, owner_of
+from flax_mesh.tree import named_leaves, owners_of
 
 Shape = tuple[int, ...]
 Dims = tuple[int | None, ...]  # for each dim of an optimizer array: the dim of its parameter that it corresponds to
@@ -45,7 +45,8 @@ def match_optimizer(
     parameters = named_leaves(model)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer, graph=True))
-    pairs = [(path, leaf, owner) for path, leaf in leaves if (owner := owning_parameter(path, owners))]
+    found = owners_of([path for path, _ in leaves], owners, tails=True)
+    pairs = [(path, leaf, found[path]) for path, leaf in leaves if path in found]
     dims = _dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
     differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
     specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
@@ -127,13 +128,6 @@ def _differing(
         for (path, _), spec in zip(named_leaves(state), own.specs, strict=True)
         if path in owner_of_leaf and path in annotated and annotated[path] != of_parameters.get(owner_of_leaf[path])
     }
-
-
-def owning_parameter(path: str, parameters: Collection[str]) -> str | None:
-    """The parameter that a leaf belongs to: "layers/0/q" for "0/mu/layers/0/q" and for "0/mu/layers/0/q/1"."""
-    parts = path.split("/")
-    heads = ("/".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return next((owner for head in heads if (owner := owner_of(head, parameters))), None)
 
 
 def _grown(shape: Shape) -> Shape:

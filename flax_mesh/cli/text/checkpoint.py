@@ -9,7 +9,7 @@ from typing import Any
 from flax_mesh.checkpoint.diff import SECTIONS, Difference
 from flax_mesh.checkpoint.read import Array, plain
 from flax_mesh.text import array_text, bytes_text, count_text, folded, group_paths, mesh_text, table_text
-from flax_mesh.tree import owner_of
+from flax_mesh.tree import owners_of
 
 SHOWN_METRICS = ("loss", "eval_loss")
 GROUPED = ("layout", "tree")  # sections whose names are paths: paths that differ only in a number share a line
@@ -170,7 +170,8 @@ def _difference_lines(found: Sequence[Difference]) -> list[str]:
     if found[0].section not in GROUPED:
         return [f"  {plain(one.name)}: {_sides(one)}" for one in found]
     of_model = {one.name.removeprefix("model/"): one[2:] for one in found if one.name.startswith("model/")}
-    apart = [one for one in found if not _repeats_parameter(one, of_model)]
+    owned = owners_of([one.name for one in found if one.name.startswith("optimizer/")], of_model)
+    apart = [one for one in found if one.name not in owned or of_model[owned[one.name]] != one[2:]]
     lines = []
     for path, members in group_paths([one.name for one in apart], [one[2:] for one in apart]):
         number = f" ({len(members)})" if len(members) > 1 else ""
@@ -179,12 +180,6 @@ def _difference_lines(found: Sequence[Difference]) -> list[str]:
         number = count_text(count, "array")
         lines.append(f"  optimizer/: {number} with the same differences as their parameters (--json lists all)")
     return lines
-
-
-def _repeats_parameter(one: Difference, of_model: Mapping[str, Any]) -> bool:
-    """Whether `one` is an optimizer array whose parameter has the same difference."""
-    owner = owner_of(one.name, of_model) if one.name.startswith("optimizer/") else None
-    return owner is not None and of_model[owner] == one[2:]
 
 
 def _value_lines(values: Mapping[str, Any]) -> list[str]:
@@ -215,9 +210,10 @@ def _state(step: Mapping[str, Any], verified: bool) -> str:
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
     """Path prefix -> the optimizer arrays below it with the same shape, dtype and split as their parameters."""
     like = {one.path.removeprefix("model/"): one[1:] for one in arrays if one.path.startswith("model/")}
+    owned = owners_of([one.path for one in arrays if one.path.startswith("optimizer/")], like)
     found: dict[str, list[Array]] = {}
     for one in arrays:
-        owner = owner_of(one.path, like) if one.path.startswith("optimizer/") else None
+        owner = owned.get(one.path)
         if owner and like[owner] == one[1:]:
             found.setdefault(one.path.removesuffix(owner), []).append(one)
     return found

@@ -20,7 +20,7 @@ from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_
 from flax_mesh.step.options import StateLayout
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
-from flax_mesh.tree import Shaped, named_leaves, owner_of
+from flax_mesh.tree import Shaped, named_leaves, owners_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -187,12 +187,13 @@ def _parts_of(
 ) -> Iterator[list[tuple[tuple[int, int] | None, int, int | None]]]:
     """(rows, group, index into staged.leaves) for each part of every (path, leaf) of the plain state."""
     model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
+    owned = owners_of([path for path, _ in named if not path.startswith(MODEL)], model_paths)
     model_parts: dict[int, list[tuple[int, int, ModelLeaf]]] = {}  # index, group and leaf, by source
     for at, leaf in enumerate(staged.leaves):
         model_parts.setdefault(leaf.source, []).append((at, stage_to_group[staged.users[at][0]], leaf))
     for path, leaf in named:
         in_model = path.startswith(MODEL)
-        owner = path.removeprefix(MODEL) if in_model else owner_of(path, model_paths)
+        owner = path.removeprefix(MODEL) if in_model else owned.get(path)
         parts = [] if owner is None else model_parts[model_paths.index(owner)]
         depth = parts[-1][2].rows[1] if parts and parts[-1][2].rows else 0
         if in_model:

@@ -25,7 +25,7 @@ from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import ArrayReport, ShardingReport, report_page
 from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
 from flax_mesh.text import Table, count_text, plain_data
-from flax_mesh.tree import named_leaves, owner_of
+from flax_mesh.tree import named_leaves, owners_of
 
 
 class Explanation(NamedTuple):
@@ -181,7 +181,8 @@ def _large_without_parameter(
     parameters = {path for path, _ in named_leaves(model)}
     leaves = named_leaves(optimizer)
     found = large_replicated(leaves, specs, mesh, large, stacks=[False] * len(leaves))
-    return [finding for finding in found if owner_of(finding.path, parameters) is None]
+    owned = owners_of([path for path, _ in leaves], parameters)
+    return [finding for finding in found if finding.path not in owned]
 
 
 def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx.State) -> ShardingReport:

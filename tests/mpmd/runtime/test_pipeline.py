@@ -170,6 +170,23 @@ def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
     assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
 
 
+def test_counts_of_the_optimizer_are_on_all_groups_if_variables_of_the_model_have_their_names():
+    def make():
+        model = make_net()
+        model.step, model.count = nnx.BatchStat(jnp.zeros((), int)), nnx.Param(jnp.ones(8))
+        return model
+
+    def loss_fn(model, batch):
+        model.step[...] += 1
+        loss, weight, metrics = net_loss(model, batch)
+        return loss * model.count[...].sum(), weight, metrics
+
+    pipeline = build(make, loss_fn, net_batch(4), 2, optax.adam(1e-2))
+    found = {owner.path: owner.group for owner in pipeline.placement.owners}
+    assert found["optimizer/step"] == found["optimizer/opt_state/0/count"] == SHARED
+    assert found["optimizer/opt_state/0/mu/count"] == found["model/count"] != SHARED
+
+
 @pytest.mark.slow
 def test_parameters_and_moments_are_stored_only_on_their_group():
     pipeline = build_net(optimizer=optax.adam(1e-2), mesh=groups(pp=2, dp=2), rules=[(".*", ())])
