@@ -2,8 +2,9 @@
 
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -28,11 +29,12 @@ from flax_mesh.mesh.torus.torus import DeviceLike
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 # Set by multislice TPU runs; the only environment variable that the library reads.
 _NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"
+_NAMES_IN_TEXT = re.compile(r"([^\s,:=]+)\s*[:=]")
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
 
 
 def create_mesh(
-    axis_dims: Sequence[int] = DEFAULT_AXIS_DIMS,
+    axis_dims: Sequence[int] | str | Mapping[str, int] = DEFAULT_AXIS_DIMS,
     axis_names: Sequence[str] = DEFAULT_AXIS_NAMES,
     dcn_mesh_dims: Sequence[int] | None = None,
     should_sort_granules_by_key: bool = True,
@@ -51,7 +53,8 @@ def create_mesh(
     dp and fsdp are split over it first. Equal arguments return the same object, so repeated calls are cheap.
 
     Args:
-        axis_dims: The size of each axis; one of them may be -1, which is inferred from the number of devices.
+        axis_dims: The size of each axis; one of them may be -1, which is inferred from the number of devices. Or the
+            names with the sizes, as "dp:2,tp:4" or {"dp": 2, "tp": 4}.
         axis_names: The name of each axis. Default: dp, fsdp, ep, tp, sp, with all devices on fsdp.
         dcn_mesh_dims: The number of slices (or hosts) that each axis spans; one of them may be -1. Default: chosen
             in the order pp, dp, fsdp, axes with other names, ep, sp, tp.
@@ -79,9 +82,14 @@ def create_mesh(
         >>> mesh = fm.create_mesh((2, -1), ("dp", "tp"))  # on 8 devices
         >>> dict(mesh.shape)
         {'dp': 2, 'tp': 4}
-        >>> fm.create_mesh((2, 4), ("dp", "tp")) is mesh
+        >>> fm.create_mesh("dp:2,tp:4") is mesh
         True
     """
+    if isinstance(axis_dims, str):
+        names = dict.fromkeys(_NAMES_IN_TEXT.findall(axis_dims))
+        axis_dims = parse_mesh_shape(axis_dims, tuple(names) or axis_names)
+    if isinstance(axis_dims, Mapping):
+        axis_dims, axis_names = tuple(axis_dims.values()), tuple(axis_dims)
     if devices is None:
         client = _client(backend)
         # The id of a client is fast to hash, and cannot be reused: the cached mesh keeps its client alive.

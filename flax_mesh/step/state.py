@@ -23,7 +23,7 @@ from flax_mesh.sharding.abstract import (
     model_layers,
 )
 from flax_mesh.stacks import ranks_in
-from flax_mesh.text import path_lines
+from flax_mesh.text import count_text, path_lines
 from flax_mesh.tree import PyTree, named_leaves, path_of
 
 _States = nnx.State | Sequence[nnx.State]
@@ -59,7 +59,7 @@ class TreeDefinition:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TrainState:
     """Model and optimizer as flat leaves, which a jitted step takes and returns with the overhead of a tuple.
 
@@ -69,6 +69,11 @@ class TrainState:
 
     leaves: tuple[Any, ...]
     definition: TreeDefinition = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """The number of leaves: Flax and JAX would print every module and every array."""
+        size = sum(getattr(leaf, "size", 0) for leaf in self.leaves)
+        return f"TrainState({count_text(len(self.leaves), 'array')}, {count_text(size, 'element')})"
 
     def to_nnx(self) -> nnx.State:
         """The leaves as the nnx.State {"model": ..., "optimizer": ...}."""
@@ -110,6 +115,17 @@ def check_train_state(state: object) -> None:
         raise TypeError(
             f"state must be a TrainState, got an object of type {type(state).__name__}. Create it with "
             "init_train_state(make, abstract), or with abstract_train_state for its layout alone."
+        )
+
+
+def check_not_donated(state: TrainState) -> None:
+    """Raises a ValueError for a state that an earlier step has deleted. Without it, jax 0.10 may crash."""
+    if any(isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) for x in state.leaves[:1]):
+        return
+    if any(x.is_deleted() for x in state.leaves):
+        raise ValueError(
+            "the arrays of this state are deleted, because it was the argument of an earlier step, which donates them. "
+            "Use the state that the step returned: state, metrics = step(state, batch)"
         )
 
 

@@ -39,7 +39,7 @@ from flax_mesh.step.loss import (
     traced_loss,
 )
 from flax_mesh.step.options import StepKeywords, StepOptions
-from flax_mesh.step.state import TrainState, check_same_definition, check_train_state
+from flax_mesh.step.state import TrainState, check_not_donated, check_same_definition, check_train_state
 from flax_mesh.tree import named_leaves
 
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -209,6 +209,7 @@ class _PlacingStep:
             )
 
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
+        check_not_donated(state)
         if self._problem and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
             warnings.warn(self._problem, stacklevel=2)
         batch = on_device_dtypes(batch, "batch")

@@ -203,6 +203,15 @@ def test_any_shape_over_any_slices_contains_every_device_once(count, names, data
     assert sorted(device.id for device in mesh.devices.flat) == sorted(device.id for device in devices)
 
 
+def test_names_with_sizes_are_a_shape():
+    for shape in ("dp:2,tp:4", "tp = 4, dp: 2", {"dp": 2, "tp": -1}):
+        assert dict(create_mesh(shape).shape) == {"dp": 2, "tp": 4}
+    assert create_mesh("2,4", ("dp", "tp")) is create_mesh({"dp": 2, "tp": 4})
+    for text, problem in (("dp:2,tp", "'tp' is malformed"), ("dp:2,dp:4", "duplicate axis 'dp'"), ("", "must contain")):
+        with pytest.raises(ValueError, match=problem):
+            create_mesh(text)
+
+
 def test_strings_and_the_cpu_helpers_create_meshes():
     assert list(parse_mesh_from_string("tp:4,dp:-1", ("dp", "tp")).shape.items()) == [("tp", 4), ("dp", 2)]
     assert dict(parse_mesh_from_string("2,4", ("dp", "tp")).shape) == {"dp": 2, "tp": 4}

@@ -88,6 +88,21 @@ def test_the_memory_of_a_batch_belongs_to_its_caller():
     assert (placed["x"] == 5).all()
 
 
+def test_a_state_that_was_donated_is_refused_by_step_evaluation_and_pipeline():
+    state, pipeline = start(make()), pipeline_of(2)
+    given, old = {"x": np.ones((256, 8), np.float32), "scale": np.float32(1)}, pipeline.init_state()
+    make_train_step(mean_loss, state)(state, given)
+    pipeline.step(old, given)
+    for call in (
+        lambda: make_train_step(mean_loss, state)(state, given),
+        lambda: make_eval_step(mean_loss, state)(state, given),
+        lambda: pipeline.step(old, given),
+        lambda: pipeline.evaluate(old, given),
+    ):
+        with pytest.raises(ValueError, match=r"^the arrays of this state are deleted, because it was the argument of"):
+            call()
+
+
 # --- scalars, and batches that are refused ---
 
 

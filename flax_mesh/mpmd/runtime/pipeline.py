@@ -35,7 +35,7 @@ from flax_mesh.sharding.abstract import model_axes
 from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
-from flax_mesh.step.state import TrainState
+from flax_mesh.step.state import TrainState, check_not_donated
 from flax_mesh.text import lines_of
 
 
@@ -230,6 +230,7 @@ class Pipeline:
 
         Every process must call it for the same run.
         """
+        check_not_donated(state)
         number, batch = self.transfers.next_number(), on_device_dtypes(batch, "batch")
         compiled = self._compiled(batch, count, train)
         leaves = self._leaves_on_groups(state, compiled, number)
