@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.batches import prefetch
 from flax_mesh.data.corpus import Corpus, decode, load_corpus
@@ -40,7 +41,7 @@ from flax_mesh.train.metadata import check_resume, layout_changes, run_record, s
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
-from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, check_text, find_start, keep_other_files, start_from
 from flax_mesh.user_code import place_of, user_code
 
 UINT16_IDS = 2**16
@@ -154,8 +155,9 @@ def train(
             if step is None:
                 start = find_start(config.checkpoint.start_from) if config.checkpoint.start_from else None
                 if start is not None:
-                    for change in check_start_settings(start, config, allow_changes=allow_changes):
+                    for change in check_start_settings(start, config, data.kind, allow_changes=allow_changes):
                         say(f"changed since the checkpoint: {change}")
+                    check_text(data.kind, config.data.source, start.files)
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
@@ -165,6 +167,7 @@ def train(
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return TrainResult("already finished", step, folder)
+            check_text(data.kind, config.data.source, folder / CHECKPOINTS / KEPT)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
             if changed := layout_changes(saved, record):
                 more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
