@@ -17,7 +17,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import check_committed, check_path, find_valid, step_number
+from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
@@ -58,7 +58,7 @@ def export(
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
     averaged = averages(found, arrays, record) if average else {}
     values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
-    with new_folder(out, by_orbax=to == "orbax") as work:
+    with new_folder(out, found, by_orbax=to == "orbax") as work:
         more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
@@ -118,7 +118,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     if record["config"]:
         record["config"] |= {"mesh.shape": config.mesh.shape}
-    with new_folder(out) as work:
+    with new_folder(out, found) as work:
         sizes = _save(work, number, state, layers, record)
         keep_files(found.parent / KEPT, work)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
@@ -137,16 +137,24 @@ def _errors_name_option() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
+def new_folder(out: str | Path, step: Path | None = None, *, by_orbax: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out` that is renamed to `out` at the end of the block, or removed after an error.
 
-    Raises ConfigError if `out` exists or its parent cannot be written, SaveError if writing fails.
+    Raises ConfigError if `out` exists, is in the folder of the `step` that is read or would be taken for another step
+    beside it, or if its parent cannot be written; SaveError if writing fails.
     """
     path = user_path(out).absolute()
+    if not str(out):
+        raise ConfigError("the output folder must have a name, got an empty text; name a folder that does not exist")
     if by_orbax:
         check_path(path)
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists; nothing was overwritten. Use another folder, or remove this one.")
+    if step is not None and _is_part_of(path, step):
+        raise ConfigError(
+            f"{path} must not be a step beside {step}, or in it: the next run would take it for a checkpoint of its "
+            "own; use another folder"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
@@ -162,6 +170,12 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
             raise SaveError(
                 f"{path} could not be written: {error.strerror or error}; the partial output was removed"
             ) from error
+
+
+def _is_part_of(path: Path, step: Path) -> bool:
+    """Whether a path is in the folder of a step, or the folder of another step beside it."""
+    path, step = path.resolve(), step.resolve()
+    return path.is_relative_to(step) or (path.parent == step.parent and STEP.fullmatch(path.name) is not None)
 
 
 def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:

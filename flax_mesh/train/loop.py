@@ -463,7 +463,9 @@ def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
         found.append(
             f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
         )
-    if not path.parent.is_dir():
+    if path.is_dir():
+        found.append(f"--trace {path}: this is a folder; name a JSON file")
+    elif not path.parent.is_dir():
         found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
     return found
 
