@@ -306,10 +306,8 @@ def _problem(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules, bat
     """What excludes all layouts of a mesh, a batch size and a number of microbatches; "" if nothing does."""
     if batch % parts:
         return f"{BATCH} is not divisible by {MICROBATCHES}"
-    data, pipeline = (
-        dataclasses.replace(config.data, batch_size=batch),
-        dataclasses.replace(config.pipeline, num_microbatches=parts),
-    )
+    data = dataclasses.replace(config.data, batch_size=batch)
+    pipeline = dataclasses.replace(config.pipeline, num_microbatches=parts)
     problems = check_on_mesh(dataclasses.replace(config, data=data, pipeline=pipeline), mesh, rules.axes)
     return problems[0].general if problems else ""
 
