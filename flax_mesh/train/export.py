@@ -59,7 +59,11 @@ def export(
     averaged = averages(found, arrays, record) if average else {}
     values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
     with new_folder(out, found, by_orbax=to == "orbax") as work:
-        more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
+        more = {}
+        if to == "safetensors":
+            more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
+        else:
+            _export_orbax(work, values)
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
 
@@ -194,7 +198,8 @@ def _export_safetensors(
     values: Iterable[tuple[str, np.ndarray]],
     record: Mapping[str, Any],
     dtype: str | None,
-) -> dict[str, Any]:
+) -> str:
+    """Write the arrays and config.json, with its "model_type" as the result."""
     kept = read_kept_config(step.parent)
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
     length = read_record(step)["config"].get("data.sequence_length")
@@ -207,7 +212,7 @@ def _export_safetensors(
     arrays = {param.path: param.arrays for param in params}
     pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
     write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
-    return {"model_type": config["model_type"]}
+    return config["model_type"]
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -217,14 +222,7 @@ def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np
         yield from ((names[path], value) for path, value in read_batch(step, batch).items())
 
 
-def _export_orbax(
-    step: Path,
-    work: Path,
-    tree: Mapping[str, Array],
-    values: Iterable[tuple[str, np.ndarray]],
-    record: Mapping[str, Any],
-    dtype: str | None,
-) -> dict[str, Any]:
+def _export_orbax(work: Path, values: Iterable[tuple[str, np.ndarray]]) -> None:
     """Save numpy arrays, so that a machine with other devices can read them. All of them must fit in host memory."""
     import orbax.checkpoint as ocp
 
@@ -235,7 +233,6 @@ def _export_orbax(
     # Tensorstore raises ValueError for most file errors, Orbax RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
         raise SaveError(f"{work.name} could not be written: {one_line(error, 300)}") from error
-    return {}
 
 
 def _huggingface_config(

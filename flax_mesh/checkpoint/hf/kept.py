@@ -15,20 +15,8 @@ from flax_mesh.errors import ConfigError
 KEPT = "huggingface"
 CONFIG = "config.json"
 # Suffixes of files of parameters, and of archives of them; "model.safetensors.index.json" is one of a table of them.
-PARAMETERS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".npz",
-    ".tar",
-    ".gz",
-}
+PARAMETERS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"}
+PARAMETERS |= {".gguf", ".onnx", ".npz", ".tar", ".gz"}
 INDEX = ".index.json"
 # Files of tokenizers, the one that `inference` reads first; each shows that the ids of a model are not bytes.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
