@@ -19,7 +19,7 @@ from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.batches import prefetch
 from flax_mesh.data.corpus import Corpus, decode, load_corpus
 from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
-from flax_mesh.data.run_data import RunData, token_data, user_data
+from flax_mesh.data.run_data import TEXT, RunData, token_data, user_data
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
@@ -158,6 +158,8 @@ def train(
                     for change in check_start_settings(start, config, data.kind, allow_changes=allow_changes):
                         say(f"changed since the checkpoint: {change}")
                     check_text(data.kind, config.data.source, start.files)
+                    if start.step is None and data.kind == TEXT:
+                        say(f"note: {start.folder} has no tokenizer, so data.source is read as bytes, one token each")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})

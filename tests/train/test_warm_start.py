@@ -141,6 +141,20 @@ def test_text_is_refused_for_a_model_with_a_tokenizer_and_the_error_shows_how_to
         check_text(TEXT, "*.txt", find_start("imported").files)
 
 
+def test_text_for_a_folder_without_a_tokenizer_is_a_note(tmp_path):
+    small = ["model.num_layers=1", "model.vocab_size=256"]
+    save_parameters(config_of("fsdp:1", *small), tmp_path / "saved")
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "hub"), "--to", "safetensors"]) == 0
+
+    def say(line):
+        if line.startswith("note: "):
+            raise InterruptedError(line)  # before anything compiles
+
+    start = [f"checkpoint.start_from={tmp_path / 'hub'}", f"run.folder={tmp_path / 'run'}"]
+    with pytest.raises(InterruptedError, match=r"/hub has no tokenizer, so data\.source is read as bytes"):
+        train(config_of("fsdp:1", *small, *start), say=say)
+
+
 def test_text_after_tokens_and_tokens_after_text_are_changes_of_a_start(tmp_path):
     config = config_of("fsdp:1", "model.num_layers=1")
     message = r"(?s)tokens of data\.source: (bytes of text|ids in token files) -> .*--allow-changes"
