@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -216,6 +217,12 @@ class PartitionAxis:
                 f"PartitionAxis names mesh axes that the mesh {dict(mesh.shape)} lacks: {each}. "
                 "Add them to the mesh with size 1, or set these fields to None."
             )
+
+
+def num_parts(axes: PartitionAxis, sizes: Mapping[str, int], *logical: str, mode: Mode = "train") -> int:
+    """The number of parts into which a mesh with axes of these sizes splits dims of these logical axes together."""
+    names = {name for one in logical for name in axes.mesh_axes(one, mode)}
+    return math.prod(sizes.get(name, 1) for name in names)
 
 
 def as_tuple(axis: AxisName) -> tuple[str, ...]:

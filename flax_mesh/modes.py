@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 
-from flax_mesh.errors import ShardingError
+from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.text import lines_of, says
 from flax_mesh.tree import PyTree, check_arrays, path_of
 
@@ -57,7 +57,21 @@ def set_eval_mode(model: PyTree) -> None:
             module.eval()
 
 
-def optimizer_of(model: nnx.Pytree, transformation: optax.GradientTransformation, wrt: Filter) -> nnx.Optimizer:
-    """An nnx.Optimizer of a model that may share Variables, in any mode."""
+def optimizer_of(
+    model: nnx.Pytree, optimizer: optax.GradientTransformation | nnx.Optimizer, wrt: Filter
+) -> nnx.Optimizer:
+    """An nnx.Optimizer of a model that may share Variables, in any mode, with a transformation or that of another one.
+
+    Raises ConfigError for an object of a subclass, which may do more than its transformation.
+    """
+    if not isinstance(optimizer, nnx.Optimizer):
+        transformation = optimizer
+    elif type(optimizer) is nnx.Optimizer:
+        transformation = optimizer.tx
+    else:
+        raise ConfigError(
+            "the optimizer must be an nnx.Optimizer or an optax transformation, got an object of the subclass "
+            f"{type(optimizer).__name__}; return it with the model from the function that split_stages takes"
+        )
     with nnx.set_graph_mode(True):
         return nnx.Optimizer(model, transformation, wrt=wrt)

@@ -1,5 +1,6 @@
 """SVG helpers shared by the drawings of meshes and schedules. Standard library only."""
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -27,3 +28,11 @@ def svg_text(x: object, y: object, content: str, *, size: int, anchor: str = "st
 def hex_colour(parts: Sequence[int]) -> str:
     """`#rrggbb` from red, green and blue in 0..255."""
     return "#" + "".join(f"{part:02x}" for part in parts)
+
+
+def ticks(most: float, intervals: int) -> list[float]:
+    """The multiples from 0 to `most` of 1, 2 or 5 times a power of ten, with at most so many intervals."""
+    least = most / intervals or 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * part for part in (1, 2, 5, 10) if power * part >= least)
+    return [step * i for i in range(int(most / step + 1e-9) + 1)]

@@ -1,6 +1,7 @@
 """Paths of leaves, such as "layers/0/attn/q/kernel". Only this file depends on the key path formats of NNX and JAX."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -31,6 +32,11 @@ class Shaped(Protocol):
 def is_key(x: Shaped) -> bool:
     """Whether `x` is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def shard_bytes(x: Any) -> int:
+    """Bytes of an array, abstract or not, on each of its devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 # A stack is below a list of layers, so its path has at least two names.

@@ -24,11 +24,7 @@ RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run c
 _FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
-ABSENT = (
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-)  # no other OSError means it
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # no other OSError means it
 # Raised by Orbax and tensorstore for files that they cannot read.
 _READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore

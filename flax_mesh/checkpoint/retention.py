@@ -3,7 +3,9 @@
 import math
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from flax_mesh.fields import type_problems, value_problems
 
 MOST = sys.float_info.max
 _JUDGED = ("loss", "grad_norm", "eval_loss")
@@ -16,18 +18,12 @@ class RetentionPolicy:
     A checkpoint is retained if any of the three selects it. The newest always is. `newest=None` retains all.
     """
 
-    newest: int | None = 3
-    best: int = 0
-    every: int | None = None
+    newest: int | None = field(default=3, metadata={"at_least": 1})
+    best: int = field(default=0, metadata={"at_least": 0})
+    every: int | None = field(default=None, metadata={"at_least": 1})
 
     def __post_init__(self) -> None:
-        least = {"newest": 1, "best": 0, "every": 1}
-        problems = [
-            f"{name} must be at least {low}, got {getattr(self, name)}"
-            for name, low in least.items()
-            if getattr(self, name) is not None and getattr(self, name) < low
-        ]
-        if problems:
+        if problems := [*type_problems(self), *value_problems(self)]:
             raise ValueError("; ".join(problems))
 
     def steps(self, steps: Collection[int], metrics: Mapping[int, float]) -> set[int]:

@@ -6,8 +6,9 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -23,7 +24,7 @@ from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.load import load_recipe
-from flax_mesh.recipe.overrides import read_overrides, setting_of
+from flax_mesh.recipe.overrides import read_overrides, setting_of, to_texts
 from flax_mesh.text import lines_of, one_line, shortened
 
 DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LOST of processes/watchdog.py
@@ -31,6 +32,7 @@ INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 MOST_PRINTED = 2000  # characters of a line of an error, which may contain an argument of any length
 PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
+NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 
 def report_failure(error: BaseException) -> int:
@@ -98,8 +100,7 @@ def _settings_file(name: str) -> list[str]:
 
 
 def write_file(option: str, name: str, text: str, *, mode: str = "w") -> None:
-    if problem := path_problem(name):
-        raise ConfigError(f"{option} {name[:80]}: this text {problem}")
+    """Write a file, after `check_writable` has checked its name."""
     try:
         with open(name, mode, encoding="utf-8") as file:
             file.write(text)
@@ -107,9 +108,56 @@ def write_file(option: str, name: str, text: str, *, mode: str = "w") -> None:
         raise ConfigError(f"{option} {name} cannot be written: {error.strerror}") from error
 
 
-def check_writable(option: str, name: str) -> None:
-    """Raises the ConfigError of `write_file`, for a file that is written much later; an existing one is not changed."""
-    is_new = not path_problem(name) and not os.path.exists(name)
+def files_read(recipe: str, overrides: Sequence[str], config: TrainConfig) -> dict[str, str]:
+    """Name -> path of the files that a command reads: the recipe, files of settings, and settings that name files."""
+    settings = {f"{key}={text}": text for key, text in to_texts(config).items() if os.path.isfile(text)}
+    return {f"the recipe {recipe}": recipe.partition(":")[0]} | settings_files(overrides) | settings
+
+
+def settings_files(overrides: Sequence[str]) -> dict[str, str]:
+    return {text: text[1:] for text in overrides if text.startswith("@")}
+
+
+def output_problems(option: str, name: str, others: Mapping[str, str]) -> list[str]:
+    """One line if an option cannot name the file that a command writes.
+
+    `others` are files and folders that the command reads, or writes too: what they are called -> path.
+    """
+    if not name:
+        return [f"{option} must name a file, got an empty text; name one, or leave out {option}"]
+    if problem := path_problem(name):
+        return [f"{option} {name[:80]}: this text {problem}"]
+    if os.path.isdir(name):
+        return [f"{option} {name} cannot be written: it is a folder; name a file"]
+    for what, path in others.items():
+        is_folder = os.path.isdir(path)
+        if _is_in(name, path) if is_folder else _is_same(name, path):
+            return [
+                f"{option} must name a file that the command uses for nothing else, got {name}, which is "
+                f"{'in ' * is_folder}{what}; use another file"
+            ]
+    return []
+
+
+def _is_same(name: str, path: str) -> bool:
+    """Whether two paths are those of one file, also through links."""
+    if os.path.exists(name) and os.path.exists(path):
+        return os.path.samefile(name, path)
+    return os.path.realpath(name) == os.path.realpath(path)
+
+
+def _is_in(name: str, folder: str) -> bool:
+    return Path(os.path.realpath(name)).is_relative_to(os.path.realpath(folder))
+
+
+def check_writable(option: str, name: str, others: Mapping[str, str] = NO_FILES) -> None:
+    """Raises the ConfigErrors of `output_problems` and `write_file`, for a file that is written much later.
+
+    An existing file is not changed.
+    """
+    if problems := output_problems(option, name, others):
+        raise ConfigError(problems)
+    is_new = not os.path.exists(name)
     write_file(option, name, "", mode="a")
     if is_new:
         os.remove(name)

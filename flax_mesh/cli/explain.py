@@ -4,7 +4,16 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from flax_mesh.cli.common import DONE, FINDINGS, add_recipe, config_of, table_width, write_file
+from flax_mesh.cli.common import (
+    DONE,
+    FINDINGS,
+    add_recipe,
+    check_writable,
+    config_of,
+    files_read,
+    table_width,
+    write_file,
+)
 from flax_mesh.recipe.explain import explain
 
 
@@ -20,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    explanation = explain(config_of(arguments.recipe, arguments.overrides))
+    config = config_of(arguments.recipe, arguments.overrides)
+    if arguments.html is not None:
+        check_writable("--html", arguments.html, files_read(arguments.recipe, arguments.overrides, config))
+    explanation = explain(config)
     if arguments.json:
         print(json.dumps(explanation.to_dict(), indent=1))
-    elif arguments.html:
+    elif arguments.html is not None:
         title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
         write_file("--html", arguments.html, explanation.to_html(title=title))
         print(f"{arguments.html}: {len(explanation.findings)} findings")

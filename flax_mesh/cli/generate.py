@@ -2,20 +2,30 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 import numpy as np
 
-from flax_mesh.cli.common import DONE, TrainedRequest, add_trained, as_option, check_writable, say, write_file
+from flax_mesh.cli.common import (
+    DONE,
+    TrainedRequest,
+    add_trained,
+    as_option,
+    check_writable,
+    say,
+    settings_files,
+    write_file,
+)
 from flax_mesh.cli.text.generated import Printer, json_of
 from flax_mesh.errors import Mistakes
 from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import open_tokenizer, stop_tokens
-from flax_mesh.inference.trained import TrainedModel
+from flax_mesh.inference.trained import TrainedModel, finite_problem
 from flax_mesh.models import Generated, Sampling, generate
 from flax_mesh.models.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
@@ -91,7 +101,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             write_file("--out", arguments.out, line, mode="a" if prompt else "w")
 
     with suppress(_ReaderEnded):
-        generate(
+        results = generate(
             trained.model,
             rows,
             sampling=_sampling(arguments),
@@ -102,6 +112,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             on_result=on_result,
         )
         say(printer.summary())
+        if warning := finite_problem([prompt.name for prompt in prompts], results):
+            say(f"warning: {warning}; try model.dtype=float32, or another --step")
     return DONE
 
 
@@ -111,6 +123,15 @@ def _length_note(source: Source, longest: int) -> str:
         return ""
     of = "the sequences of the training run" if source.decoder is None else "max_position_embeddings"
     return f"note: {longest:,} tokens of a prompt and its text are more than the {source.sequence_length:,} of {of}"
+
+
+def _files_read(arguments: argparse.Namespace, source: Source | None) -> dict[str, str]:
+    files = settings_files(arguments.overrides)
+    if arguments.prompts is not None:
+        files[f"--prompts {arguments.prompts}"] = os.path.expanduser(arguments.prompts)
+    if source is not None:
+        files |= {f"the model {path}": str(path) for path in (source.path, source.files)}
+    return files
 
 
 class _ReaderEnded(Exception):
@@ -129,12 +150,12 @@ def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, list[Prompt], 
     stops: list[int] = []
     limits = (arguments.max_tokens, arguments.seed, arguments.batch_size, arguments.cache_length, (), 1)
     mistakes.problems += map(as_option, [*_sampling(arguments).problems(), *option_problems(*limits)])
-    if arguments.out:
-        with mistakes:
-            check_writable("--out", arguments.out)
     with mistakes:
         prompts = read_prompts(arguments.prompt, arguments.prompts)
     request = TrainedRequest(arguments, mistakes)
+    if arguments.out is not None:
+        with mistakes:
+            check_writable("--out", arguments.out, _files_read(arguments, request.source))
     if (source := request.source) is not None:
         vocab_size = source.model.vocab_size
         with mistakes:

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from flax_mesh.cli.common import DONE, use_platform, write_file
+from flax_mesh.cli.common import DONE, check_writable, use_platform, write_file
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh import describe_mesh, draw_mesh_svg
 from flax_mesh.mesh.create import create_mesh
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if not PLATFORM.fullmatch(arguments.platform):
         raise ConfigError(f"--platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {arguments.platform!r}")
+    if arguments.svg is not None:
+        check_writable("--svg", arguments.svg)
     use_platform(arguments.platform)
     try:
         shape = parse_mesh_shape(arguments.shape, AXIS_NAMES, omitted=1)
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         mesh = create_mesh(tuple(shape.values()), tuple(shape))
     except (ValueError, NotImplementedError) as error:
         raise ConfigError(f"{arguments.shape}: {error}") from error
-    if arguments.svg:
+    if arguments.svg is not None:
         write_file("--svg", arguments.svg, draw_mesh_svg(mesh))
     print(describe_mesh(mesh))
     return DONE

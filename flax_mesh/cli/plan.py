@@ -13,6 +13,7 @@ from flax_mesh.cli.common import (
     add_recipe,
     check_writable,
     config_of,
+    files_read,
     table_width,
     use_platform,
     with_files,
@@ -87,6 +88,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
+    if arguments.html is not None:
+        check_writable("--html", arguments.html, files_read(arguments.recipe, arguments.overrides, config))
     if arguments.search is not None:
         return _search(arguments, config)
     if arguments.compile:
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     found = plan(config, topology_of(arguments.topology, config))
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=1))
-    elif arguments.html:
+    elif arguments.html is not None:
         title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
         write_file("--html", arguments.html, found.to_html(title=title))
         print(f"{arguments.html}: {memory_line(found.memory)}")

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flax_mesh.cli.common import DONE, config_of, table_width, use_platform, write_file
-from flax_mesh.errors import ConfigError
+from flax_mesh.cli.common import DONE, check_writable, config_of, files_read, table_width, use_platform, write_file
+from flax_mesh.errors import ConfigError, Mistakes
 from flax_mesh.mpmd.schedules import (
     Schedule,
     SearchResult,
@@ -76,20 +76,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    config = None
+    files = {f"the schedule {arguments.name}": arguments.name} if is_schedule_file(arguments.name) else {}
     if arguments.measure:
         recipe, *overrides = arguments.measure
         config = config_of(recipe, overrides)
+        files |= files_read(recipe, overrides, config)
+    _check_outputs(arguments, files)
+    if config is not None:
         use_platform(config.run.platform)
         unit = _set_measured(arguments, measure_recipe(config))
         print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
     found = _find(arguments)
-    if arguments.svg:
+    if arguments.svg is not None:
         write_file("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
-    if arguments.out:
-        if not is_schedule_file(arguments.out):
-            raise ConfigError(
-                f"--out {arguments.out}: a file of a schedule must contain a dot or a slash, to differ from a name"
-            )
+    if arguments.out is not None:
         notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(found.schedule, found.costs))}"
         write_file("--out", arguments.out, schedule_text(found.schedule, notes))
     if arguments.json:
@@ -99,6 +100,23 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if found.result is not None:
             print(f"\n{_summary(found.result)}")
     return DONE
+
+
+def _check_outputs(arguments: argparse.Namespace, files: dict[str, str]) -> None:
+    """Raise one ConfigError for --svg and --out, which are written at the end; `files` are read."""
+    mistakes = Mistakes()
+    if arguments.svg is not None:
+        with mistakes:
+            check_writable("--svg", arguments.svg, files)
+    if arguments.out is not None:
+        with mistakes:
+            others = {} if arguments.svg is None else {f"--svg {arguments.svg}": arguments.svg}
+            check_writable("--out", arguments.out, files | others)
+        if arguments.out and not is_schedule_file(arguments.out):
+            mistakes.problems.append(
+                f"--out {arguments.out}: a file of a schedule must contain a dot or a slash, to differ from a name"
+            )
+    mistakes.raise_if_any()
 
 
 def _data(found: Found) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import math
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +20,8 @@ from flax_mesh.cli.common import (
     STOPPED,
     add_recipe,
     config_of,
+    files_read,
+    output_problems,
     report_failure,
     use_compilation_cache,
     use_platform,
@@ -92,6 +94,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     problems = check_config(config)
     if problem := step_timeout_problem("--step-timeout", arguments.step_timeout):
         problems = [*problems, problem]
+    if arguments.trace is not None:
+        files = files_read(arguments.recipe, arguments.overrides, config)
+        problems = [*problems, *trace_problems(arguments.trace, files)]
     if problems:
         raise ConfigError(problems)
     count = start_processes(parse_processes(arguments.process) if arguments.process else None)
@@ -126,6 +131,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if first:
         _print_result(result, same_command(argv, arguments.process), config.run.steps, forecast.measured())
     return {"stopped": STOPPED, "diverged": DIVERGED}.get(result.status, DONE)
+
+
+def trace_problems(trace: str, files: Mapping[str, str]) -> list[str]:
+    """One line if --trace is no file, or if the trace or the picture beside it is one of `files`."""
+    found = output_problems("--trace", trace, files)
+    return found or output_problems("the picture of --trace", str(Path(trace).with_suffix(".svg")), files)
 
 
 def devices_of_process(platform: str, count: int, devices: int | None) -> str:

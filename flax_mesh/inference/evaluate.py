@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from flax_mesh.axes import PartitionAxis
+from flax_mesh.axes import num_parts
 from flax_mesh.data.corpus import Documents, Tokens, load_documents
 from flax_mesh.errors import ConfigError, Problem, as_problem, labelled
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
@@ -91,7 +91,7 @@ def evaluate(
     longest = max((len(tokens) for tokens, _ in sets.values()), default=2)
     sequence_length = window_length(model.config, mesh, sequence_length, longest - 1)
     most = _count_of(longest, sequence_length)
-    rows = _fitted(batch_size, most, _multiple(model.axes, mesh, "batch", "experts"))
+    rows = _fitted(batch_size, most, num_parts(model.axes, mesh.shape, "batch", "experts"))
     for name, (tokens, num_bytes) in sets.items():
         total, pending = 0.0, []
         for first in range(0, _count_of(len(tokens), sequence_length), rows):
@@ -122,9 +122,9 @@ def _count_of(num_tokens: int, sequence_length: int) -> int:
 
 def window_length(config: DecoderConfig, mesh: Mesh, sequence_length: int, most: int) -> int:
     """`sequence_length` or, if that is less, `most`, rounded up to what the mesh and splash attention divide."""
-    parts = _multiple(config.axes, mesh, "sequence")
+    parts = num_parts(config.axes, mesh.shape, "sequence")
     if config.attention == "splash":
-        parts = math.lcm(parts, LANES * _multiple(config.axes, mesh, "query_sequence"))
+        parts = math.lcm(parts, LANES * num_parts(config.axes, mesh.shape, "query_sequence"))
     return min(sequence_length, _fitted(most, most, parts))
 
 
@@ -149,19 +149,13 @@ def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
     return sums
 
 
-def _multiple(axes: PartitionAxis, mesh: Mesh, *logical: str) -> int:
-    """The number of parts into which `mesh` splits dims of these logical axes."""
-    names = {name for one in logical for name in axes.mesh_axes(one)}
-    return math.prod(mesh.shape.get(name, 1) for name in names)
-
-
 def length_problems(
     config: DecoderConfig, mesh: Mesh, sequence_length: int, name: str = "sequence_length"
 ) -> list[Problem]:
     """Why `mesh` cannot compute sequences of this length, one line each; `name` is that of the option."""
     found = [as_problem(line) for line in config.problems_on(mesh, sequence_length)]
     found = [one.renamed(name) if one.setting == "data.sequence_length" else one for one in found]
-    if sequence_length % (ways := _multiple(config.axes, mesh, "sequence")):
+    if sequence_length % (ways := num_parts(config.axes, mesh.shape, "sequence")):
         what = f"{sequence_length} is not divisible by the {ways} parts of a sequence"
         found.append(Problem(name, what, "use a multiple"))
     return found

@@ -1,6 +1,5 @@
 """Whether the cache of the keys and values fits in memory, before anything compiles."""
 
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from flax_mesh.axes import num_parts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
 from flax_mesh.models import DecoderConfig
@@ -36,8 +36,7 @@ def _cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: 
     """Why a cache of that many rows and slots cannot be allocated, "" if it may fit."""
     if num_slots > MAX_SIZE:
         return f"the cache needs {num_slots:,} slots for a prompt and its text, above the {MAX_SIZE:,} of int32"
-    names = {name for dim in CACHE_DIMS for name in config.axes.mesh_axes(dim, "decode")}
-    parts = math.prod(mesh.shape.get(name, 1) for name in names)
+    parts = num_parts(config.axes, mesh.shape, *CACHE_DIMS, mode="decode")
     values = 2 * config.num_layers * num_rows * num_slots * config.num_kv_heads * config.head_dim
     needed, limit = values * jnp.dtype(config.dtype).itemsize // parts, _device_bytes(mesh)
     if limit is None or needed <= limit:

@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from flax_mesh.axes import num_parts
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import step_number
 from flax_mesh.checkpoint.read import read_tree
@@ -141,8 +142,7 @@ def default_mesh(config: DecoderConfig, num_devices: int) -> dict[str, int]:
 
 def _divides(config: DecoderConfig, sizes: Mapping[str, int]) -> bool:
     """Whether a mesh of these sizes divides every dim of the model."""
-    ways = lambda logical: math.prod(sizes.get(axis, 1) for axis in config.axes.mesh_axes(logical))  # noqa: E731
-    return all(size % ways(logical) == 0 for _, logical, size in config.dims())
+    return all(size % num_parts(config.axes, sizes, logical) == 0 for _, logical, size in config.dims())
 
 
 def _check_layers(source: Source, config: DecoderConfig) -> None:

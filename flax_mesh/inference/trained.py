@@ -1,5 +1,6 @@
 """A trained decoder that continues texts and is evaluated, by the functions that the commands use."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids, unicode_problems
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import Tokenizer, text_of
-from flax_mesh.models import Decoder, DecoderConfig, Sampling, generate
+from flax_mesh.models import Decoder, DecoderConfig, Generated, Sampling, generate
 from flax_mesh.models.generate import length_problems as cache_length_problems
 from flax_mesh.models.generate import option_problems
 
@@ -110,6 +111,8 @@ class TrainedModel:
         rows, stops = self._checked(prompts, sampling, stop, seed, **sizes)
         check_cache(self.config, self.mesh, list(map(len, rows)), **sizes)
         results = generate(self.model, rows, sampling=sampling, stop_tokens=stops, seed=seed, **sizes)
+        if warning := finite_problem(_names(prompts), results):
+            warnings.warn(f"{warning}; try the setting model.dtype=float32, or another step", stacklevel=2)
         texts = [
             text_of(one.tokens.tolist(), frozenset(stops), self.tokenizer, row.tolist())
             for row, one in zip(rows, results, strict=True)
@@ -190,9 +193,22 @@ class TrainedModel:
         return dict(evaluate(self.model, self.mesh, {name: found}, **sizes))[name]
 
 
+def finite_problem(names: Sequence[str], results: Sequence[Generated]) -> str:
+    """A line if the probabilities of some tokens are not finite, so that their texts mean nothing; "" if all are."""
+    wrong = [name for name, one in zip(names, results, strict=True) if not np.isfinite(one.log_probs).all()]
+    if not wrong:
+        return ""
+    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"the text after {wrong[0]}{more} means nothing: numbers of the model are not finite"
+
+
+def _names(prompts: str | Sequence[str]) -> list[str]:
+    """The names of prompts that `flax_mesh.models.generate` uses in its messages."""
+    return ["the prompt"] if isinstance(prompts, str) else [f"prompt {n}" for n in range(len(prompts))]
+
+
 def _named(prompts: str | Sequence[str]) -> list[Prompt]:
-    """Prompts with the names that `flax_mesh.models.generate` uses in its messages."""
-    texts = {"the prompt": prompts} if isinstance(prompts, str) else {f"prompt {n}": x for n, x in enumerate(prompts)}
+    texts = dict(zip(_names(prompts), [prompts] if isinstance(prompts, str) else prompts, strict=True))
     wrong = {name: type(text).__name__ for name, text in texts.items() if not isinstance(text, str)}
     if wrong:
         raise ConfigError([f"{name} must be text, got {kind}; {PASS_IDS}" for name, kind in wrong.items()])

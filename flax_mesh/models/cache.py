@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.axes import PartitionAxis, num_parts
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.tree import PyTree
 
@@ -78,13 +78,15 @@ def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any,
 
 def row_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
     """The number of rows of a batch must be a multiple of this, so that prefill and decode can split it on `mesh`."""
-    ways = [_ways(axes, mesh, "prefill", "batch", "experts"), _ways(axes, mesh, "decode", "batch", "experts")]
-    return math.lcm(*ways)
+    sizes = {} if mesh is None else mesh.shape
+    return math.lcm(*(num_parts(axes, sizes, "batch", "experts", mode=mode) for mode in ("prefill", "decode")))
 
 
 def slot_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:
     """Likewise the number of slots of the prompt, and of all slots."""
-    return math.lcm(_ways(axes, mesh, "prefill", "sequence"), _ways(axes, mesh, "decode", "key_sequence"))
+    sizes = {} if mesh is None else mesh.shape
+    of_prompt = num_parts(axes, sizes, "sequence", mode="prefill")
+    return math.lcm(of_prompt, num_parts(axes, sizes, "key_sequence", mode="decode"))
 
 
 def bucket_slots(length: int, unit: int) -> int:
@@ -116,9 +118,3 @@ def cache_shape(
 
 def round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
-
-
-def _ways(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, mode: Mode, *logical: str) -> int:
-    sizes = {} if mesh is None else mesh.shape
-    names = {name for entry in axes.resolve(logical, mode) for name in as_tuple(entry)}
-    return math.prod(sizes.get(name, 1) for name in names)

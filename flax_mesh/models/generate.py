@@ -178,7 +178,7 @@ def option_problems(
     counts = {"max_tokens": max_tokens, "batch_size": batch_size}
     counts |= {} if cache_length is None else {"cache_length": cache_length}
     found = [*integer_problems(counts), *integer_problems({"seed": seed}, 0, 2**32 - 1)]
-    wrong = [t for t in stop_tokens if not _is_integer(t) or not 0 <= t < vocab_size]
+    wrong = [t for t in stop_tokens if integer_problems({"": t}, 0, vocab_size - 1)]
     return found + [Problem(f"stop token {t!r}", f": the ids of this model are 0 to {vocab_size - 1}") for t in wrong]
 
 
@@ -360,7 +360,3 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
         return tokens.at[i].set(token), model.decode(jnp.broadcast_to(token, num_rows), cache)
 
     return jax.lax.fori_loop(start, start + num_tokens, add_token, (tokens, prefilled))[0]
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -18,7 +18,7 @@ from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
-from flax_mesh.svg import element, svg_text
+from flax_mesh.svg import element, svg_text, ticks
 from flax_mesh.text import Table, bytes_text, count_text, grouped, listed
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -126,7 +126,7 @@ def _byte_axis(scale: "_Linear") -> list[str]:
     unit = bytes_text(scale.last).split()[1]
     size = 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit)
     parts = []
-    for mark in _ticks(scale.last / size):
+    for mark in ticks(scale.last / size, 8):
         y = _text(scale(mark * size))
         parts.append(element("path", class_="grid", d=f"M{LEFT} {y}H{WIDTH - RIGHT}"))
         parts.append(svg_text(LEFT - 8, float(y) + 4, f"{mark:g}", size=12, anchor="end", class_="dim"))
@@ -252,13 +252,6 @@ class _Linear:
 
     def __call__(self, value: float) -> float:
         return self._start + (value - self.first) * self._factor
-
-
-def _ticks(most: float) -> list[float]:
-    """Three to eight round numbers from 0 to `most`."""
-    power = 10.0 ** math.floor(math.log10(most or 1))
-    step = next(power * part for part in (0.1, 0.2, 0.5, 1, 2) if most / (power * part) <= 8)
-    return [step * i for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], float]:

@@ -1,7 +1,7 @@
 """The estimate of a pipeline: F, B and W of every stage on the mesh of one group, and the groups' memory over time."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,12 +11,12 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from flax_mesh.mpmd.runtime.compile import StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost
-from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.forecast import Estimate, estimate, memory_of, parts_of, traffic_of
 from flax_mesh.plan.program.read import Array
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic, summed
-from flax_mesh.plan.stages import Stages, visit_stages
+from flax_mesh.plan.stages import MakeProgram, Stages
 from flax_mesh.plan.topology import Topology, network_of
+from flax_mesh.tree import shard_bytes
 
 
 class StageEstimate(NamedTuple):
@@ -39,19 +39,9 @@ class StageEstimate(NamedTuple):
 
 
 def estimate_stages(
-    staged: StagedModel,
-    schedule: Schedule,
-    batch: Any,
-    shardings: Sequence[NamedSharding],
-    mesh: AbstractMesh,
-    shape: Mapping[str, int],
-    axes: Any,
-    *,
-    remat: str,
-    seed: int,
-    platform: str,
+    visit: Callable[[MakeProgram], Stages], mesh: AbstractMesh, shape: Mapping[str, int], platform: str
 ) -> list[StageEstimate]:
-    """The estimates of all stages. `shardings` has one entry per leaf of the staged model, `shape` is the whole mesh.
+    """The estimates of all stages that `visit` calls its argument for, on the `mesh` of one group of that of `shape`.
 
     Equal stages are estimated once. An activation has the sharding that the stage that sends it computes it with.
     """
@@ -63,7 +53,7 @@ def estimate_stages(
         # The mesh of all groups, for the networks of its axes.
         return replace(one, program=replace(one.program, axis_sizes=shape)), tree.unflatten(results)
 
-    found = visit_stages(staged, schedule, batch, shardings, mesh, axes, make, remat=remat, seed=seed)
+    found = visit(make)
     return [_stage_estimate(stage, found) for stage in found.functions]
 
 
@@ -77,12 +67,12 @@ def _stage_estimate(stage: StageFunctions, found: Stages) -> StageEstimate:
         forward,
         backward,
         found.programs.get(("W", stage.stage)),
-        received=_bytes(received),
+        received=sum(map(shard_bytes, received)),
         residuals=sum(stored),
         lasting=sum(carried) + sum(size for i, size in enumerate(stored) if i in stage.lasting),
         sent=sum(out[: len(stage.sent)]),
         returned=sum(back[: len(stage.floats_in)]),
-        gradients=_bytes(grads),
+        gradients=sum(map(shard_bytes, grads)),
     )
 
 
@@ -90,10 +80,6 @@ def _abstract(x: Array, dtype: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     """A result of a program. Parts of axes have no name that a spec could contain."""
     spec = PartitionSpec(*(None if any(":" in axis for axis in axes) else axes or None for axes in x.spec))
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))
-
-
-def _bytes(values: Sequence[Any]) -> int:
-    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in values)
 
 
 def _moments(row: Sequence[Action], stages: Sequence[StageEstimate], base: Mapping[str, int]) -> list[Moment]:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
@@ -41,6 +42,7 @@ from flax_mesh.plan.pipeline import (
     update_part,
 )
 from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.stages import MakeProgram, Stages, visit_stages
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
@@ -49,7 +51,7 @@ from flax_mesh.recipe.target import Target, axis_sizes, local_target, without_gr
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
 
@@ -286,24 +288,24 @@ class Split(NamedTuple):
     update_flops: int  # of the products of the optimizer's update, over all groups
     num_parameters: int
 
-    @property
-    def remat(self) -> str:
-        return "full" if self.staged.needs_full_remat else self.recipe.pipeline.remat
+    def visit(self, mesh: Mesh | AbstractMesh, make: MakeProgram) -> Stages:
+        """`visit_stages` on the mesh of one group."""
+        recipe = self.recipe
+        return visit_stages(
+            self.staged,
+            self.schedule,
+            recipe.batch,
+            self.shardings,
+            mesh,
+            recipe.rules.axes,
+            make,
+            remat=recipe.pipeline.remat,
+            seed=recipe.step_options.seed,
+        )
 
     def estimates(self, platform: str) -> list[StageEstimate]:
         """F, B and W of every stage."""
-        return estimate_stages(
-            self.staged,
-            self.schedule,
-            self.recipe.batch,
-            self.shardings,
-            self.mesh,
-            self.recipe.target.sizes,
-            self.recipe.rules.axes,
-            remat=self.recipe.pipeline.remat,
-            seed=self.recipe.step_options.seed,
-            platform=platform,
-        )
+        return estimate_stages(partial(self.visit, self.mesh), self.mesh, self.recipe.target.sizes, platform)
 
 
 def split_recipe(recipe: Recipe) -> Split:
@@ -318,9 +320,9 @@ def split_recipe(recipe: Recipe) -> Split:
     staged = staged.with_layout(mesh, [x.sharding.spec for x in model], recipe.rules.axes)
     sizes: dict[str, list[int]] = {}
     for kind in ("parameters", "optimizer", "other state"):
-        leaves = [(path, x, _bytes(x) if _kind(path, x) == kind and not is_on_host(x) else 0) for path, x in named]
+        leaves = [(path, x, shard_bytes(x) if _kind(path, x) == kind and not is_on_host(x) else 0) for path, x in named]
         sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
-    hosted = [(path, x, _bytes(x) if is_on_host(x) else 0) for path, x in named]
+    hosted = [(path, x, shard_bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
     count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
     products = _product_flops(recipe, staged.split_model[1])
@@ -347,7 +349,3 @@ def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) ->
         seconds=1.0,
     )
     return replace(found.schedule, name=SEARCHED)
-
-
-def _bytes(x: Any) -> int:
-    return math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Simulation
+from flax_mesh.text import grouped
 
 # What memory is used for, in the order in which it is drawn.
 CATEGORIES: tuple[str, ...] = (
@@ -72,26 +73,14 @@ class Traffic(NamedTuple):
     dcn_bytes: int  # that one device sends over the network between slices or hosts
     seconds: float
 
-    def plus(self, other: "Traffic") -> "Traffic":
-        """The sum of two for the same kind and axes."""
-        return Traffic(
-            self.kind,
-            self.axes,
-            self.times + other.times,
-            self.operand_bytes + other.operand_bytes,
-            self.ici_bytes + other.ici_bytes,
-            self.dcn_bytes + other.dcn_bytes,
-            self.seconds + other.seconds,
-        )
-
 
 def summed(traffic: Iterable[Traffic]) -> list[Traffic]:
     """The sums per kind and axes, those with the most seconds first."""
-    sums: dict[tuple[str, tuple[str, ...]], Traffic] = {}
-    for each in traffic:
-        before = sums.get((each.kind, each.axes))
-        sums[each.kind, each.axes] = each if before is None else before.plus(each)
-    return sorted(sums.values(), key=lambda each: -each.seconds)
+    found = []
+    for (kind, axes), own in grouped(traffic, lambda each: (each.kind, each.axes)).items():
+        amounts: Any = map(sum, zip(*(each[2:] for each in own), strict=True))
+        found.append(Traffic(kind, axes, *amounts))
+    return sorted(found, key=lambda each: -each.seconds)
 
 
 class Part(NamedTuple):

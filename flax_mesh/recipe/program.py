@@ -21,10 +21,7 @@ from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
 from flax_mesh.recipe.schedule import parse_cut
 from flax_mesh.recipe.target import local_target
-from flax_mesh.sharding.abstract import (
-    abstract_state,
-    init_state,
-)
+from flax_mesh.sharding.abstract import abstract_state, init_state
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.batch import microbatch_shapes

@@ -220,6 +220,11 @@ def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[je
     return jaxpr, (graphdefs[0], state)
 
 
+def is_with_optimizer(made: object) -> bool:
+    """Whether `make()` has returned (model, nnx.Optimizer)."""
+    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)
+
+
 def has_optimizer(made: object) -> bool:
     """Whether `made` is {"model": ..., "optimizer": ...}, what `make()` returned as (model, nnx.Optimizer)."""
     return isinstance(made, dict) and isinstance(made.get("optimizer"), nnx.Optimizer) and len(made) == 2
@@ -311,7 +316,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
     eager_sharding = nnx.using_eager_sharding()
     with user_modes():
         made = made_on_auto_axes(make, mesh)
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer):
+    if is_with_optimizer(made):
         made = {"model": made[0], "optimizer": made[1]}
     if not isinstance(made, nnx.Pytree | nnx.State | dict | list | tuple):
         raise TypeError(

@@ -17,7 +17,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import check_committed, check_path, find_valid, step_number
+from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
@@ -58,8 +58,12 @@ def export(
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
     averaged = averages(found, arrays, record) if average else {}
     values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
-    with new_folder(out, by_orbax=to == "orbax") as work:
-        more = (_export_safetensors if to == "safetensors" else _export_orbax)(found, work, cast, values, record, dtype)
+    with new_folder(out, found, by_orbax=to == "orbax") as work:
+        more = {}
+        if to == "safetensors":
+            more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
+        else:
+            _export_orbax(work, values)
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
 
@@ -118,7 +122,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     if record["config"]:
         record["config"] |= {"mesh.shape": config.mesh.shape}
-    with new_folder(out) as work:
+    with new_folder(out, found) as work:
         sizes = _save(work, number, state, layers, record)
         keep_files(found.parent / KEPT, work)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
@@ -137,16 +141,24 @@ def _errors_name_option() -> Iterator[None]:
 
 
 @contextmanager
-def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
+def new_folder(out: str | Path, step: Path | None = None, *, by_orbax: bool = True) -> Iterator[Path]:
     """Yield a temporary path next to `out` that is renamed to `out` at the end of the block, or removed after an error.
 
-    Raises ConfigError if `out` exists or its parent cannot be written, SaveError if writing fails.
+    Raises ConfigError if `out` exists, is in the folder of the `step` that is read or would be taken for another step
+    beside it, or if its parent cannot be written; SaveError if writing fails.
     """
     path = user_path(out).absolute()
+    if not str(out):
+        raise ConfigError("the output folder must have a name, got an empty text; name a folder that does not exist")
     if by_orbax:
         check_path(path)
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists; nothing was overwritten. Use another folder, or remove this one.")
+    if step is not None and _is_part_of(path, step):
+        raise ConfigError(
+            f"{path} must not be a step beside {step}, or in it: the next run would take it for a checkpoint of its "
+            "own; use another folder"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
@@ -162,6 +174,12 @@ def new_folder(out: str | Path, *, by_orbax: bool = True) -> Iterator[Path]:
             raise SaveError(
                 f"{path} could not be written: {error.strerror or error}; the partial output was removed"
             ) from error
+
+
+def _is_part_of(path: Path, step: Path) -> bool:
+    """Whether a path is in the folder of a step, or the folder of another step beside it."""
+    path, step = path.resolve(), step.resolve()
+    return path.is_relative_to(step) or (path.parent == step.parent and STEP.fullmatch(path.name) is not None)
 
 
 def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
@@ -180,7 +198,8 @@ def _export_safetensors(
     values: Iterable[tuple[str, np.ndarray]],
     record: Mapping[str, Any],
     dtype: str | None,
-) -> dict[str, Any]:
+) -> str:
+    """Write the arrays and config.json, with its "model_type" as the result."""
     kept = read_kept_config(step.parent)
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
     length = read_record(step)["config"].get("data.sequence_length")
@@ -193,7 +212,7 @@ def _export_safetensors(
     arrays = {param.path: param.arrays for param in params}
     pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
     write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
-    return {"model_type": config["model_type"]}
+    return config["model_type"]
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:
@@ -203,14 +222,7 @@ def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np
         yield from ((names[path], value) for path, value in read_batch(step, batch).items())
 
 
-def _export_orbax(
-    step: Path,
-    work: Path,
-    tree: Mapping[str, Array],
-    values: Iterable[tuple[str, np.ndarray]],
-    record: Mapping[str, Any],
-    dtype: str | None,
-) -> dict[str, Any]:
+def _export_orbax(work: Path, values: Iterable[tuple[str, np.ndarray]]) -> None:
     """Save numpy arrays, so that a machine with other devices can read them. All of them must fit in host memory."""
     import orbax.checkpoint as ocp
 
@@ -221,7 +233,6 @@ def _export_orbax(
     # Tensorstore raises ValueError for most file errors, Orbax RuntimeError.
     except (OSError, RuntimeError, ValueError) as error:
         raise SaveError(f"{work.name} could not be written: {one_line(error, 300)}") from error
-    return {}
 
 
 def _huggingface_config(

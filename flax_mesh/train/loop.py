@@ -14,11 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.batches import prefetch
 from flax_mesh.data.corpus import Corpus, decode, load_corpus
 from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
-from flax_mesh.data.run_data import RunData, token_data, user_data
+from flax_mesh.data.run_data import TEXT, RunData, token_data, user_data
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
@@ -40,7 +41,7 @@ from flax_mesh.train.metadata import check_resume, layout_changes, run_record, s
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
-from flax_mesh.train.warm_start import Start, check_start_settings, find_start, keep_other_files, start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, check_text, find_start, keep_other_files, start_from
 from flax_mesh.user_code import place_of, user_code
 
 UINT16_IDS = 2**16
@@ -154,8 +155,11 @@ def train(
             if step is None:
                 start = find_start(config.checkpoint.start_from) if config.checkpoint.start_from else None
                 if start is not None:
-                    for change in check_start_settings(start, config, allow_changes=allow_changes):
+                    for change in check_start_settings(start, config, data.kind, allow_changes=allow_changes):
                         say(f"changed since the checkpoint: {change}")
+                    check_text(data.kind, config.data.source, start.files)
+                    if start.step is None and data.kind == TEXT:
+                        say(f"note: {start.folder} has no tokenizer, so data.source is read as bytes, one token each")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
                 _check_stages(run, is_new=True)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
@@ -165,6 +169,7 @@ def train(
             if step >= config.run.steps:
                 say(f"run: {folder} is finished: step {step} of {config.run.steps}. Nothing to do.")
                 return TrainResult("already finished", step, folder)
+            check_text(data.kind, config.data.source, folder / CHECKPOINTS / KEPT)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
             if changed := layout_changes(saved, record):
                 more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
@@ -465,7 +470,9 @@ def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
         found.append(
             f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
         )
-    if not path.parent.is_dir():
+    if path.is_dir():
+        found.append(f"--trace {path}: this is a folder; name a JSON file")
+    elif not path.parent.is_dir():
         found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
     return found
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.data.run_data import RunData
@@ -21,6 +20,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
+from flax_mesh.tree import shard_bytes
 
 Say = Callable[[str], None]
 
@@ -52,7 +52,7 @@ def describe(run: Run) -> None:
     program, leaves = run.program, run.program.layout.leaves
     shard = max(_bytes_by_device([x for x in leaves if not is_on_host(x)]).values())
     hosted = max(_bytes_by_device([x for x in leaves if is_on_host(x)]).values(), default=0)
-    total = sum(math.prod(x.shape) * _itemsize(x) for x in leaves)
+    total = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     devices = program.mesh.devices
     run.say(f"mesh: {mesh_text(program.mesh.shape)} on {devices.size} x {devices.flat[0].device_kind}")
     run.say(f"data: {run.data.description}")
@@ -103,10 +103,5 @@ def _optimizer_text(program: TrainProgram) -> str:
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
     found: Counter[Any] = Counter()
     for leaf in leaves:
-        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * _itemsize(leaf)
-        found.update(dict.fromkeys(leaf.sharding.device_set, size))
+        found.update(dict.fromkeys(leaf.sharding.device_set, shard_bytes(leaf)))
     return found
-
-
-def _itemsize(x: Any) -> int:
-    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize

@@ -1,25 +1,29 @@
 """Initialize the parameters of a new run from a checkpoint or from a folder in the Hugging Face format."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.kept import KEPT, is_huggingface, keep_files
+from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
+from flax_mesh.data.run_data import TEXT, TOKENS
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.recipe.checks import MAY_DIFFER
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, default_texts
+from flax_mesh.recipe.saved import is_trained_on_text
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
+
+KINDS = {TEXT: "bytes of text", TOKENS: "ids in token files"}
 
 
 class Start(NamedTuple):
@@ -28,6 +32,11 @@ class Start(NamedTuple):
     folder: str
     step: Path | None = None
     damaged: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> Path:
+        """The folder of the tokenizer and of the other files that came with the parameters."""
+        return user_path(self.folder) if self.step is None else self.step.parent / KEPT
 
 
 def find_start(folder: str) -> Start:
@@ -43,28 +52,60 @@ def find_start(folder: str) -> Start:
     return Start(folder, Path(step), tuple(damaged))
 
 
-def check_start_settings(start: Start, config: TrainConfig, *, allow_changes: bool) -> list[Change]:
-    """List the settings of the model that differ from those saved with the checkpoint.
+def check_start_settings(start: Start, config: TrainConfig, kind: str, *, allow_changes: bool) -> list[Change]:
+    """List the settings of the model, and the kind of the data, that differ from those saved with the checkpoint.
 
     Raises ConfigError if one of them changes the result, unless `allow_changes` or it is in MAY_DIFFER. Nothing is
     compared with a checkpoint without settings; `check_config` compares those of config.json.
     """
     if start.step is None:
         return []
-    step, saved = start.step.name, read_record(start.step)["config"]
-    if not any(key.startswith("model.") for key in saved):
-        return []
-    found = [
-        change for change in changes(default_texts(config, "model") | saved, config) if change.key.startswith("model.")
-    ]
+    step, record = start.step.name, read_record(start.step)
+    saved, found = record["config"], _change_of_kind(record, kind)
+    if any(key.startswith("model.") for key in saved):
+        compared = changes(default_texts(config, "model") | saved, config)
+        found += [change for change in compared if change.key.startswith("model.")]
     refused = [one for one in found if one.changes_result and one.key.removeprefix("model.") not in MAY_DIFFER]
     if refused and not allow_changes:
         raise ConfigError(
             list(map(str, refused)),
-            head=f"checkpoint.start_from={start.folder}: step {step} was saved with other settings of the model:",
+            head=f"checkpoint.start_from={start.folder}: step {step} was saved with other settings:",
             repair="Use the saved settings, or start with these by --allow-changes.",
         )
     return found
+
+
+def _change_of_kind(record: Mapping[str, Any], kind: str) -> list[Change]:
+    """One change if the ids of the model were bytes of text and are those of a tokenizer now, or the reverse."""
+    before = TEXT if is_trained_on_text(record) else record.get("data", {}).get("kind")
+    if before not in KINDS or kind not in KINDS or before == kind:
+        return []
+    return [Change("tokens of data.source", KINDS[before], KINDS[kind], True)]
+
+
+def check_text(kind: str, source: str, files: Path) -> None:
+    """Raise ConfigError if the data are text, whose tokens are bytes, and a tokenizer came with the model.
+
+    `files` is the folder of the tokenizer, which need not exist.
+    """
+    if kind != TEXT or (tokenizer := tokenizer_file(files)) is None:
+        return
+    text = Path(source) if Path(source).is_file() else Path("TEXT.txt")
+    tokens, read = text.with_suffix(".npy"), f"Path({str(text)!r}).read_text('utf-8')"
+    if tokenizer.name == TOKENIZERS[0]:
+        package, ids = "tokenizers import Tokenizer", f"Tokenizer.from_file({str(tokenizer)!r}).encode({read}).ids"
+    else:
+        package = "transformers import AutoTokenizer"
+        ids = f"AutoTokenizer.from_pretrained({str(files)!r}).encode({read})"
+    raise ConfigError(
+        [
+            f"data.source={source} is text, whose tokens are bytes, but the ids of the model are those of {tokenizer}; "
+            f"encode the text, and set data.source={tokens}:",
+            f"  import numpy as np; from pathlib import Path; from {package}",
+            f"  np.save({str(tokens)!r}, np.array({ids}, np.uint32))",
+            f"If the ids of the model are bytes, remove {tokenizer}.",
+        ]
+    )
 
 
 def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
@@ -84,8 +125,7 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
 
 def keep_other_files(start: Start, checkpoints: Path) -> None:
     """Keep the tokenizer and the other files that came with the parameters, for an export of the run's checkpoints."""
-    source = user_path(start.folder) if start.step is None else start.step.parent / KEPT
     try:
-        keep_files(source, checkpoints)
+        keep_files(start.files, checkpoints)
     except OSError as error:
-        raise ConfigError(f"the files of {source} cannot be copied to {checkpoints / KEPT}: {error}") from error
+        raise ConfigError(f"the files of {start.files} cannot be copied to {checkpoints / KEPT}: {error}") from error

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.cli.common import BAD_INPUT, DONE, output_problems
 from flax_mesh.cli.main import COMMANDS as SUBCOMMANDS
+from flax_mesh.cli.train import trace_problems
 
 VALID_RECIPE = """
 import dataclasses
@@ -52,6 +53,8 @@ COMMANDS = """
 2 | train {recipe} --process 2/2@127.0.0.1:4000 | with I in 0..N-1
 2 | train {recipe} --process 0/1@127.0.0.1:65536 | must have a port
 2 | train {recipe} --devices-per-process 0 | cpu:0 has no devices
+2 | train {recipe} --trace {recipe} | --trace must name a file that the command uses for nothing else
+2 | train {recipe} --trace '' | --trace must name a file
 2 | train {recipe} run.folder=/dev/null/run | run.folder=/dev/null/run cannot be written (Not a directory)
 2 | train {recipe} run.compiler_options=no_such_option_of_xla=1 | is refused
 2 | train {recipe} optimizer.groups=". frozen" | nothing would be trained
@@ -70,6 +73,9 @@ COMMANDS = """
 3 | generate {deep} --prompt a | metadata/metadata: 200000 bytes
 2 | generate {hf_list} --prompt a | must be a JSON object
 2 | generate {hf_huge} --prompt a | no safetensors files
+2 | generate {run} --prompts {text} --out {text} | uses for nothing else, got
+2 | generate {run} --prompt a --out {run}/checkpoints/2/out.jsonl | is in the model
+2 | generate {run} --prompt a --out '' | --out must name a file, got an empty text; name one, or leave out --out
 2 | evaluate {run} --data {no_files} | text files
 2 | evaluate {run} --data {matrix} | 1-D array
 2 | evaluate {run} --data {floats} | of float64
@@ -80,10 +86,14 @@ COMMANDS = """
 2 | launch -n 2 -- explain {recipe} | launch runs only the command train
 2 | launch -n 2 --devices-per-process 0 -- train {recipe} | --devices-per-process must be at least 1
 2 | explain {recipe} --html {long} | is too long for a path
+2 | explain {recipe} --html ./recipe.py | got ./recipe.py, which is the recipe
+2 | explain {recipe} --html '' | --html must name a file
 2 | explain {recipe} model.rope_theta=nan | model.rope_theta
 2 | explain {recipe} mesh.shape=fsdp:-1 run.platform=gpu | set the number of devices by run.platform=cpu:N
 2 | explain {recipe} mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8 | does not divide 8
 2 | plan {recipe} --json --html {out} | not allowed with argument
+2 | plan {recipe} --topology cpu:8 --html {tokens} | which is data.source=
+2 | plan {recipe} --topology cpu:8 --html '' | --html must name a file
 2 | plan {recipe} --topology nope:8 | unknown chip
 2 | plan {recipe} --topology v5p:0x4x4 | at least 1
 2 | plan {recipe} --topology cpu:99999999999 | at most 2,147,483,647 devices
@@ -92,6 +102,7 @@ COMMANDS = """
 2 | plan {recipe} --topology cpu:8 --compile --limit nan | positive number of seconds
 2 | plan {recipe} --topology cpu:3 --compile | Sizes must multiply to 3
 2 | plan --calibrate {nothing}/x.toml | cannot be written
+2 | plan --calibrate '' | --calibrate must name a file
 2 | plan --calibrate {no_files} | cannot be written
 2 | plan --calibrate {out} run.platform=npu | of the settings only run.platform
 2 | plan --calibrate {out} run.steps=1 | run.steps=1
@@ -112,6 +123,9 @@ COMMANDS = """
 2 | mesh nope --platform cpu:8 | malformed
 2 | mesh dp:2,dp:4 --platform cpu:8 | duplicate axis 'dp'
 2 | mesh dp:8 --platform cpu:8 --svg {nothing}/x.svg | cannot be written
+2 | mesh dp:8 --platform cpu:8 --svg '' | --svg must name a file
+2 | schedule 1f1b --stages 2 --microbatches 4 --svg {out}.x --out {out}.x | which is --svg
+2 | schedule 1f1b --stages 2 --microbatches 4 --svg '' --out '' | --svg must name a file
 2 | schedule interleaved-1f1b --stages 4 --microbatches 6 | a multiple of 4, got 6
 2 | schedule zb-v --stages 2 --microbatches 4 --virtual 3 | zb-v has 2 stages per group
 2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
@@ -122,6 +136,8 @@ COMMANDS = """
 3 | checkpoint verify {damaged} | 2 of 2 checkpoints damaged
 3 | checkpoint diff {run} {truncated} | metadata cannot be read
 3 | checkpoint export {damaged} {out} --to orbax | damaged within bytes
+2 | checkpoint export {run} {run}/checkpoints/9 --to orbax | must not be a step beside
+2 | checkpoint export {run} '' --to orbax | the output folder must have a name
 2 | checkpoint import {nothing} {out} | not a local folder
 3 | checkpoint import {hf_text} {out} | not valid JSON
 3 | checkpoint import {hf_deep} {out} | maximum recursion depth
@@ -258,3 +274,23 @@ def test_every_subcommand_has_invalid_commands_and_every_file_is_in_one(files):
     assert len(set(invalid)) == len(invalid)
     assert {command.partition(" ")[0] for command in invalid} > SUBCOMMANDS.keys()
     assert set(re.findall(r"\{(\w+)\}", " ".join(invalid))) == files.keys() - {"root"}
+
+
+def test_an_output_is_no_file_that_is_read_also_through_links(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("hub").mkdir()
+    for name in ("read.txt", "hub/read.json", "trace.svg"):
+        Path(name).write_text("")
+    Path("link").symlink_to("hub")
+    Path("soft").symlink_to("read.txt")
+    Path("hard").hardlink_to("read.txt")
+    files = {"--prompts read.txt": "read.txt", "the model hub": "hub", "@settings": "trace.svg"}
+    for name in ("read.txt", "./hub/../read.txt", str(tmp_path / "read.txt"), "soft", "hard"):
+        (line,) = output_problems("--out", name, files)
+        assert f", got {name}, which is --prompts read.txt; use another file" in line
+    for name in ("hub/read.json", "link/new.json", "hub/new/x.json"):
+        (line,) = output_problems("--out", name, files)
+        assert f", got {name}, which is in the model hub; use another file" in line
+    for name in ("other.txt", "hub.json", "no/such/folder"):
+        assert output_problems("--out", name, files) == []
+    assert len(trace_problems("trace.json", files)) == 1 and not trace_problems("other.json", files)

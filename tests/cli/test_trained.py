@@ -4,9 +4,12 @@ import json
 from dataclasses import replace
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from flax_mesh.cli.common import DONE
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import TrainedModel, open_trained
 from flax_mesh.models import Sampling
@@ -36,6 +39,22 @@ def test_numbers_are_those_of_the_command(run, trained, call, tmp_path):
     options = ("--batch-size", 2, "--max-tokens", 40, MESH, "--json")
     text = call("evaluate", run, "--data", f"a={tmp_path / 'a.txt'}", *options)[1]
     assert trained.evaluate(tmp_path / "a.txt", batch_size=2, max_tokens=40).to_dict() == json.loads(text)["sets"]["a"]
+
+
+def test_texts_of_a_model_with_numbers_that_are_not_finite_are_a_warning(run, trained, call, monkeypatch):
+    def not_a_number(x: jax.Array) -> jax.Array:
+        return jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding)
+
+    graphdef, state = nnx.split(trained.model)
+    broken = replace(trained, model=nnx.merge(graphdef, jax.tree.map(not_a_number, state)))
+    with pytest.warns(UserWarning, match=r"^the text after prompt 0 and 1 more means nothing: .*model\.dtype=float32"):
+        broken.generate(["é and", "x"], max_tokens=12)
+    monkeypatch.setattr("flax_mesh.cli.common.load_trained", lambda *_, **__: broken)
+    command = ("generate", run, "--prompt", "é and", "--prompt", "x", "--max-tokens", 12, MESH)
+    code, _, errors = call(*command)
+    assert code == DONE and "warning: the text after --prompt number 1 and 1 more means nothing: numbers" in errors
+    monkeypatch.setattr("flax_mesh.cli.common.load_trained", lambda *_, **__: trained)
+    assert "warning" not in call(*command)[2]
 
 
 def refused(function, *arguments, **options) -> list[str]:

@@ -25,6 +25,7 @@ import pytest
 from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE, FINDINGS
+from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides, load_recipe
 from flax_mesh.train.export import read_values
@@ -93,11 +94,11 @@ def test_a_run_of_the_first_version_resumes_bit_for_bit(folder, capsys):
 
 def test_a_new_run_that_starts_from_it_needs_its_settings_of_the_model(folder):
     start, config = find_start(str(folder)), load_recipe("recipe.py")
-    assert [str(change) for change in check_start_settings(start, config, allow_changes=False)] == [
+    assert [str(change) for change in check_start_settings(start, config, TEXT, allow_changes=False)] == [
         "model.attention: xla -> auto"  # the default is another one, which computes the same
     ]
     with pytest.raises(ConfigError, match=r"model\.norm_epsilon: .* -> 0\.1"):
-        check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), allow_changes=False)
+        check_start_settings(start, apply_overrides(config, ["model.norm_epsilon=0.1"]), TEXT, allow_changes=False)
 
 
 def test_its_settings_and_its_checkpoint_are_printed_compared_and_resharded_under_the_current_names(folder, capsys):

@@ -1,6 +1,7 @@
 """checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,11 +12,14 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
+from flax_mesh.data.corpus import load_corpus
+from flax_mesh.data.run_data import BATCHES, TEXT, TOKENS
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import build_program
-from flax_mesh.train import apply_overrides, train
-from flax_mesh.train.warm_start import check_start_settings, find_start, start_from
+from flax_mesh.train import DataConfig, apply_overrides, train
+from flax_mesh.train.warm_start import check_start_settings, check_text, find_start, start_from
+from tests.inference.small_run import write_tokenizer
 from tests.models.folders import change_arrays
 from tests.train.support.llama import LLAMA, config_of
 
@@ -58,27 +62,35 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     with pytest.raises(ConfigError, match=message) as error:
         train(config, say=lines.append)
     assert len(error.value.lines) == 5 and not any("new run" in line for line in lines)
-    (tmp_path / "saved" / KEPT).mkdir()
-    (tmp_path / "saved" / KEPT / "tokenizer.json").write_text("{}")
+    kept = tmp_path / "saved" / KEPT
+    kept.mkdir()
+    (kept / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^data\.source=stdlib is text, .* of \S+/saved/huggingface/tokenizer\.json"):
+        train(config, allow_changes=True)
+    assert not (tmp_path / "run").exists()
+    (kept / "tokenizer.json").rename(kept / "generation_config.json")
     train(config, allow_changes=True, say=lines.append)
     changed = [line for line in lines if line.startswith("changed since the checkpoint: model.")]
     assert len(changed) == 6
-    assert (tmp_path / "run" / "checkpoints" / KEPT / "tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "run" / "checkpoints" / KEPT / "generation_config.json").read_text() == "{}"
     # A run that resumes has parameters of its own.
     assert train(config).status == "already finished"
+    (tmp_path / "run" / "checkpoints" / KEPT / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is text.* of \S+/run/checkpoints/huggingface/tokenizer\.json"):
+        train(apply_overrides(config, ["run.steps=2"]))
 
 
 def test_settings_of_an_imported_checkpoint_and_of_one_without_settings(tmp_path):
     assert main(["checkpoint", "import", str(LLAMA), str(tmp_path / "imported")]) == 0
     start = find_start(str(tmp_path / "imported"))
-    assert check_start_settings(start, config_of("fsdp:1"), allow_changes=False) == []
+    assert check_start_settings(start, config_of("fsdp:1"), TEXT, allow_changes=False) == []
     for setting in ("rope_theta=500.0", "num_layers=3"):
         with pytest.raises(ConfigError, match=setting.replace("=", ".* -> ")):
-            check_start_settings(start, config_of("fsdp:1", f"model.{setting}"), allow_changes=False)
+            check_start_settings(start, config_of("fsdp:1", f"model.{setting}"), TEXT, allow_changes=False)
     with Checkpointer(tmp_path / "bare") as checkpointer:
         checkpointer.save(7, {"x": np.zeros(2)}, {})
     start = find_start(str(tmp_path / "bare"))
-    assert check_start_settings(start, config_of("fsdp:1", "model.rope_theta=500.0"), allow_changes=False) == []
+    assert check_start_settings(start, config_of("fsdp:1", "model.rope_theta=500.0"), TEXT, allow_changes=False) == []
 
 
 def test_a_folder_of_another_model_or_with_unknown_keys_is_rejected_before_files_are_read(tmp_path):
@@ -108,3 +120,52 @@ def test_a_tied_head_in_the_folder_must_equal_the_embedding(tmp_path):
     with pytest.raises(ConfigError, match=r"start_from: .*lm_head\.weight differs from model\.embed_tokens\.weight"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_text_is_refused_for_a_model_with_a_tokenizer_and_the_error_shows_how_to_encode_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(shutil.copytree(LLAMA, "hub"))
+    write_tokenizer(folder)
+    Path("own.txt").write_text("hello world " * 200)
+    with pytest.raises(ConfigError, match=r"set data\.source=own\.npy") as error:
+        check_text(TEXT, "own.txt", folder)
+    exec("\n".join(line.strip() for line in error.value.lines[1:3]))
+    tokens = load_corpus(DataConfig(source="own.npy", sequence_length=8)).train
+    assert tokens[:1] == 1 and 200 < len(tokens) < 2000  # the token before every text, and fewer tokens than bytes
+    check_text(TOKENS, "own.npy", folder)
+    (folder / "tokenizer.json").rename(folder / "tokenizer.model")
+    with pytest.raises(ConfigError, match=r"AutoTokenizer\.from_pretrained\('hub'\)"):
+        check_text(TEXT, "*.txt", folder)
+    assert main(["checkpoint", "import", "hub", "imported"]) == 0
+    with pytest.raises(ConfigError, match=r"remove \S+imported/huggingface/tokenizer\.model"):
+        check_text(TEXT, "*.txt", find_start("imported").files)
+
+
+def test_text_for_a_folder_without_a_tokenizer_is_a_note(tmp_path):
+    small = ["model.num_layers=1", "model.vocab_size=256"]
+    save_parameters(config_of("fsdp:1", *small), tmp_path / "saved")
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "hub"), "--to", "safetensors"]) == 0
+
+    def say(line):
+        if line.startswith("note: "):
+            raise InterruptedError(line)  # before anything compiles
+
+    start = [f"checkpoint.start_from={tmp_path / 'hub'}", f"run.folder={tmp_path / 'run'}"]
+    with pytest.raises(InterruptedError, match=r"/hub has no tokenizer, so data\.source is read as bytes"):
+        train(config_of("fsdp:1", *small, *start), say=say)
+
+
+def test_text_after_tokens_and_tokens_after_text_are_changes_of_a_start(tmp_path):
+    config = config_of("fsdp:1", "model.num_layers=1")
+    message = r"(?s)tokens of data\.source: (bytes of text|ids in token files) -> .*--allow-changes"
+    for before, other in ((TOKENS, TEXT), (TEXT, TOKENS)):
+        with Checkpointer(tmp_path / before) as checkpointer:
+            metadata = {"config": to_texts(config), "data": {"kind": before}}
+            checkpointer.save(7, {"model": {"x": np.zeros(2)}}, metadata)
+        start = find_start(str(tmp_path / before))
+        for kind in (before, BATCHES):
+            assert check_start_settings(start, config, kind, allow_changes=False) == []
+        with pytest.raises(ConfigError, match=message):
+            check_start_settings(start, config, other, allow_changes=False)
+        (change,) = check_start_settings(start, config, other, allow_changes=True)
+        assert change.changes_result

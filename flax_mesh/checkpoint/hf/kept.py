@@ -15,21 +15,11 @@ from flax_mesh.errors import ConfigError
 KEPT = "huggingface"
 CONFIG = "config.json"
 # Suffixes of files of parameters, and of archives of them; "model.safetensors.index.json" is one of a table of them.
-PARAMETERS = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".h5",
-    ".msgpack",
-    ".gguf",
-    ".onnx",
-    ".npz",
-    ".tar",
-    ".gz",
-}
+PARAMETERS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"}
+PARAMETERS |= {".gguf", ".onnx", ".npz", ".tar", ".gz"}
 INDEX = ".index.json"
+# Files of tokenizers, the one that `inference` reads first; each shows that the ids of a model are not bytes.
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 LENGTH = "max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling")
 
@@ -45,6 +35,11 @@ def other_files(folder: Path) -> list[Path]:
         and file.suffix not in PARAMETERS
         and not file.name.endswith(INDEX)
     ]
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The file of the tokenizer in a Hugging Face folder, or in the folder of the kept files."""
+    return next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
 
 
 def keep_files(folder: Path, checkpoints: Path) -> None:

@@ -25,13 +25,14 @@ from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.mpmd.split.jaxpr import whole
+from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding.abstract import model_axes
+from flax_mesh.sharding.abstract import Make, model_axes
 from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
@@ -53,7 +54,8 @@ class Pipeline:
 
     Args:
         staged: The stages, from `split_stages` or `chain_stages`.
-        optimizer: An optax transformation.
+        optimizer: An optax transformation, or an nnx.Optimizer, whose transformation is used. None if the function that
+            `split_stages` was given returns (model, optimizer).
         mesh: The groups. By default those that `staged` was split for.
         schedule: The order of the actions. By default the one that `staged` was split for.
         layout: Layout of the leaves within a group: rules, axes, and where the optimizer's arrays are. By default the
@@ -96,7 +98,7 @@ class Pipeline:
     def __init__(
         self,
         staged: StagedModel,
-        optimizer: optax.GradientTransformation,
+        optimizer: optax.GradientTransformation | nnx.Optimizer | None = None,
         *,
         mesh: MpmdMesh | None = None,
         schedule: Schedule | None = None,
@@ -119,6 +121,7 @@ class Pipeline:
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
         self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
+        self._make = _make_state(staged, optimizer)
         self.seed, self.learning_rate, self.skip_nonfinite = options.seed, options.learning_rate, options.skip_nonfinite
         self.options = dict(options.compiler_options) if options.compiler_options else None
         self.remat = "full" if staged.needs_full_remat else remat
@@ -202,10 +205,6 @@ class Pipeline:
         values = [whole(array) for array in chunked(owners, arrays)]
         graphdef, abstract = self.staged.split_model
         return nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(abstract), values))
-
-    def _make(self) -> tuple[Any, nnx.Optimizer]:
-        model = self.staged.make()
-        return model, optimizer_of(model, self.optimizer, self.staged.wrt)
 
     @cached_property
     def _order(self) -> list[Action]:
@@ -343,6 +342,25 @@ class Pipeline:
 
     def _owner(self, leaf: int) -> LeafOwner:
         return self.placement.owners[self._leaf_at[leaf]]
+
+
+def _make_state(staged: StagedModel, optimizer: optax.GradientTransformation | nnx.Optimizer | None) -> Make:
+    """The function that makes the model and its optimizer, which is given to split_stages or to Pipeline."""
+    if (optimizer is None) == (staged.make_state is None):
+        given = "got none" if optimizer is None else "got one in each"
+        raise ConfigError(
+            "the optimizer must be given once, by the function that split_stages takes, which returns "
+            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {given}"
+        )
+    if staged.make_state is not None:
+        return staged.make_state
+    assert optimizer is not None
+    if isinstance(optimizer, nnx.Optimizer) and optimizer.wrt != staged.wrt:
+        raise ConfigError(
+            f"wrt={filter_text(optimizer.wrt)} of the optimizer must be that of the stages, "
+            f"wrt={filter_text(staged.wrt)}; pass the filter to split_stages"
+        )
+    return lambda: ((model := staged.make()), optimizer_of(model, optimizer, staged.wrt))
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
 from flax_mesh.mpmd.schedules.text import heading, summary, time_text
-from flax_mesh.svg import element, hex_colour, svg_document, svg_text
+from flax_mesh.svg import element, hex_colour, svg_document, svg_text, ticks
 from flax_mesh.text import count_text
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
@@ -162,25 +162,15 @@ def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: 
 
 def _axis(y: float, scale: float, span: float, unit: str) -> list[str]:
     left = MARGIN + NAME_WIDTH
-    step = _round_step(span / 12) if span else 1.0
-    marks = [step * i for i in range(int(span / step + 1e-9) + 1)]
     lines = [
         _mark(f"M{left} {y}h{span * scale:.1f}"),
         _text(MARGIN, y + 14, f"time, {unit}" if unit else "time", size=11),
     ]
-    for mark in marks:
+    for mark in ticks(span, 12):
         x = left + mark * scale
         lines.append(_mark(f"M{x:.1f} {y}v4"))
         lines.append(_text(x, y + 15, f"{mark:.6g}", size=11, anchor="middle"))
     return lines
-
-
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... (or 0.5, 0.2, ...) that is at least `least`."""
-    power = 10.0 ** len(f"{int(least)}") if least >= 1 else 1.0
-    while power / 10 >= least:
-        power /= 10
-    return next(power * part for part in (0.1, 0.2, 0.5, 1.0) if power * part >= least)
 
 
 def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], float]:

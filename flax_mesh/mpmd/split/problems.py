@@ -78,11 +78,14 @@ def check_meshes(eqns: Iterable[Eqn]) -> None:
         )
 
 
+def filter_text(wrt: object) -> str:
+    return str(getattr(wrt, "__name__", wrt))
+
+
 def check_trained(leaves: Sequence[ModelLeaf], wrt: object) -> None:
     if not any(leaf.trained for leaf in leaves):
         raise CutError(
-            f"wrt={getattr(wrt, '__name__', wrt)} must match a variable of the model; it matches none, and nothing "
-            "would be trained."
+            f"wrt={filter_text(wrt)} must match a variable of the model; it matches none, and nothing would be trained."
         )
 
 

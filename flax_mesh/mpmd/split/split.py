@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import current_mesh, without_mesh
+from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
@@ -28,6 +29,7 @@ from flax_mesh.mpmd.split.problems import (
     check_meshes,
     check_states,
     check_trained,
+    filter_text,
     modules_text,
 )
 from flax_mesh.mpmd.split.trace import (
@@ -40,7 +42,7 @@ from flax_mesh.mpmd.split.trace import (
     split_leaves,
     trace_forward,
 )
-from flax_mesh.sharding.abstract import Make, Split, abstract_state, model_layers, trace_split
+from flax_mesh.sharding.abstract import Make, Split, abstract_state, is_with_optimizer, model_layers, trace_split
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
@@ -72,6 +74,7 @@ class StagedModel:
     remark: str = ""  # why the cut is not that of equal FLOPs
     specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
     axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
+    make_state: Make | None = None  # returns (model, optimizer), if split_stages was given such a function
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
@@ -226,7 +229,7 @@ def split_stages(
     layers: str | Iterable[str] | None = None,
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
-    wrt: Filter = nnx.Param,
+    wrt: Filter | None = None,
     check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
@@ -236,7 +239,8 @@ def split_stages(
 
     Args:
         loss_fn: A LossFn: `loss_fn(model, batch)` returns (loss_sum, weight), or another of its forms.
-        model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one.
+        model: An nnx.Module or another nnx.Pytree, abstract or not, or a function that makes one. A function may
+            return (model, optimizer), as for `abstract_state`; `Pipeline` then needs no optimizer.
         batch: A batch of `num_microbatches` equal microbatches, as arrays or ShapeDtypeStructs.
         mesh: The groups of the pipeline as an MpmdMesh; or, if a Pipeline is not wanted, the mesh of one group, by
             default the mesh in context. Constraints in the model see the mesh of a group.
@@ -251,7 +255,8 @@ def split_stages(
             cheap as possible.
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
-        wrt: Filter of the variables that are trained.
+        wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
+            one.
         check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
             see `StagedModel.check`.
 
@@ -284,7 +289,8 @@ def split_stages(
     around = mesh.unstack[0] if isinstance(mesh, MpmdMesh) else mesh or current_mesh()
     around = around.abstract_mesh if isinstance(around, Mesh) else around
     with without_mesh():
-        make, jaxpr, split_model = _abstract(model, around)
+        make, jaxpr, split_model, filters = _abstract(model, around)
+        wrt = _wrt(wrt, filters)
         check_meshes(jaxpr.eqns)
         abstract = nnx.merge(*split_model)
         layers = _layers_of(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
@@ -328,6 +334,7 @@ def split_stages(
             remark=remark,
             specs=specs,
             axes=axes,
+            make_state=model if filters else None,
         )
         check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
         if check:
@@ -375,13 +382,13 @@ class _Chain(nnx.Module):
 
 def chain_stages(
     loss_fn: Callable[[Any, Batch], Any],
-    stages: Callable[[], Sequence[nnx.Module]] | Sequence[nnx.Module],
+    stages: Callable[[], Sequence[nnx.Module] | tuple[Sequence[nnx.Module], nnx.Optimizer]] | Sequence[nnx.Module],
     batch: Batch,
     *,
     mesh: MpmdMesh | Mesh | AbstractMesh | None = None,
     schedule: Schedule | str | None = None,
     num_microbatches: int | None = None,
-    wrt: Filter = nnx.Param,
+    wrt: Filter | None = None,
     check: bool = False,
 ) -> StagedModel:
     """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
@@ -389,7 +396,8 @@ def chain_stages(
     Args:
         loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns what a LossFn returns.
         stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
-            the others with the result of the previous one, any pytree. Every stage must have variables.
+            the others with the result of the previous one, any pytree. Every stage must have variables. A function may
+            return (modules, optimizer), as in `split_stages`.
         batch, mesh, schedule, num_microbatches, wrt, check: As in `split_stages`.
 
     Raises:
@@ -397,6 +405,11 @@ def chain_stages(
         ConfigError: As in `split_stages`; also if the schedule has another number of stages.
     """
     make = stages if callable(stages) else lambda: stages
+
+    def make_chain() -> Any:
+        modules, optimizer = _with_optimizer(make())
+        chain = _Chain(modules)
+        return chain if optimizer is None else (chain, optimizer_of(chain, optimizer, optimizer.wrt))
 
     def loss_of(model: _Chain, batch: Batch) -> Any:
         value = batch
@@ -409,19 +422,19 @@ def chain_stages(
                 raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
         return loss_fn(value, batch)
 
-    found = make()
-    if not found:
+    modules, _ = _with_optimizer(make())
+    if not modules:
         raise CutError("stages is empty; it must have one module per stage.")
     return split_stages(
         loss_of,
-        lambda: _Chain(make()),
+        make_chain,
         batch,
         layers="stages",
         mesh=mesh,
         schedule=schedule,
         num_microbatches=num_microbatches,
-        num_stages=len(found),
-        cuts=range(1, len(found)),
+        num_stages=len(modules),
+        cuts=range(1, len(modules)),
         wrt=wrt,
         check=check,
     )
@@ -479,23 +492,44 @@ def _kind_text(x: object) -> str:
     return f"the function {x.__name__}" if inspect.isroutine(x) else f"an object of type {type(x).__name__}"
 
 
-def _abstract(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.ClosedJaxpr, Split]:
-    """From a module or a function that makes one: (such a function, its jaxpr, graph definition and abstract state)."""
+def _abstract(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.ClosedJaxpr, Split, list[Filter]]:
+    """From a module or a function that makes one: (such a function, its jaxpr, graph definition and abstract state).
+
+    The last result contains the filters of the optimizers that the function has returned with the model.
+    """
+    filters: list[Filter] = []
     if isinstance(model, nnx.Pytree):
         graphdef, state = nnx.split(model, graph=True)
 
         def copied() -> nnx.Pytree:
             return nnx.merge(graphdef, state, copy=True)
 
-        return copied, *trace_split(copied, mesh)
+        return copied, *trace_split(copied, mesh), filters
 
     def make() -> nnx.Pytree:
-        made = model()
+        made, optimizer = _with_optimizer(model())
+        filters.extend([] if optimizer is None else [optimizer.wrt])
         if not isinstance(made, nnx.Pytree):
             raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
         return made
 
-    return make, *trace_split(make, mesh)
+    return make, *trace_split(make, mesh), filters
+
+
+def _with_optimizer(made: Any) -> tuple[Any, nnx.Optimizer | None]:
+    """What a function has returned: (model, optimizer), with None for a model alone."""
+    return made if is_with_optimizer(made) else (made, None)
+
+
+def _wrt(wrt: Filter | None, filters: Sequence[Filter]) -> Filter:
+    """The filter of the variables that are trained. ConfigError if it is given twice, and the two differ."""
+    if not filters:
+        return nnx.Param if wrt is None else wrt
+    if wrt not in (None, filters[0]):
+        raise ConfigError(
+            f"wrt={filter_text(wrt)} must be that of the optimizer, wrt={filter_text(filters[0])}; leave it out"
+        )
+    return filters[0]
 
 
 def _layout_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[tuple[PartitionSpec, ...], PartitionAxis]:

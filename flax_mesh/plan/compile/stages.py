@@ -7,7 +7,6 @@ import jax
 from jax.sharding import Mesh
 
 from flax_mesh.plan.recipe import Split
-from flax_mesh.plan.stages import visit_stages
 
 
 def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -28,16 +27,4 @@ def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambd
         )
         return program, results
 
-    recipe = split.recipe
-    found = visit_stages(
-        split.staged,
-        split.schedule,
-        recipe.batch,
-        split.shardings,
-        mesh,
-        recipe.rules.axes,
-        make,
-        remat=split.remat,
-        seed=recipe.step_options.seed,
-    )
-    return {f"{kind}{number}": program for (kind, number), program in found.programs.items()}
+    return {f"{kind}{number}": program for (kind, number), program in split.visit(mesh, make).programs.items()}

@@ -39,7 +39,7 @@ from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import plural
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import named_leaves, shard_bytes
 
 FRAMES = 40  # of the stack of each operation, so that the path of modules is complete
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED.*out of memory (on|in memory space) hbm", re.IGNORECASE | re.DOTALL)
@@ -117,9 +117,7 @@ def _step(recipe: Recipe, topology: Topology, progress: Any) -> tuple[list[Readi
         return leaves[number] if name == "state.leaves" and number < len(leaves) else ""
 
     layout = zip(leaves, program.layout.leaves, strict=True)
-    hosted = {
-        path: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for path, x in layout if is_on_host(x)
-    }
+    hosted = {path: shard_bytes(x) for path, x in layout if is_on_host(x)}
     reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
     fields = reading.fields
     found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
+from flax_mesh.axes import num_parts
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
@@ -203,7 +204,7 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
         mesh = Target(shape, platform=topology.chip.platform).abstract_mesh(config.mesh.axis_types)
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
-        shards = math.prod(shape.get(axis, 1) for axis in rules.axes.mesh_axes("batch"))
+        shards = num_parts(rules.axes, shape, "batch")
         for batch, parts in _batches(config, topology, shape.get("pp", 1), shards, fixed):
             layouts = [Layout(sizes, batch, parts, remat, *schedule, zero, shards)
                        for remat, schedule, zero in product(remats, schedules, over)]  # fmt: skip
@@ -306,10 +307,8 @@ def _problem(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules, bat
     """What excludes all layouts of a mesh, a batch size and a number of microbatches; "" if nothing does."""
     if batch % parts:
         return f"{BATCH} is not divisible by {MICROBATCHES}"
-    data, pipeline = (
-        dataclasses.replace(config.data, batch_size=batch),
-        dataclasses.replace(config.pipeline, num_microbatches=parts),
-    )
+    data = dataclasses.replace(config.data, batch_size=batch)
+    pipeline = dataclasses.replace(config.pipeline, num_microbatches=parts)
     problems = check_on_mesh(dataclasses.replace(config, data=data, pipeline=pipeline), mesh, rules.axes)
     return problems[0].general if problems else ""
 

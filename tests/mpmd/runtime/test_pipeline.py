@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,7 +173,7 @@ def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
 
 def test_counts_of_the_optimizer_are_on_all_groups_if_variables_of_the_model_have_their_names():
     def make():
-        model = make_net()
+        model: Any = make_net()
         model.step, model.count = nnx.BatchStat(jnp.zeros((), int)), nnx.Param(jnp.ones(8))
         return model
 

@@ -1,6 +1,7 @@
 """Batches, schedules and arguments that Pipeline and split_stages refuse, and the layers that they find."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from flax import nnx
 
 from flax_mesh import partitioned
 from flax_mesh.errors import ConfigError, ShardingError
-from flax_mesh.mpmd import CutError, Pipeline, split_stages
+from flax_mesh.mpmd import CutError, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.runtime.profile import with_split_backward
 from flax_mesh.mpmd.schedules import Action, Schedule, make_schedule
 from flax_mesh.mpmd.schedules.schedule import forward_schedule
@@ -169,3 +170,70 @@ def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
     ):
         with pytest.raises(CutError, match=message):
             split_one(cls)
+
+
+class OwnOptimizer(nnx.Optimizer):
+    pass
+
+
+def kernels(path, variable):
+    return "kernel" in path
+
+
+def make_trained(wrt: Any = nnx.Param, kind=nnx.Optimizer):
+    model = make_net()
+    return model, kind(model, PLAIN_SGD, wrt=wrt)
+
+
+def split_two(make, **kinds):
+    return split_stages(net_loss, make, net_batch(4), mesh=groups(pp=2), schedule=GOOD, **kinds)
+
+
+def test_the_optimizer_is_that_of_the_function_that_makes_the_model_or_of_the_pipeline():
+    abstract = []
+    for wrt in (nnx.Param, kernels):
+        expected = Pipeline(split_two(make_net, wrt=wrt), PLAIN_SGD).abstract
+        of_make = Pipeline(split_two(lambda: make_trained(wrt))).abstract  # noqa: B023 (called in the loop)
+        of_object = Pipeline(split_two(make_net, wrt=wrt), make_trained(wrt)[1]).abstract
+        assert of_make == of_object == expected and expected.merge()[1].wrt is wrt
+        abstract.append(expected)
+    assert abstract[0] != abstract[1]
+    own = Pipeline(split_two(lambda: make_trained(kind=OwnOptimizer))).abstract
+    assert type(own.merge()[1]) is OwnOptimizer
+
+
+def test_chained_stages_may_have_an_optimizer():
+    def stages():
+        return [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))]
+
+    def make():
+        return (modules := stages()), nnx.Optimizer(nnx.List(modules), PLAIN_SGD, wrt=kernels)
+
+    def chain(make, **kinds):
+        loss = lambda out, batch: ((out**2).sum(), out.size)  # noqa: E731
+        return chain_stages(loss, make, jnp.ones((4, 8)), mesh=groups(pp=2), schedule=GOOD, **kinds)
+
+    have, want = Pipeline(chain(make)).abstract, Pipeline(chain(stages, wrt=kernels), PLAIN_SGD).abstract
+    assert have.merge()[1].wrt is kernels and [*map(str, have.leaves)] == [*map(str, want.leaves)]
+
+
+WRONG_OPTIMIZERS = {
+    "none": (lambda: Pipeline(split_two(make_net)), r"must be given once, .* or as Pipeline\(staged, opt.*; got none"),
+    "two": (lambda: Pipeline(split_two(make_trained), PLAIN_SGD), "must be given once, .*; got one in each"),
+    "two filters": (lambda: split_two(make_trained, wrt=kernels), "=kernels must be that of the optimizer, wrt=Param;"),
+    "filter": (
+        lambda: Pipeline(split_two(make_net), make_trained(kernels)[1]),
+        "of the optimizer must be that",
+    ),
+    "class": (
+        lambda: Pipeline(split_two(make_net), make_trained(kind=OwnOptimizer)[1]),
+        "subclass OwnOptimizer;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIMIZERS)
+def test_an_optimizer_that_is_missing_given_twice_or_of_other_variables_is_refused(name):
+    call, message = WRONG_OPTIMIZERS[name]
+    with pytest.raises(ConfigError, match=message):
+        call()
