@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ShardingError
@@ -120,7 +121,7 @@ def check_train_state(state: object) -> None:
 
 def check_not_donated(state: TrainState) -> None:
     """Raises a ValueError for a state that an earlier step has deleted. Without it, jax 0.10 may crash."""
-    if any(isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) for x in state.leaves[:1]):
+    if any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in state.leaves[:1]):
         return
     if any(x.is_deleted() for x in state.leaves):
         raise ValueError(
