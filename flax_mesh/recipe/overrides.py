@@ -149,9 +149,11 @@ class Change(typing.NamedTuple):
     saved: str
     now: str
     changes_result: bool
+    note: str = ""
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.saved} -> {self.now}" + (" (changes the result)" if self.changes_result else "")
+        note = "changes the result" if self.changes_result else self.note
+        return f"{self.key}: {self.saved} -> {self.now}" + (f" ({note})" if note else "")
 
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:

@@ -17,6 +17,7 @@ from flax.nnx.filterlib import Filter
 from jax.extend import core as jex
 
 from flax_mesh.modes import user_modes
+from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure
 from flax_mesh.text import array_text, group_paths
@@ -188,6 +189,32 @@ def sums_of(result: object) -> tuple[jax.Array, jax.Array, Metrics]:
         raise ValueError(f"metrics of loss_fn must have names of their own: {', '.join(problems)}. Rename them.")
     loss_sum, weight = (jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32)) for x in scalars)
     return loss_sum, weight, dict(named)
+
+
+def is_sum_over_rows(loss_fn: LossFn, make: Make, batch: Batch) -> bool:
+    """Whether the sums of a batch are those of its parts, up to rounding, by the form of the loss and a trace.
+
+    That is, `loss_fn` returns (loss_sum, weight), and the model draws no random numbers and changes no variable: each
+    microbatch would have masks and statistics of its own.
+    """
+    graphdef, state = abstract_split(make)
+    streams, others = nnx.split_state(state, nnx.RngState, ...)
+    found = []
+
+    def run(streams: nnx.State, others: nnx.State, batch: Batch) -> list[jax.Array]:
+        made = nnx.merge(graphdef, streams, others)
+        model = made["model"] if has_optimizer(made) else made
+        before = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState), graph=True))
+        with user_modes():
+            result = loss_fn(model, batch)
+        after = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState), graph=True))
+        scalars = [x for x in result if not isinstance(x, Mapping)] if isinstance(result, tuple) else [result]
+        found.append(len(scalars) == 2 and all(a is b for a, b in zip(before, after, strict=True)))
+        return [jnp.asarray(x) for x in scalars]
+
+    jaxpr = jax.make_jaxpr(run)(streams, others, batch).jaxpr
+    read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
+    return found[0] and not any(id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(streams))])
 
 
 def _flat(metrics: Any, prefix: str = "") -> list[tuple[str, Any]]:

@@ -32,7 +32,7 @@ from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
 from flax_mesh.recipe.overrides import Change, to_lines
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
 from flax_mesh.recipe.saved import run_metadata
-from flax_mesh.step.loss import Limits
+from flax_mesh.step.loss import Limits, is_sum_over_rows
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.hooks.load import Hooks, find_hooks
@@ -235,8 +235,12 @@ def _check_recording(run: Run, start: int) -> None:
 
 
 def _changes(run: Run, checkpointer: Checkpointer, saved: Mapping[str, Any], *, allow_changes: bool) -> list[Change]:
+    def is_sum() -> bool:
+        with in_mesh(run.recipe.mesh):
+            return is_sum_over_rows(run.recipe.loss_fn, run.recipe.make, run.recipe.batch)
+
     try:
-        return check_resume(saved, run.record, run.recipe.config, allow_changes=allow_changes)
+        return check_resume(saved, run.record, run.recipe.config, allow_changes=allow_changes, is_sum=is_sum)
     except ConfigError as changed:
         try:
             checkpointer.check(run.program.layout, saved["step"])

@@ -1,6 +1,6 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax_mesh.checkpoint.read import mesh_of
@@ -14,6 +14,7 @@ from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.text import mesh_text
 from flax_mesh.train.metrics import Row
 
+MICROBATCHES = "pipeline.num_microbatches"
 AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so one decay must be that of all updates
 
 
@@ -40,13 +41,22 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
 
 
 def check_resume(
-    saved: Mapping[str, Any], now: Mapping[str, Any], config: TrainConfig, *, allow_changes: bool
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    config: TrainConfig,
+    *,
+    allow_changes: bool,
+    is_sum: Callable[[], bool] = lambda: False,
 ) -> list[Change]:
     """List the settings that changed since the checkpoint was saved.
 
     Raises ConfigError if one of them changes the result, unless `allow_changes`, and always if AVERAGE_DECAY changed.
+    `is_sum` returns whether the loss is a sum over rows: the number of microbatches then changes rounding only.
     """
     found = changes(saved["config"], config)
+    if any(one.key == MICROBATCHES for one in found) and is_sum():
+        note = "rounding only, since loss_fn returns a sum and its weight"
+        found = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in found]
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:
         found.append(Change(now["data"]["name"], before[:12], after[:12], True))

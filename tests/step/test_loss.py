@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh.mpmd import split_stages
+from flax_mesh.step.loss import is_sum_over_rows
 from flax_mesh.train import make_eval_step
 from tests.step.net import Net, batch, make, run, start
 
@@ -17,6 +18,16 @@ def parts(model, b):
     """Sum of the losses, their number, and the number of errors that are small: no gradient, but of the model."""
     error = jnp.mean((model(b["x"]) - 1.0) ** 2, axis=-1)
     return jnp.sum(error), len(error), jnp.sum(error < 1.5)
+
+
+def test_a_loss_is_a_sum_over_rows_if_it_says_so_and_the_model_has_no_state_of_its_own():
+    total = lambda model, b: (model.layers[1](model.layers[0](b["x"])).sum(), len(b["x"]))  # noqa: E731
+    forms = [total, lambda m, b: (*total(m, b), {}), lambda m, b: total(m, b)[0], lambda m, b: (total(m, b)[0], {})]
+    counts = lambda m, b: (m(b["x"]).sum(), len(b["x"]))  # noqa: E731
+    drops = lambda m, b: (m.drop(b["x"]).sum(), len(b["x"]))  # noqa: E731
+    kinds = [*((form, 0.5) for form in forms), (counts, 0.0), (drops, 0.5), (drops, 0.0)]
+    found = [is_sum_over_rows(form, make(rate=rate), batch()) for form, rate in kinds]
+    assert found == [True, True, False, False, False, False, True]
 
 
 @pytest.mark.slow

@@ -163,11 +163,12 @@ def test_a_run_that_is_extended_stopped_and_changed_in_neutral_settings_has_the_
 def test_changed_settings_are_listed_and_rejected_if_they_change_the_result(config, text, undisturbed):
     result = train(config("run.steps=4"))
     before = snapshot(result.folder)
-    changed = ["optimizer.b1=0.8", "run.seed=3", "run.eval_every=3", "mesh.shape=fsdp:4"]
+    changed = ["optimizer.b1=0.8", "run.seed=3", "run.eval_every=3", "mesh.shape=fsdp:4", "pipeline.num_microbatches=2"]
     with count_compilations() as compiled, pytest.raises(ConfigError) as rejected:
         train(config(*changed))
     assert rejected.value.lines == [
         "the checkpoint of step 4 was saved with different settings:",
+        "  pipeline.num_microbatches: 1 -> 2 (changes the result)",  # the model has dropout
         "  optimizer.b1: 0.9 -> 0.8 (changes the result)",
         "  run.seed: 0 -> 3 (changes the result)",
         "  Restore these settings, start a new run (--restart, or another run.folder), or resume with them by "
