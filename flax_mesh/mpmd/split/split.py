@@ -1,5 +1,6 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,16 +122,18 @@ class StagedModel:
         remat: Literal["none", "cheap", "full"] = "none",
         split_backward: bool | None = None,
     ) -> None:
-        """Compare the stages with the model before the split, on one microbatch and one device of this process.
+        """Compare the stages with the model before the split, on two microbatches and one device of this process.
 
-        The stages run one after another, forward and backward, from the initial values of the model. The loss, its
-        weight and metrics, the new values of all variables, and all gradients must be those of the model, up to 1e-5 of
-        the largest value of each, or 3e-2 if the model computes in half precision. A larger difference is accepted
-        where rounding the parameters differently changes the result of the model as much.
+        The stages run one after another, forward and backward, from the initial values of the model; zeros of trained
+        variables are replaced by small random values, because they hide mistakes in what they are multiplied by. The
+        second microbatch reads the variables that the first one changed. Half-precision and 8-bit floats are computed
+        in float32. The loss, its weight and metrics, the new values of all variables, and all gradients must be those
+        of the model, up to 1e-5 of the largest value of each, or 3e-2 for results of a kernel that takes no float32. A
+        larger difference is accepted where rounding the parameters differently changes the result of the model as much.
 
         Args:
-            batch: A batch, of which the first microbatch is used. By default, and for ShapeDtypeStructs, random values:
-                normal floats, and the integers 0 and 1.
+            batch: A batch, of which the first two microbatches are used, or the first one twice if there is only one.
+                By default, and for ShapeDtypeStructs, random values: normal floats, and the integers 0 and 1.
             seed: Seed of the random streams.
             remat: As in `Pipeline`.
             split_backward: Whether W is separate from B. By default as in the schedule.
@@ -141,10 +144,14 @@ class StagedModel:
         if split_backward is None:
             split_backward = self.schedule is not None and self.schedule.splits_backward
 
-        def first(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
-            return shape if isinstance(x, jax.ShapeDtypeStruct) else x[: shape.shape[0]] if shape.shape else x
+        def rows(x: Any, shape: jax.ShapeDtypeStruct, start: int) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct) or not shape.shape:
+                return shape if isinstance(x, jax.ShapeDtypeStruct) else x
+            size = shape.shape[0]
+            return x[start * size :][:size] if len(x) >= (start + 1) * size else x[:size]
 
-        microbatch = self.example if batch is None else jax.tree.map(first, batch, self.example)
+        batch = self.example if batch is None else batch
+        batches = [jax.tree.map(functools.partial(rows, start=at), batch, self.example) for at in range(2)]
         mesh = one_device_mesh(self.mesh)
         alone = self if mesh is None or mesh.abstract_mesh == self.mesh else replace(self, mesh=mesh.abstract_mesh)
         with full_precision():
@@ -154,7 +161,7 @@ class StagedModel:
             PlainModel(self.loss_fn, self.split_model, self.wrt, self.layers, self.make),
             mesh,
             self.specs,
-            microbatch,
+            batches,
             seed=seed,
             remat="full" if self.needs_full_remat else remat,
             split=split_backward,
@@ -252,7 +259,7 @@ def split_stages(
         balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained.
-        check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
+        check: Run the stages on two microbatches and compare all results with those of the model, on one device;
             see `StagedModel.check`.
 
     Returns:
