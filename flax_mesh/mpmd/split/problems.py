@@ -227,9 +227,8 @@ def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int
     here is larger than that of any stage.
     """
     stages = dict(of_inputs)
-    paths = {
-        v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)
-    }  # of values that depend on variables alone
+    # Of values that depend on variables alone.
+    paths = {v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)}
     found = {}
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)

@@ -148,14 +148,17 @@ class StagedModel:
         if split_backward is None:
             split_backward = self.schedule is not None and self.schedule.splits_backward
 
-        def rows(x: Any, shape: jax.ShapeDtypeStruct, start: int) -> Any:
-            if isinstance(x, jax.ShapeDtypeStruct) or not shape.shape:
-                return shape if isinstance(x, jax.ShapeDtypeStruct) else x
+        def rows(x: Any, shape: jax.ShapeDtypeStruct, number: int) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return shape
+            if not shape.shape:
+                return x
             size = shape.shape[0]
-            return x[start * size :][:size] if len(x) >= (start + 1) * size else x[:size]
+            start = number * size if len(x) >= (number + 1) * size else 0
+            return x[start : start + size]
 
         batch = self.example if batch is None else batch
-        batches = [jax.tree.map(functools.partial(rows, start=at), batch, self.example) for at in range(2)]
+        batches = [jax.tree.map(functools.partial(rows, number=at), batch, self.example) for at in range(2)]
         mesh = one_device_mesh(self.mesh)
         alone = self if mesh is None or mesh.abstract_mesh == self.mesh else replace(self, mesh=mesh.abstract_mesh)
         with full_precision():
