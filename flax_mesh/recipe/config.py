@@ -58,7 +58,7 @@ class PipelineConfig:
             matrix products, loops and random bits, "full" everything from the stage's inputs.
         transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
             "auto".
-        check: Whether the stages are compared with the model before the split, on one microbatch and one device:
+        check: Whether the stages are compared with the model before the split, on two microbatches and one device:
             "auto" at the start of a new run, if a microbatch takes less than 1e10 FLOPs and 1 GiB; "always", whatever
             it takes and also if the run is resumed; or "never".
     """

@@ -212,7 +212,7 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
             remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
             split_backward=pipeline.schedule.splits_backward,
         )
-        return "pipeline.check: the stages compute what the model computes, on one microbatch"
+        return "pipeline.check: the stages compute what the model computes, on two microbatches"
 
     run.say(broadcast_from_process_0("check of the stages", check))
 

@@ -77,6 +77,7 @@ class StageProgram(NamedTuple):
     trained: tuple[int, ...] = ()  # the `inputs` that are differentiated
     floats_in: tuple[int, ...] = ()  # indices into `received`: the ones that have a gradient
     floats_out: tuple[int, ...] = ()  # indices into `sent`: the ones that have a cotangent
+    frozen: frozenset[Var] = frozenset()  # of `received` and `sent`, what depends on no trained parameter
 
     def call(self, program: Program, *values: Sequence[Any]) -> list[Any]:
         """Evaluate F, B or W. `values` has one sequence per group of `arguments`; trailing groups may be omitted."""

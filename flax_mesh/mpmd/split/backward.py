@@ -29,8 +29,8 @@ def differentiate(
     the gradients of the weights; otherwise B does, and there is no W.
     """
     trained = tuple(at for at in stage.inputs if at in set(trained))
-    floats_in = tuple(i for i, v in enumerate(stage.received) if _has_gradient(v))
-    floats_out = tuple(i for i, v in enumerate(stage.sent) if _has_gradient(v))
+    floats_in = tuple(i for i, v in enumerate(stage.received) if _has_gradient(v) and v not in stage.frozen)
+    floats_out = tuple(i for i, v in enumerate(stage.sent) if _has_gradient(v) and v not in stage.frozen)
     program = _joint(stage, trained, floats_in, floats_out)
     num_outputs = len(stage.forward.outputs)
     if split:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +17,16 @@ from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.modes import user_modes
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes
+from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, num_bytes, shape_of, trace
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
+from flax_mesh.mpmd.split.widen import call_widened, rough_outputs
 from flax_mesh.sharding.abstract import Make, Split, made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import PyTree, is_key, named_leaves
 
-TOLERANCE, HALF_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one if the program has half-precision values
+TOLERANCE, ROUGH_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one for results that cannot be widened
 _ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
+_NOISE = 0.02  # standard deviation of the values in the place of zeros
 CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 
 
@@ -32,11 +34,19 @@ class Results(NamedTuple):
     """What one microbatch computes. The keys are indices of leaves of the model."""
 
     sums: list[Any]  # loss, weight and metrics
-    variables: dict[int, jax.Array]  # new values
+    variables: dict[int, Any]  # new values
     gradients: dict[int, Any]
 
 
-Run = Callable[..., Results]  # (values of the leaves of the model, microbatch, step, number of the microbatch)
+Named = dict[tuple[int, str], np.ndarray]  # (microbatch, name of a result) -> value on the host
+Changed = dict[Any, Any]  # current values of the variables that a microbatch changes
+
+
+class Run(NamedTuple):
+    """A model that computes one microbatch after another."""
+
+    start: Callable[[list[Any]], Changed]  # from the values of the leaves of the model
+    call: Callable[..., tuple[Results, Changed]]  # (values of the leaves, Changed, batch, step, microbatch)
 
 
 def one_device_mesh(mesh: AbstractMesh | None) -> Mesh | None:
@@ -78,7 +88,7 @@ def check_stages(
     plain: PlainModel,
     mesh: Mesh | None,
     specs: Sequence[PartitionSpec],
-    batch: Batch,
+    batches: Sequence[Batch],
     *,
     seed: int,
     remat: str,
@@ -91,103 +101,159 @@ def check_stages(
         plain: The model before it was split.
         mesh: A mesh of one device, or None.
         specs: The specs of the leaves of the model, which belong to their types on Explicit axes; else ().
-        batch: Arrays, or ShapeDtypeStructs, which are replaced by random values.
+        batches: Microbatches in order: arrays, or ShapeDtypeStructs, which are replaced by random values.
         remat, split: As in `differentiate`.
     """
     place = NamedSharding(mesh, PartitionSpec()) if mesh is not None else jax.local_devices()[0]
-    options = _quick_compilation()
-
-    def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: PyTree) -> PyTree:
-            around = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-            with around, user_modes(), short_tracer_errors():
-                return fn(*args)
-
-        return jax.jit(run, compiler_options=options)
-
+    of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
     with full_precision():
-        of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
-        leaves = jax.device_put(compiled(lambda: made_leaves(plain.make))(), of_leaves)
-        args = jax.device_put((_values(batch), jnp.uint32(0), jnp.int32(0)), place)
-        unsplit = compiled(_unsplit(forward, plain, seed))
-        want, have = unsplit(leaves, *args), compiled(_staged(forward, remat, split))(leaves, *args)
-        half = [x for x in _dtypes(forward.program) if jnp.issubdtype(x, jnp.floating) and x.itemsize < 4]
-        tolerance = HALF_TOLERANCE if half else TOLERANCE
-        found = _differences(forward, want, have, tolerance)
-        if found:
-            # The gradient of a bias before a softmax, for example, is 0 up to rounding, which is all that it contains.
-            epsilon = max(float(jnp.finfo(x).eps) for x in (*half, jnp.float32))
-            rounded = unsplit(jax.device_put(_rounded(leaves, epsilon), place), *args)
-            found = _differences(forward, want, have, tolerance, rounded)
+        made = _compiled(mesh, lambda: made_leaves(plain.make))[0]()
+        leaves = jax.device_put(_without_zeros(made, {x.source for x in forward.leaves if x.trained}), of_leaves)
+        dtypes = [x.dtype for x in jax.tree.leaves(plain.split_model[1])]
+        types = [shape_of(x).update(dtype=dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
+        given = [(_values(batch, at), jnp.uint32(0), jnp.int32(at)) for at, batch in enumerate(batches)]
+        given = jax.device_put(given, place)
+        unsplit, rough = _by_name(forward, _unsplit(forward, plain, seed), mesh, types, given)
+        staged, _ = _by_name(forward, _staged(forward, remat, split), mesh, types, given)
+        want, have = unsplit(leaves), staged(leaves)
+        found: list[str] = []
+        for is_rough, tolerance, dtype in ((False, TOLERANCE, jnp.float32), (True, ROUGH_TOLERANCE, jnp.bfloat16)):
+            part = {key: x for key, x in want.items() if (key[1] in rough) == is_rough}
+            if _differences(part, have, tolerance):
+                # The gradient of a bias before a softmax, for example, is 0 up to rounding: it contains nothing else.
+                rounded = unsplit(jax.device_put(_rounded(leaves, float(jnp.finfo(dtype).eps)), of_leaves))
+                found += _differences(part, have, tolerance, rounded)
     if found:
         others = f" (and {len(found) - 1} more of its results)" if len(found) > 1 else ""
         raise CutError(
-            f"the stages must compute what the model computes, but on one microbatch {found[0]}{others}. This is a "
+            f"the stages must compute what the model computes, but on microbatch {found[0]}{others}. This is a "
             "mistake in the split and not in the model: please report it with the model and its stages, "
             "print(staged). Until it is repaired, train without a pipeline, or move the cut (cuts=, in a recipe "
             "pipeline.cut). The check can be left out: check=False, in a recipe pipeline.check=never."
         )
 
 
+def _by_name(
+    forward: Forward, run: Run, mesh: Mesh | None, types: list[Any], given: Sequence[tuple[Any, ...]]
+) -> tuple[Callable[[list[Any]], Named], set[str]]:
+    """(function from leaves to the results of all microbatches, names of those that are not widened).
+
+    `given` has the other arguments of `run.call` by microbatch. It is compiled once, for leaves of these `types`.
+    """
+    call, (rough, changed_rough) = _compiled(mesh, run.call, types, jax.eval_shape(run.start, types), *given[0])
+
+    def results(leaves: list[Any]) -> Named:
+        changed, found = run.start(leaves), {}
+        for at, args in enumerate(given):
+            results, after = call(leaves, changed, *args)
+            changed = jax.device_put(after, jax.tree.map(lambda x: x.sharding, changed))
+            found |= {(at, name): _host(x) for name, x in _named(forward, results)}
+        return found
+
+    spreads = any(changed_rough.values())  # to all results of the next microbatch
+    return results, {name for name, is_rough in _named(forward, rough) if is_rough or spreads}
+
+
+def _compiled(mesh: Mesh | None, fn: Callable[..., Any], *types: PyTree) -> tuple[Callable[..., Any], PyTree]:
+    """(`fn` jitted for widened arguments, which of its results depend on equations that cannot be widened)."""
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        inner = contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        with inner, user_modes(), short_tracer_errors():
+            yield
+
+    with around():
+        program, shape = trace(fn, *types)
+    tree = jax.tree.structure(shape)
+
+    def run(*args: PyTree) -> PyTree:
+        with around():
+            return jax.tree.unflatten(tree, call_widened(program, jax.tree.leaves(args)))
+
+    return jax.jit(run, compiler_options=_quick_compilation()), jax.tree.unflatten(tree, rough_outputs(program))
+
+
 @functools.cache
-def _quick_compilation() -> dict[str, object] | None:
-    """Options of XLA that reduce the time of compilation to a third; None if this backend does not know them."""
+def _quick_compilation() -> dict[str, object]:
+    """Options of XLA that reduce the time of compilation to a third: those that this backend knows."""
     options = {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
         "xla_cpu_use_fusion_emitters": False,
     }
-    try:
-        jax.jit(lambda: 0, compiler_options=options)()
-    except (jax.errors.JaxRuntimeError, ValueError):
-        return None
-    return options
+
+    def is_known(name: str) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options={name: options[name]})()
+        except (jax.errors.JaxRuntimeError, ValueError):
+            return False
+        return True
+
+    return {name: value for name, value in options.items() if is_known(name)}
 
 
 def _unsplit(forward: Forward, plain: PlainModel, seed: int) -> Run:
     """The reference: the loss and its gradient, as in the plain step."""
     (graphdef, state), leaves, wrt = plain.split_model, forward.leaves, plain.wrt
     treedef = jax.tree.structure(state)
+    changing = {leaves[at].source: leaves[at].path for at in forward.updates.values()}
 
-    def run(values: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array) -> Results:
+    def start(values: list[Any]) -> Changed:
+        return {at: values[at] for at in changing}
+
+    def call(values: list[Any], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
+        values = [changed.get(at, value) for at, value in enumerate(values)]
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
         params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
         def loss_of(params: nnx.State) -> Any:
-            key = seed, step, microbatch
-            return run_loss(plain.loss_fn, called, wrt, (params, others), batch, key, plain.layers)
+            return run_loss(plain.loss_fn, called, wrt, (params, others), batch, (seed, *counts), plain.layers)
 
         (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         new = {path: value for variables in after for path, value in named_leaves(variables)}
         grads = dict(named_leaves(grads))
-        return Results(
+        results = Results(
             [{"loss": loss_sum, "weight": weight, **metrics}[name] for name in forward.names],
             {at: _rows(leaf, new[leaf.path]) for at, leaf in enumerate(leaves) if leaf.path in new},
             {at: _rows(leaf, grads[leaf.path]) for at, leaf in enumerate(leaves) if leaf.path in grads},
         )
+        return results, {at: new[path] for at, path in changing.items()}
 
-    return run
+    return Run(start, call)
 
 
 def _staged(forward: Forward, remat: str, split: bool) -> Run:
-    """The stages one after another: F of each, then B, and W if there is one, in reverse order."""
+    """The stages one after another: F of each, then B, and W if there is one, in reverse order.
+
+    As in a pipeline, a stage reads the value of a variable that its own F left in the microbatch before.
+    """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages = [differentiate(stage, wrt, remat=remat, split=split) for stage in forward.stages]
+    updates = [{forward.updates[out]: out for out in x.outputs if out in forward.updates} for x in stages]
 
-    def run(values: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array) -> Results:
-        leaves = [_rows(leaf, values[leaf.source]) for leaf in forward.leaves]
-        given = [*leaves, *jax.tree.leaves(batch), step, microbatch]
+    def start(values: list[Any]) -> Changed:
+        own = {at: _rows(leaf, values[leaf.source]) for at, leaf in enumerate(forward.leaves)}
+        return {(k, at): own[at] for k, changed in enumerate(updates) for at in changed}
+
+    def call(values: list[Any], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
+        given = [*(_rows(leaf, values[leaf.source]) for leaf in forward.leaves), *jax.tree.leaves(batch), *counts]
         sent: dict[Var, jax.Array] = {}
-        outputs: dict[int, jax.Array] = {}
+        sums: dict[int, jax.Array] = {}
+        stored: dict[int, jax.Array] = {}  # by the first stage that returns a new value
         saved = []
-        for stage in stages:
-            inputs, received = [given[at] for at in stage.inputs], [sent[v] for v in stage.received]
+        for k, stage in enumerate(stages):
+            inputs = [changed.get((k, at), given[at]) for at in stage.inputs]
+            received = [sent[v] for v in stage.received]
             found = iter(stage.call(stage.forward, inputs, received))
             sent |= {v: next(found) for v in stage.sent}
-            outputs |= {at: next(found) for at in stage.outputs}
+            outputs = {out: next(found) for out in stage.outputs}
+            sums |= outputs
+            new = {at: outputs[out] for at, out in updates[k].items()}
+            changed, stored = changed | {(k, at): x for at, x in new.items()}, new | stored
             saved.append((inputs, received, list(found)))
         cotangents: dict[Var, list[jax.Array]] = {}
-        grads = {at: jnp.zeros_like(leaves[at]) for at in wrt}
+        grads: dict[int, list[jax.Array]] = {at: [] for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
             summed = [functools.reduce(operator.add, cotangents[stage.sent[i]]) for i in stage.floats_out]
@@ -197,43 +263,43 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
             if stage.weights is not None:
                 found = stage.call(stage.weights, inputs, received, summed, residuals, list(found))
             for at, gradient in zip(stage.trained, found, strict=True):
-                grads[at] = grads[at] + gradient
-        new = {at: outputs[out] for out, at in forward.updates.items() if out in outputs}
-        unchanged = {at: leaf for at, leaf in enumerate(leaves) if at not in new}  # as in the pipeline
-        return Results([outputs[at] for at in range(len(forward.names))], unchanged | new, grads)
+                grads[at].append(gradient)
+        zeros = {at: [jnp.zeros_like(given[at])] for at, found in grads.items() if not found}
+        results = Results(
+            [sums[at] for at in range(len(forward.names))],
+            dict(enumerate(given[: len(forward.leaves)])) | stored,
+            {at: functools.reduce(operator.add, found) for at, found in (grads | zeros).items()},
+        )
+        return results, changed
 
-    return run
+    return Run(start, call)
 
 
-def _differences(
-    forward: Forward, want: Results, have: Results, tolerance: float, rounded: Results | None = None
-) -> list[str]:
+def _differences(want: Named, have: Named, tolerance: float, rounded: Named | None = None) -> list[str]:
     """One text per result that differs; `rounded` is `want` for parameters that are rounded differently."""
     found = []
-    for (name, a), (_, b), (_, c) in zip(
-        _named(forward, want, want), _named(forward, want, have), _named(forward, want, rounded or want), strict=True
-    ):
+    for key, a in want.items():
         allowed, largest = 0.0, _largest(a)
         if np.issubdtype(a.dtype, np.inexact):
-            allowed = max(tolerance * largest, _ROUNDINGS * _distance(a, c))
-        difference = _distance(a, b)
+            allowed = max(tolerance * largest, _ROUNDINGS * _distance(a, (rounded or want)[key]))
+        difference = _distance(a, have[key])
         if difference > allowed:
             found.append(
-                f"{name} differs by {difference:.3g}, where its largest value is {largest:.3g} and rounding explains "
-                f"{allowed:.3g}"
+                f"{key[0]} {key[1]} differs by {difference:.3g}, where its largest value is {largest:.3g} and rounding "
+                f"explains {allowed:.3g}"
             )
     return found
 
 
-def _named(forward: Forward, like: Results, results: Results) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, value on the host) of the results that `like` has, in one order."""
+def _named(forward: Forward, results: Results) -> Iterator[tuple[str, Any]]:
+    """(name, result) of all results."""
 
     def text(leaf: ModelLeaf) -> str:
         return f"{leaf.path} (layers {leaf.rows[0]} to {leaf.rows[1] - 1})" if leaf.rows else leaf.path
 
-    yield from ((f"the sum {name!r}", _host(x)) for name, x in zip(forward.names, results.sums, strict=True))
-    yield from ((f"the new value of {text(forward.leaves[at])}", _host(results.variables[at])) for at in like.variables)
-    yield from ((f"the gradient of {text(forward.leaves[at])}", _host(results.gradients[at])) for at in like.gradients)
+    yield from ((f"the sum {name!r}", x) for name, x in zip(forward.names, results.sums, strict=True))
+    yield from ((f"the new value of {text(forward.leaves[at])}", x) for at, x in results.variables.items())
+    yield from ((f"the gradient of {text(forward.leaves[at])}", x) for at, x in results.gradients.items())
 
 
 def _host(x: Any) -> np.ndarray:
@@ -260,6 +326,20 @@ def _largest(a: np.ndarray) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
+def _without_zeros(leaves: Sequence[jax.Array], trained: Container[int]) -> list[Any]:
+    """The leaves with small normal values in the place of the zeros of trained ones.
+
+    At the start of a run, the gates and projections of adaLN-zero, ReZero and LoRA are zeros, and hide the values that
+    they are multiplied by, with their gradients.
+    """
+    rng, found = np.random.default_rng(0), []
+    for at, leaf in enumerate(leaves):
+        if at in trained and (is_zero := np.asarray(leaf) == 0).any():
+            leaf = np.where(is_zero, rng.normal(0, _NOISE, leaf.shape), leaf).astype(leaf.dtype)
+        found.append(leaf)
+    return found
+
+
 def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[Any]:
     """The leaves with every floating-point value changed by the relative rounding error `epsilon`."""
     rng, found = np.random.default_rng(0), []
@@ -273,9 +353,9 @@ def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[Any]:
     return found
 
 
-def _values(batch: Batch) -> Batch:
+def _values(batch: Batch, seed: int) -> Batch:
     """`batch` with ShapeDtypeStructs replaced: normal floats, and the integers 0 and 1, which every table has."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def value(x: Any) -> Any:
         if not isinstance(x, jax.ShapeDtypeStruct):
@@ -283,7 +363,7 @@ def _values(batch: Batch) -> Batch:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             return rng.normal(size=x.shape).astype(x.dtype)
         if is_key(x):
-            return jax.random.split(jax.random.key(0), x.shape)
+            return jax.random.split(jax.random.key(seed), x.shape)
         return rng.integers(0, 2, x.shape).astype(x.dtype)
 
     return jax.tree.map(value, batch)
@@ -297,12 +377,3 @@ def _bytes(eqn: Eqn) -> int:
     """Bytes of all values that an equation computes; those of a scan's body once per iteration."""
     inner = [sum(map(_bytes, body.eqns)) for body in bodies(eqn)]
     return sum(num_bytes(v.aval) for v in eqn.outvars) + max(inner, default=0) * eqn.params.get("length", 1)
-
-
-def _dtypes(program: Any) -> set[Any]:
-    found = {v.aval.dtype for v in getattr(program, "inputs", ())}
-    for eqn in program.eqns:
-        found |= {v.aval.dtype for v in eqn.outvars if hasattr(v.aval, "dtype")}
-        for body in bodies(eqn):
-            found |= _dtypes(body)
-    return found

@@ -133,7 +133,7 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
         if name in JIT or (name in REMAT and opens(eqn)):
             return interpret(body(eqn), values, opens)
         if name == "cond" and opens(eqn):
-            sides = [interpret(_closed(branch), values[1:], opens) for branch in eqn.params["branches"]]
+            sides = [interpret(program_of(branch), values[1:], opens) for branch in eqn.params["branches"]]
             return [_select(values[0], each) for each in zip(*sides, strict=True)]
         if any(isinstance(value, Chunks) for value in values):
             with in_source_of(eqn):  # errors name the line that combines several layers
@@ -221,7 +221,7 @@ def flops(eqn: Eqn) -> int:
 
 def body(eqn: Eqn) -> Program:
     """The program of a jit or remat equation."""
-    return _closed(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
+    return program_of(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
 def whole(value: Any) -> Any:
@@ -233,7 +233,8 @@ def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any],
     return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=empty_debug_info())
 
 
-def _closed(inner: Any) -> Program:
+def program_of(inner: Any) -> Program:
+    """The program of a jaxpr, closed or not."""
     return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
 
 
@@ -340,7 +341,7 @@ def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     if params["unroll"] >= params["length"] and len(values) == num_consts + num_carry == num_consts + len(eqn.outvars):
         carry = list(values[num_consts:])
         for _ in range(params["length"]):
-            carry = interpret(_closed(params["jaxpr"]), [*values[:num_consts], *carry])
+            carry = interpret(program_of(params["jaxpr"]), [*values[:num_consts], *carry])
         return carry
     consts = [whole(value) for value in values[:num_consts]]
     carry = [whole(value) for value in values[num_consts : num_consts + num_carry]]

@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.jax_compat import source_line
 from flax_mesh.mpmd.split.assign import CutError
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, variables
+from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
@@ -184,6 +184,66 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
         f"{head}: no result depends on the layers there. Name a list of layers that the model calls, or a stack that "
         "it scans (layers=)."
     )
+
+
+def imbalance(forward: Forward, model: PyTree, layers: Sequence[str], stages: Mapping[Var, int]) -> str:
+    """Why one stage has more than 1.5 times the FLOPs of a mean stage, and how to repair it; or "".
+
+    Two causes count, if they are more than half of the stage: calls of layers of earlier stages, and equations that
+    depend on no layer. A heavy layer or head is no reason for a warning, because the cut has weighed it. `stages` has
+    the stage of each input that belongs to a layer.
+    """
+    computed = _work(forward, stages)
+    total = [sum(flops(eqn) for eqn in stage.forward.eqns) for stage in forward.stages]
+    limit = 1.5 * sum(total) / len(total)
+    k = total.index(max(total))
+    again, outside = 0, 0
+    paths: set[str] = set()
+    for eqn in forward.stages[k].forward.eqns:
+        stage, read = computed[id(eqn)]
+        again += flops(eqn) if stage is not None and stage < k else 0
+        outside += flops(eqn) if stage is None else 0
+        paths |= read if stage is None else set()
+    if total[k] <= limit or 2 * max(again, outside) <= total[k]:
+        return ""
+    share = [f"{x / sum(total):.0%}" for x in total]
+    text = f"the stages have {listed(share)} of the FLOPs: stage {k} has more than 1.5 times the mean."
+    if again > outside:
+        return (
+            f"{text} Most of it are calls of layers of earlier stages: a layer that is called after a later one runs "
+            "in the stage of the later one. If the model calls the whole list several times, list the layers once per "
+            "call, as in nnx.List([*layers, *layers]); or move the cut (cuts=, in a recipe pipeline.cut)."
+        )
+    others = _lists_around(model, sorted(paths))
+    names = f", such as layers=({_quoted([*layers, *others])})" if others else ""
+    return (
+        f"{text} Most of it depends on none of {_quoted(layers)}, so it runs where it is first used. Name its layers "
+        f"as well{names}; or move the cut (cuts=, in a recipe pipeline.cut)."
+    )
+
+
+def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int | None, set[str]]]:
+    """By id of the equation: (stage of the layer that it is a part of, if any; paths of the variables that it reads).
+
+    An equation is a part of the layer whose variables it reads, or else of the layers that computed its inputs. If it
+    combines those with a variable of no layer, as a head does, it is a part of the stage that runs it, and the number
+    here is larger than that of any stage.
+    """
+    stages = dict(of_inputs)
+    # Of values that depend on variables alone.
+    paths = {v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)}
+    found = {}
+    for eqn in forward.program.eqns:
+        inputs = variables(eqn.invars)
+        read = {path for v in inputs for path in paths.get(v, ())}
+        of_layers = [stages[v] for v in inputs if v in stages and v in paths]
+        stage = max(of_layers or [stages[v] for v in inputs if v in stages], default=None)
+        if stage is not None and not of_layers and not paths.keys().isdisjoint(inputs):
+            stage = len(forward.stages)
+        found[id(eqn)] = stage, read
+        stages |= dict.fromkeys(eqn.outvars, stage) if stage is not None else {}
+        paths |= dict.fromkeys(eqn.outvars, read) if inputs and all(v in paths for v in inputs) else {}
+    return found
 
 
 def _line_of(eqns: Iterable[Eqn], has: Callable[[Eqn], bool]) -> str:

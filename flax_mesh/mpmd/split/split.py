@@ -1,6 +1,8 @@
 """Splitting a model into the stages of a pipeline: split_stages for any NNX model, chain_stages for ready stages."""
 
+import functools
 import inspect
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,9 +22,9 @@ from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
-from flax_mesh.mpmd.split.assign import DATA, VARIABLES, CutError
+from flax_mesh.mpmd.split.assign import DATA, OUTSIDE, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
-from flax_mesh.mpmd.split.jaxpr import Program, Var, has_explicit_axes, num_bytes
+from flax_mesh.mpmd.split.jaxpr import Program, Var, flops, has_explicit_axes, num_bytes, variables
 from flax_mesh.mpmd.split.problems import (
     check_effects,
     check_layers,
@@ -30,12 +32,14 @@ from flax_mesh.mpmd.split.problems import (
     check_states,
     check_trained,
     filter_text,
+    imbalance,
     modules_text,
 )
 from flax_mesh.mpmd.split.trace import (
     Forward,
     Layer,
     ModelLeaf,
+    frozen_copies,
     marked_calls,
     open_forward,
     places_of,
@@ -67,6 +71,7 @@ class StagedModel:
     bounds: tuple[int, ...]  # stage k has the ranks [bounds[k], bounds[k + 1])
     costs: tuple[int, ...]  # FLOPs of the forward pass of one microbatch, by rank
     leaves: tuple[ModelLeaf, ...]
+    copies: Mapping[str, Layer]  # path of a leaf of a frozen copy of the layers -> the layer that it is placed beside
     needs_full_remat: bool  # a remat spans several layers: a Pipeline uses remat="full", whatever its argument is
     example: Batch  # shapes of the microbatch that was traced
     groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
@@ -124,16 +129,18 @@ class StagedModel:
         remat: Literal["none", "cheap", "full"] = "none",
         split_backward: bool | None = None,
     ) -> None:
-        """Compare the stages with the model before the split, on one microbatch and one device of this process.
+        """Compare the stages with the model before the split, on two microbatches and one device of this process.
 
-        The stages run one after another, forward and backward, from the initial values of the model. The loss, its
-        weight and metrics, the new values of all variables, and all gradients must be those of the model, up to 1e-5 of
-        the largest value of each, or 3e-2 if the model computes in half precision. A larger difference is accepted
-        where rounding the parameters differently changes the result of the model as much.
+        The stages run one after another, forward and backward, from the initial values of the model; zeros of trained
+        variables are replaced by small random values, because they hide mistakes in what they are multiplied by. The
+        second microbatch reads the variables that the first one changed. Half-precision and 8-bit floats are computed
+        in float32. The loss, its weight and metrics, the new values of all variables, and all gradients must be those
+        of the model, up to 1e-5 of the largest value of each, or 3e-2 for results of a kernel that takes no float32. A
+        larger difference is accepted where rounding the parameters differently changes the result of the model as much.
 
         Args:
-            batch: A batch, of which the first microbatch is used. By default, and for ShapeDtypeStructs, random values:
-                normal floats, and the integers 0 and 1.
+            batch: A batch, of which the first two microbatches are used, or the first one twice if there is only one.
+                By default, and for ShapeDtypeStructs, random values: normal floats, and the integers 0 and 1.
             seed: Seed of the random streams.
             remat: As in `Pipeline`.
             split_backward: Whether W is separate from B. By default as in the schedule.
@@ -144,10 +151,17 @@ class StagedModel:
         if split_backward is None:
             split_backward = self.schedule is not None and self.schedule.splits_backward
 
-        def first(x: Any, shape: jax.ShapeDtypeStruct) -> Any:
-            return shape if isinstance(x, jax.ShapeDtypeStruct) else x[: shape.shape[0]] if shape.shape else x
+        def rows(x: Any, shape: jax.ShapeDtypeStruct, number: int) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return shape
+            if not shape.shape:
+                return x
+            size = shape.shape[0]
+            start = number * size if len(x) >= (number + 1) * size else 0
+            return x[start : start + size]
 
-        microbatch = self.example if batch is None else jax.tree.map(first, batch, self.example)
+        batch = self.example if batch is None else batch
+        batches = [jax.tree.map(functools.partial(rows, number=at), batch, self.example) for at in range(2)]
         mesh = one_device_mesh(self.mesh)
         alone = self if mesh is None or mesh.abstract_mesh == self.mesh else replace(self, mesh=mesh.abstract_mesh)
         with full_precision():
@@ -157,7 +171,7 @@ class StagedModel:
             PlainModel(self.loss_fn, self.split_model, self.wrt, self.layers, self.make),
             mesh,
             self.specs,
-            microbatch,
+            batches,
             seed=seed,
             remat="full" if self.needs_full_remat else remat,
             split=split_backward,
@@ -191,15 +205,26 @@ class StagedModel:
             found.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
         return tuple(found)
 
+    @cached_property
+    def imbalance(self) -> str:
+        """Why a stage has more than 1.5 times the FLOPs of a mean stage, and how to repair it; or ""."""
+        if ("", 0) in self.ranks:  # every call has a rank
+            return ""
+        forward = self.cut(self.example)
+        ranks = _input_ranks(forward.program, self.leaves, self.ranks, self.copies)
+        stages = {v: _stage(self.bounds, rank) for v, rank in ranks.items() if rank >= 0}
+        return imbalance(forward, self.model, self.layers, stages)
+
     def __str__(self) -> str:
         single = [path for path in self.layers if is_single_layer(module_at(self.model, path))]
-        lines = []
-        for k, stage in enumerate(self.cut(self.example).stages):
+        lines, stages = [], self.cut(self.example).stages
+        total = sum(flops(eqn) for stage in stages for eqn in stage.forward.eqns)
+        for k, stage in enumerate(stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
             layers = [layer for layer, rank in self.ranks.items() if rank in ranks]
             names = [path if path in single else f"{path}/{i}" for path, i in layers]
             owned = [leaf for leaf, users in zip(self.leaves, self.users, strict=True) if users[0] == k]
-            share = sum(self.costs[r] for r in ranks) / max(sum(self.costs), 1)
+            share = sum(map(flops, stage.forward.eqns)) / max(total, 1)
             what = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}" if names else f"calls {ranks}"
             lines.append(
                 f"stage {k}: {what}; {bytes_text(sum(map(num_bytes, owned)))} of state; {share:.0%} of the FLOPs"
@@ -213,8 +238,9 @@ class StagedModel:
             what = "one layer" if path in single else f"{'a stack' if stacked else 'a list'} of {entries}"
             calls = "" if called in (entries, None) else f", of which the loss calls {called}"
             lines.append(f"{path}: {what}{calls}")
-        lines += [self.remark] if self.remark else []
-        return "\n".join(lines)
+        copies = {(path.split(f"/{i}/")[0], copied) for path, (copied, i) in self.copies.items()}
+        lines += [f"{path}: a frozen copy of {copied}, beside it" for path, copied in sorted(copies)]
+        return "\n".join([*lines, *(text for text in (self.remark, self.imbalance) if text)])
 
 
 def split_stages(
@@ -257,7 +283,7 @@ def split_stages(
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
             one.
-        check: Run the stages on the first microbatch and compare all results with those of the model, on one device;
+        check: Run the stages on two microbatches and compare all results with those of the model, on one device;
             see `StagedModel.check`.
 
     Returns:
@@ -311,32 +337,46 @@ def split_stages(
         order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
         check_layers(abstract, single, layers, order, num_stages)
         ranks = {layer: at for at, layer in enumerate(order)}
-        labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks), len(order))
-        costs = cut.costs(opened.program, labels, len(order))
-        bounds, remark = _bounds(costs, num_stages, cuts, balance, lambda: _boundary_bytes(opened, labels, len(order)))
-        leaves = split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()})
-        staged = StagedModel(
-            loss_fn=loss_fn,
-            make=make,
-            split_model=split_model,
-            wrt=wrt,
-            layers=layers,
-            mesh=around,
-            num_stages=num_stages,
-            ranks=ranks,
-            bounds=bounds,
-            costs=tuple(costs),
-            leaves=leaves,
-            needs_full_remat=opened.opened_remat,
-            example=shapes,
-            groups=groups,
-            schedule=schedule,
-            remark=remark,
-            specs=specs,
-            axes=axes,
-            make_state=model if filters else None,
-        )
-        check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
+
+        def staged_with(copies: Mapping[str, Layer]) -> StagedModel:
+            labels = cut.label(opened.program, _input_ranks(opened.program, single, ranks, copies), len(order))
+            costs = cut.costs(opened.program, labels, len(order))
+            sizes = functools.partial(_boundary_bytes, opened, labels, len(order))
+            bounds, remark = _bounds(costs, num_stages, cuts, balance, sizes)
+            staged = StagedModel(
+                loss_fn=loss_fn,
+                make=make,
+                split_model=split_model,
+                wrt=wrt,
+                layers=layers,
+                mesh=around,
+                num_stages=num_stages,
+                ranks=ranks,
+                bounds=bounds,
+                costs=tuple(costs),
+                leaves=split_leaves(forward, places, {layer: _stage(bounds, at) for layer, at in ranks.items()}),
+                copies=copies,
+                needs_full_remat=opened.opened_remat,
+                example=shapes,
+                groups=groups,
+                schedule=schedule,
+                remark=remark,
+                specs=specs,
+                axes=axes,
+                make_state=model if filters else None,
+            )
+            check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
+            return staged
+
+        copies = _copies_beside(opened.program, single, ranks)
+        try:
+            staged = staged_with(copies)
+        except CutError:  # a later stage computes a new value of a copy, for example
+            if not copies:
+                raise
+            staged = staged_with({})
+        if staged.imbalance:
+            warnings.warn(staged.imbalance, stacklevel=2)
         if check:
             staged.check(batch)
         return staged
@@ -442,12 +482,18 @@ def chain_stages(
 
 def _cut(opened: Forward, staged: StagedModel) -> Forward:
     num_leaves, num_ranks = len(staged.leaves), len(staged.costs)
-    ranks = _input_ranks(opened.program, staged.leaves, staged.ranks)
+    ranks = _input_ranks(opened.program, staged.leaves, staged.ranks, staged.copies)
     labels = cut.label(opened.program, ranks, num_ranks)
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
     is_data = [at >= num_leaves for at in range(len(program.inputs))]
     found = cut.cut_stages(program, stages, staged.num_stages, opened.updates, is_data)
+    learned = {v for leaf, v in zip(opened.leaves, program.inputs, strict=False) if leaf.trained}
+    for eqn in program.eqns:
+        if not learned.isdisjoint(variables(eqn.invars)):
+            learned |= set(eqn.outvars)
+    frozen = [frozenset(v for v in (*stage.received, *stage.sent) if v not in learned) for stage in found]
+    found = tuple(stage._replace(frozen=values) for stage, values in zip(found, frozen, strict=True))
     return opened._replace(program=program, stages=found)
 
 
@@ -455,12 +501,29 @@ def _stage(bounds: Sequence[int], rank: int) -> int:
     return next(k for k in range(len(bounds) - 1) if rank < bounds[k + 1])
 
 
-def _input_ranks(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[Var, int]:
+def _input_ranks(
+    program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int], copies: Mapping[str, Layer]
+) -> dict[Var, int]:
     """Rank of every input; a layer that is never called, or appears several times in the list, has none."""
     found = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
-        found[v] = ranks.get(leaf.layer, VARIABLES) if leaf.layer else VARIABLES
+        layer = leaf.layer or copies.get(leaf.path)
+        found[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
     return found
+
+
+def _copies_beside(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[str, Layer]:
+    """The `frozen_copies`, if they can be computed beside their layers: no equation of a layer waits for a later one.
+
+    A layer that uses what a copy has computed of the same batch would otherwise be in the last stage.
+    """
+    copies = {path: layer for path, layer in frozen_copies(leaves).items() if layer in ranks}
+    if not copies:
+        return {}
+    alone, beside = (
+        cut.label(program, _input_ranks(program, leaves, ranks, found), len(ranks)) for found in ({}, copies)
+    )
+    return copies if all(a in (b, OUTSIDE, VARIABLES) for a, b in zip(alone, beside, strict=True)) else {}
 
 
 def _calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer]:

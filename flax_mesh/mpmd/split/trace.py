@@ -181,6 +181,30 @@ def split_leaves(
     return tuple(found)
 
 
+def frozen_copies(leaves: Sequence[ModelLeaf]) -> dict[str, Layer]:
+    """The layer that each leaf of a frozen copy copies, such as the reference model of DPO or the teacher of BYOL.
+
+    A frozen copy is a list outside the layers whose variables are not trained, with as many entries as a list of
+    layers, and whose variables have the names and shapes of those of the layers with the same indices.
+    """
+    layers: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
+    others: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
+    for leaf in leaves:
+        for found in re.finditer(r"/(\d+)/", leaf.path):
+            path, key = leaf.path[: found.start()], (int(found[1]), leaf.path[found.end() :])
+            if leaf.layer == (path, key[0]) and leaf.rows is None:
+                layers.setdefault(path, {})[key] = leaf.shape
+            elif leaf.layer is None and not leaf.trained:
+                others.setdefault(path, {})[key] = leaf.shape
+    return {
+        f"{copy}/{index}/{name}": (path, index)
+        for copy, have in others.items()
+        for path, want in layers.items()
+        if have.items() <= want.items() and {index for index, _ in have} == {index for index, _ in want}
+        for index, name in have
+    }
+
+
 def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     """Trace `forward` again with one input per item of `leaves`, without jits and remats over several layers."""
     spanning = _spanning_remats(forward, leaves)

@@ -84,7 +84,7 @@ class ClippedKernel(Model):
 
 
 class Teacher(nnx.Module):
-    """A moving average of the model, which computes the targets of the last stage."""
+    """A model with a frozen copy, which computes targets: a moving average of the model, or a reference model."""
 
     def __init__(self):
         self.student, self.teacher = Model(), Model()
@@ -101,6 +101,12 @@ def teacher_loss(model, batch):
             old, new = getattr(of_teacher.linear, name), getattr(of_student.linear, name)
             old[...] = 0.9 * old[...] + 0.1 * jax.lax.stop_gradient(new[...])
     return found, batch["x"].shape[0]
+
+
+def reference_loss(model, batch):
+    """As in direct preference optimization: x is preferred to y, compared with the reference model."""
+    margin = [jnp.sum(net(batch["x"]) - net(batch["y"]), -1) for net in (model.student, model.teacher)]
+    return -jnp.sum(jax.nn.log_sigmoid(margin[0] - margin[1])), batch["x"].shape[0]
 
 
 class UnreadLayer(Layer):
@@ -173,6 +179,7 @@ CASES = [
     Case("statistics_of_the_first_layer", Following, squared_loss, vectors),
     Case("clipped_kernel", ClippedKernel, squared_loss, vectors),
     Case("teacher", Teacher, teacher_loss, vectors, layers="student/layers"),
+    Case("reference", Teacher, reference_loss, vectors, layers="student/layers"),
     Case("unread_variables", Unread, squared_loss, vectors),
     Case("spectral_norm", Spectral, squared_loss, vectors),
     Case("changed_parameters", lambda: changed.Net(nnx.Rngs(0)), changed.loss_fn, changed.make_batch),

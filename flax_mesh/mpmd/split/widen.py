@@ -1,0 +1,181 @@
+"""Evaluates a program with float32 in the place of half-precision and 8-bit floating-point types.
+
+Two programs that compute the same results in bfloat16 differ by its rounding errors, up to some percent, which would
+hide small mistakes. Widened, they differ by those of float32.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex
+from jax.extend.core import primitives
+
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
+from flax_mesh.mpmd.split.jaxpr import (
+    ELEMENTWISE,
+    Eqn,
+    Program,
+    bodies,
+    body,
+    evaluate,
+    evaluate_with,
+    is_var,
+    program_of,
+    shape_of,
+    variables,
+)
+
+_CALLS = {*JIT, *REMAT, "custom_jvp_call", "custom_vjp_call"}
+# Primitives that compute the same function for every floating-point type, and are not in jax.extend.core.primitives.
+_GENERIC = ELEMENTWISE | {
+    "mesh_cast",
+    "optimization_barrier",
+    "psum_invariant",
+    "pvary",
+    "ragged_dot_general",
+    "reshard",
+    "split",
+}
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether `dtype` is a floating-point type of less than 32 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+
+
+def widen(x: Any) -> Any:
+    """An array in float32 if its type is narrow; any other value is returned."""
+    return jnp.asarray(x, jnp.float32) if hasattr(x, "dtype") and is_narrow(x.dtype) else x
+
+
+def call_widened(program: Program, args: Sequence[Any]) -> list[Any]:
+    """The outputs of `program` for widened arguments and constants, computed in float32 or wider types."""
+    if not any(map(_is_narrow_eqn, program.eqns)):
+        return program.call(*args)
+    consts = {v: widen(x) for v, x in program.consts.items()}
+    return [widen(x) for x in evaluate_with(program._replace(consts=consts), [*map(widen, args)], _outputs)]
+
+
+def rough_outputs(program: Program) -> list[bool]:
+    """For every output, whether it depends on an equation that `call_widened` cannot widen, such as a kernel."""
+    found: set[Any] = set()
+    for eqn in program.eqns:
+        if _is_rough(eqn) or not found.isdisjoint(variables(eqn.invars)):
+            found |= set(eqn.outvars)
+    return [is_var(atom) and atom in found for atom in program.outputs]
+
+
+def _outputs(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    if not _is_narrow_eqn(eqn):
+        return evaluate(eqn, values)
+    with _mesh_of(eqn):
+        return _widened_outputs(eqn, [*map(widen, values)])
+
+
+def _widened_outputs(eqn: Eqn, values: list[Any]) -> list[Any]:
+    name = eqn.primitive.name
+    if name in _CALLS:
+        return call_widened(body(eqn), values)
+    if name in _LOOPS:
+        return _LOOPS[name](eqn, values)
+    if name == "reduce_precision":
+        return values
+    if not _is_generic(eqn):
+        return evaluate(eqn, [_narrowed(x, atom.aval.dtype) for x, atom in zip(values, eqn.invars, strict=True)])
+    wide, params = jnp.dtype(jnp.float32), dict(eqn.params)
+    params |= {key: wide for key, value in params.items() if isinstance(value, np.dtype) and is_narrow(value)}
+    # The sum of a scatter, for example.
+    params |= {key: _widened_jaxpr(x) for key, x in params.items() if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr)}
+    if isinstance(params.get("precision"), jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        params["precision"] = None
+    return evaluate(eqn.replace(invars=[*map(_widened, eqn.invars)], params=params), values)
+
+
+def _narrowed(x: Any, dtype: Any) -> Any:
+    return jnp.asarray(x, dtype) if is_narrow(dtype) else x
+
+
+def _widened_jaxpr(jaxpr: Any) -> Any:
+    program = program_of(jaxpr)
+    dtypes = [v.aval.dtype for v in program.inputs]
+    wide = [jnp.float32 if is_narrow(dtype) else dtype for dtype in dtypes]
+    types = [shape_of(v.aval).update(dtype=dtype) for v, dtype in zip(program.inputs, wide, strict=True)]
+    found = jax.make_jaxpr(lambda *args: call_widened(program, args))(*types)
+    return found if isinstance(jaxpr, jex.ClosedJaxpr) else found.jaxpr
+
+
+def _mesh_of(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
+    """Context with the mesh of the values of an equation: in `auto_axes`, it differs from that of the program."""
+    meshes = [atom.aval.sharding.mesh for atom in eqn.outvars if hasattr(atom.aval, "sharding")]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
+
+
+def _widened(atom: Any) -> Any:
+    """An input of an equation; a narrow literal is replaced. The types of variables are not read."""
+    if is_var(atom) or not is_narrow(atom.aval.dtype):
+        return atom
+    return jex.Literal(np.asarray(atom.val, np.float32), atom.aval.update(dtype=np.dtype(np.float32)))
+
+
+def _scan(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    num_consts, num_carry = scan_sizes(eqn)
+    consts, start, xs = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
+
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = call_widened(body(eqn), [*consts, *carry, *x])
+        return outs[:num_carry], outs[num_carry:]
+
+    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = jax.lax.scan(step, list(start), list(xs), **params)
+    return [*carry, *ys]
+
+
+def _while(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    test, step = program_of(eqn.params["cond_jaxpr"]), program_of(eqn.params["body_jaxpr"])
+    num_test, num_step = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_test, of_step, start = values[:num_test], values[num_test:][:num_step], values[num_test + num_step :]
+    return jax.lax.while_loop(
+        lambda carry: call_widened(test, [*of_test, *carry])[0],
+        lambda carry: call_widened(step, [*of_step, *carry]),
+        list(start),
+    )
+
+
+def _cond(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    branches = [program_of(branch) for branch in eqn.params["branches"]]
+    return jax.lax.switch(values[0], [lambda *args, of=of: call_widened(of, args) for of in branches], *values[1:])
+
+
+def _shard_map(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+    params = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    params["axis_names"] = eqn.params["newly_manual_axes"]
+    return list(jax.shard_map(lambda *args: tuple(call_widened(body(eqn), args)), **params)(*values))
+
+
+_LOOPS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
+
+
+def _is_generic(eqn: Eqn) -> bool:
+    """Whether the primitive computes the same function in float32."""
+    name = eqn.primitive.name
+    return name in _GENERIC or (hasattr(primitives, f"{name.replace('-', '_')}_p") and name != "bitcast_convert_type")
+
+
+def _is_rough(eqn: Eqn) -> bool:
+    """Whether the equation computes with narrow values of which the last bits may differ, and cannot be widened."""
+    if eqn.primitive.name in _CALLS or eqn.primitive.name in _LOOPS:
+        return any(_is_rough(inner) for found in bodies(eqn) for inner in found.eqns)
+    is_exact = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars)
+    return not is_exact and not _is_generic(eqn) and _is_narrow_eqn(eqn)
+
+
+def _is_narrow_eqn(eqn: Eqn) -> bool:
+    """Whether a value of the equation, or of its bodies, is narrow."""
+    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
+    inner = (each for found in bodies(eqn) for each in found.eqns)
+    return any(x is not None and is_narrow(x) for x in dtypes) or any(map(_is_narrow_eqn, inner))
