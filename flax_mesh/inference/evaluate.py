@@ -9,6 +9,7 @@ window is left out.
 """
 
 import codecs
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -137,16 +138,17 @@ def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
     """batch -> summed cross-entropy in nats of all targets."""
     graphdef, state = nnx.split(model, graph=True)
 
-    @jax.jit
-    def summed(state: Any, batch: Any) -> jax.Array:
-        loss, _, metrics = sums_of(next_token_loss(nnx.merge(graphdef, state), batch))
-        return metrics.get("cross_entropy", loss)  # without the losses of routers
-
     def sums(batch: Any) -> jax.Array:
         with in_mesh(mesh):
-            return summed(state, put_batch(batch, mesh, model.axes))
+            return _summed(graphdef, state, put_batch(batch, mesh, model.axes))
 
     return sums
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _summed(graphdef: Any, state: Any, batch: Any) -> jax.Array:
+    loss, _, metrics = sums_of(next_token_loss(nnx.merge(graphdef, state), batch))
+    return metrics.get("cross_entropy", loss)  # without the losses of routers
 
 
 def length_problems(

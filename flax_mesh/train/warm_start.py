@@ -10,7 +10,7 @@ from flax import nnx
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import find_valid, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, tokenizer_file
+from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
@@ -42,6 +42,7 @@ class Start(NamedTuple):
 def find_start(folder: str) -> Start:
     """Find what `folder` contains. Only process 0 reads the files to verify them."""
     if is_huggingface(folder):
+        other_files(Path(folder).expanduser())  # checks the links
         return Start(folder)
 
     def look() -> str:

@@ -170,4 +170,6 @@ def test_one_program_is_compiled_and_its_loss_is_that_of_plain_forward_passes(ru
     compilations.clear()
     found = loss_of(trained, TOKENS, TOKENS[:50])
     assert len(compilations) <= 1
+    compilations.clear()
+    assert loss_of(trained, TOKENS, TOKENS[:50]) == found and not compilations, "a second call compiles nothing"
     np.testing.assert_allclose(found, [plain_loss(trained, TOKENS), plain_loss(trained, TOKENS[:50])], rtol=1e-5)

@@ -25,9 +25,13 @@ ROPE = ("rope_theta", "rope_scaling")
 
 
 def other_files(folder: Path) -> list[Path]:
-    """The visible files directly in `folder` that contain no parameters; none if there is no such folder."""
+    """The visible files directly in `folder` that contain no parameters; none if there is no such folder.
+
+    They are copied, so links must not lead out of the folder, but in a cache of the Hugging Face hub, whose
+    `snapshots/REVISION` contains links to `blobs`. ConfigError for all others.
+    """
     found = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [
+    files = [
         file
         for file in found
         if file.is_file()
@@ -35,6 +39,17 @@ def other_files(folder: Path) -> list[Path]:
         and file.suffix not in PARAMETERS
         and not file.name.endswith(INDEX)
     ]
+    top = folder.resolve()
+    roots = (top, top.parent.parent / "blobs") if top.parent.name == "snapshots" else (top,)
+    if outside := [file for file in files if not any(file.resolve().is_relative_to(root) for root in roots)]:
+        raise ConfigError(
+            [
+                f"{file} is a link to {file.resolve()}, outside of {folder}; links must stay inside. Replace it by a "
+                "copy, or remove it"
+                for file in outside
+            ]
+        )
+    return files
 
 
 def tokenizer_file(folder: Path) -> Path | None:

@@ -11,6 +11,7 @@ from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, read_config
 from flax_mesh.checkpoint.hf.kept import KEPT, keep_files, other_files, updated_config
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli.common import BAD_INPUT, DONE
+from flax_mesh.errors import ConfigError
 from flax_mesh.train.warm_start import find_start, keep_other_files
 from tests.train.bigram import snapshot
 
@@ -79,6 +80,23 @@ def test_a_run_keeps_the_files_of_its_start(tmp_path):
     keep_files(kept, tmp_path / "second")  # as from a checkpoint of the first run
     keep_files(tmp_path / "none", tmp_path / "second")  # nothing came with it: those that are there stay
     assert [path.name for path in other_files(tmp_path / "second" / KEPT)] == sorted([*OTHER, "config.json"])
+
+
+def test_links_of_an_imported_folder_must_not_lead_out_of_it_but_to_the_blobs_of_a_hub_cache(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    hub = folder_with_other_files("qwen2", tmp_path / "models--a--b" / "snapshots" / "1")
+    (blobs := hub.parent.parent / "blobs").mkdir()
+    (blobs / "f00").write_text("{}")
+    (hub / "merges.txt").unlink(missing_ok=True)
+    (hub / "merges.txt").symlink_to("../../blobs/f00")
+    keep_other_files(find_start(str(hub)), tmp_path / "first")
+    assert (tmp_path / "first" / KEPT / "merges.txt").read_text() == "{}"
+    (hub / "notes.txt").symlink_to(secret)
+    with pytest.raises(ConfigError, match=rf"notes\.txt is a link to {secret}, outside of .*; links must stay inside"):
+        find_start(str(hub))
+    with pytest.raises(ConfigError, match="outside of"):
+        keep_files(hub, tmp_path / "second")
 
 
 ROPE = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 4.0, "rope_original_length": 64}
