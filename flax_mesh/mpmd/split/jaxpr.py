@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
 from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, in_source_of, scan_sizes
+from flax_mesh.text import array_text, listed
 from flax_mesh.tree import is_key
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
@@ -66,7 +67,10 @@ def variables(atoms: Iterable[Any]) -> list[Var]:
 
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """Trace `fn` on arrays or ShapeDtypeStructs. Returns its program and the pytree of its output shapes."""
+    """Trace `fn` on arrays or ShapeDtypeStructs. Returns its program and the pytree of its output shapes.
+
+    Raises a ValueError if `fn` uses values that an earlier trace left.
+    """
     meshes = [x.sharding.mesh for x in jax.tree.leaves(args) if _is_on_mesh(x)]
     explicit = next((mesh.abstract_mesh for mesh in meshes if has_explicit_axes(mesh)), None)
     if explicit is None:
@@ -74,6 +78,12 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     # Values without a type of their own take the mesh from the context.
     with jax.sharding.use_abstract_mesh(explicit) if explicit is not None else contextlib.nullcontext():
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    if kept := [array_text(c) for c in closed.consts if isinstance(c, core.Tracer)]:
+        raise ValueError(
+            f"the loss function must not keep values of an earlier trace, but it uses {listed(dict.fromkeys(kept))} of "
+            "one. A table of functools.lru_cache or an attribute of a module may keep them: compute it with NumPy, or "
+            "inside of `with jax.ensure_compile_time_eval():`."
+        )
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
     consts = [np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for c in closed.consts]
     return _program(closed.jaxpr, consts), shape

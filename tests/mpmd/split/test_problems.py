@@ -1,5 +1,6 @@
 """Models, batches and arguments that cannot be split: the errors name the cause, its line and the repair, once."""
 
+import functools
 import re
 from itertools import pairwise
 from typing import Any
@@ -167,6 +168,26 @@ def test_trained_variables_without_sums_in_float32_are_refused(dtype):
 def test_variables_of_few_bits_that_are_not_trained_are_split(dtype):
     split(quantized(dtype, Memory), check=True)
     jax.clear_caches()  # the check compiles initializers with other options, and later tests would use them
+
+
+def test_a_table_that_an_earlier_trace_left_is_named():
+    @functools.lru_cache
+    def table():
+        return jnp.sin(jnp.arange(8.0))
+
+    def loss_fn(model, batch):
+        loss, weight = squared_loss(model, batch)
+        return loss * table().sum(), weight
+
+    class Chain(Plain):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    message = r"^the loss function must not keep values of an earlier trace, but it uses f32\[8\] of one.*lru_cache"
+    with pytest.raises(ValueError, match=message):
+        split_stages(loss_fn, Chain, vectors(4), num_stages=2)
 
 
 BATCHES = {
