@@ -17,7 +17,10 @@ from flax_mesh.train import init_train_state, make_eval_step, make_train_step, p
 from tests.step.batches import Case, check, random_case
 from tests.step.net import batch, make, start
 
-pytestmark = pytest.mark.usefixtures("quick_unless_slow")
+pytestmark = [
+    pytest.mark.usefixtures("quick_unless_slow"),
+    pytest.mark.filterwarnings("ignore:the stages have"),  # mean_loss has products outside of the layers
+]
 ALL = ("features", "images", "pair", "mask", "scale", "keys")
 
 
