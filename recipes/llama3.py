@@ -13,14 +13,7 @@ The same settings after `flax-mesh train` run them: data.source=TOKENS.bin names
 """  # noqa: E501 (commands in one line)
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def llama3_8b() -> TrainConfig:

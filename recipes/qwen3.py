@@ -10,14 +10,7 @@ The same settings after `flax-mesh train` run them: data.source=TOKENS.bin names
 
 from flax_mesh import PartitionAxis
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def qwen3_30b_a3b() -> TrainConfig:

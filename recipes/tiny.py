@@ -6,14 +6,7 @@ flax-mesh train recipes/tiny.py
 """
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:

@@ -7,14 +7,7 @@ flax-mesh train recipes/tiny_moe.py
 
 from flax_mesh import PartitionAxis
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import (
-    CheckpointConfig,
-    DataConfig,
-    MeshConfig,
-    OptimizerConfig,
-    RunConfig,
-    TrainConfig,
-)
+from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def recipe() -> TrainConfig:
