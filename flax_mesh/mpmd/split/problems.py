@@ -48,6 +48,20 @@ def check_effects(program: Program) -> None:
         )
 
 
+def check_references(program: Program) -> None:
+    """CutError for mutable references: what one equation writes is no value that can be sent to another stage.
+
+    A reference inside of a loop is a part of one equation.
+    """
+    made = [eqn for eqn in program.eqns if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.outvars)]
+    if made:
+        raise CutError(
+            "the stages of a pipeline must not use mutable references (jax.new_ref), but the model makes some:\n"
+            + "\n".join(at_most([*dict.fromkeys(source_line(eqn) or eqn.primitive.name for eqn in made)]))
+            + "\nUse a value and assign it anew, or an nnx.Variable, whose changes a pipeline carries."
+        )
+
+
 def check_meshes(eqns: Iterable[Eqn]) -> None:
     """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
     found: dict[str, str] = {}

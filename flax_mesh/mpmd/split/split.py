@@ -29,6 +29,7 @@ from flax_mesh.mpmd.split.problems import (
     check_effects,
     check_layers,
     check_meshes,
+    check_references,
     check_states,
     check_trained,
     filter_text,
@@ -332,6 +333,7 @@ def split_stages(
         single = split_leaves(forward, places)
         opened = open_forward(forward, single)
         check_effects(opened.program)
+        check_references(opened.program)
         check_meshes(opened.program.eqns)
         check_trained(single, wrt)
         order = _calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]

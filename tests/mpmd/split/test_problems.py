@@ -190,6 +190,31 @@ def test_a_table_that_an_earlier_trace_left_is_named():
         split_stages(loss_fn, Chain, vectors(4), num_stages=2)
 
 
+def doubled(x):
+    reference = jax.new_ref(x)
+    reference[...] = reference[...] * 2
+    return reference[...]
+
+
+@pytest.mark.parametrize("double", [doubled, jax.jit(doubled)])
+def test_a_mutable_reference_is_refused_with_its_line_but_not_inside_of_a_loop(double):
+    class Doubles(Plain):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(double(x))
+            return x
+
+    class Loops(Plain):
+        def __call__(self, x):
+            for layer in self.layers:
+                x = layer(jax.lax.scan(lambda x, _: (doubled(x), None), x, None, length=2)[0])
+            return x
+
+    with pytest.raises(CutError, match=r"must not use mutable references .*\n.*test_problems\.py:\d+ \(doubled\)"):
+        split_stages(squared_loss, Doubles, vectors(4), num_stages=2)
+    split_stages(squared_loss, Loops, vectors(4), num_stages=2)
+
+
 BATCHES = {
     "a number": ({"weight": 3.0}, "batch 'weight' is of type float; every leaf must be an array of numbers"),
     "a string": ({"name": "dog"}, "batch 'name' is of type str; .* Close over it in loss_fn, or leave it out"),
