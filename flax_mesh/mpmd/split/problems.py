@@ -58,7 +58,7 @@ def check_references(program: Program) -> None:
         raise CutError(
             "the stages of a pipeline must not use mutable references (jax.new_ref), but the model makes some:\n"
             + "\n".join(at_most([*dict.fromkeys(source_line(eqn) or eqn.primitive.name for eqn in made)]))
-            + "\nUse a value and assign it anew, or an nnx.Variable, whose changes a pipeline carries."
+            + "\nUse a value and assign it anew, or an nnx.Variable, whose changes a pipeline keeps."
         )
 
 
