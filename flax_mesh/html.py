@@ -17,6 +17,11 @@ def html_page(template: Path, **parts: str) -> str:
     return re.sub("%([a-z]+)%", lambda match: parts[match[1]], page)  # in one pass, since a title may contain "%data%"
 
 
+def html_frame(page: str) -> str:
+    """A page inside of another one, such as a notebook, whose styles it leaves as they are."""
+    return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 30em; border: 0"></iframe>'
+
+
 def html_section(title: str, *contents: str) -> str:
     return f"<section><h2>{escape(title)}</h2>\n" + "\n".join(contents) + "</section>"
 

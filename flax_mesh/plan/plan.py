@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from flax_mesh.html import html_findings, html_page, html_tiles
+from flax_mesh.html import html_findings, html_frame, html_page, html_tiles
 from flax_mesh.plan import html, report
 from flax_mesh.plan.results import CATEGORIES as CATEGORIES
 from flax_mesh.plan.results import Memory as Memory
@@ -79,6 +79,9 @@ class Plan:
             "summary": self.summary,
             "notes": list(self.notes),
         }
+
+    def _repr_html_(self) -> str:
+        return html_frame(self.to_html())
 
     def to_html(self, *, title: str = "plan") -> str:
         """The same as one HTML file without external resources, with drawings of memory, time, mesh and traffic."""

@@ -53,11 +53,11 @@ from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text, first_line
+from flax_mesh.text import array_text, bytes_text, first_line, listed
 from flax_mesh.tree import PyTree
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StagedModel:
     """A model split into stages by `split_stages` or `chain_stages`. Print it to see the stages."""
 
@@ -215,6 +215,9 @@ class StagedModel:
         ranks = _input_ranks(forward.program, self.leaves, self.ranks, self.copies)
         stages = {v: _stage(self.bounds, rank) for v, rank in ranks.items() if rank >= 0}
         return imbalance(forward, self.model, self.layers, stages)
+
+    def __repr__(self) -> str:
+        return f"StagedModel({self.num_stages} stages of {listed(self.layers)}; print it to see them)"
 
     def __str__(self) -> str:
         single = [path for path in self.layers if is_single_layer(module_at(self.model, path))]

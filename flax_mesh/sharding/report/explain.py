@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
+from flax_mesh.html import html_frame
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
     abstract_split,
@@ -83,6 +84,9 @@ class Explanation(NamedTuple):
     def to_html(self, *, title: str = "sharding") -> str:
         """The same as one HTML file without external resources, with a drawing of the shards on the mesh."""
         return report_page(self.report, title, self.note, self._rule_table(), self.findings)
+
+    def _repr_html_(self) -> str:
+        return html_frame(self.to_html())
 
     def _rule_table(self) -> Table:
         rows = [[str(i), use.pattern, dims_text(use.dims), str(use)] for i, use in enumerate(self.rules, start=1)]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import as_tuple, dims_text
 from flax_mesh.hlo.collectives import Traffic
-from flax_mesh.html import html_findings, html_page, html_section, html_table, html_tiles
+from flax_mesh.html import html_findings, html_frame, html_page, html_section, html_table, html_tiles
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import (
     Table,
@@ -165,6 +165,9 @@ class ShardingReport(Mapping[str, Any]):
     def to_html(self, *, title: str = "sharding") -> str:
         """One HTML file without external resources that draws the shards of every array on the mesh."""
         return report_page(self, title)
+
+    def _repr_html_(self) -> str:
+        return html_frame(self.to_html())
 
 
 def report_page(

@@ -1,6 +1,7 @@
 """Reported bytes equal those of the real shards, also for abstract trees and abstract meshes."""
 
 import json
+from xml.etree import ElementTree
 
 import jax
 import jax.numpy as jnp
@@ -208,6 +209,12 @@ def test_the_page_contains_its_data_and_no_external_resources():
     assert data["mesh"] == [{"name": n, "size": 2} for n in "abc"]
     assert data["arrays"][0]["path"] == "</script><b>%data%"
     assert data["arrays"][0]["axes"] == [["a"], []] and data["arrays"][0]["copies"] == "4"
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
+    report = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("2x2x2"))
+    frame = ElementTree.fromstring(report._repr_html_())
+    assert frame.tag == "iframe" and frame.attrib["srcdoc"].split() == report.to_html().split()
 
 
 def test_the_page_keeps_the_lines_of_a_note():
