@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import ConfigError
 from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
@@ -116,7 +117,7 @@ class Hooks:
         except Exception as error:  # code of a user may raise anything
             hook = self._hooks.pop(name, None)
             text = str(error) if isinstance(error, ConfigError) else f"{name}: {type(error).__name__}: {error}"
-            self._say(f"warning: {' '.join(text.split())}; this hook is not called again")
+            self._say(f"warning: {plain(' '.join(text.split()))}; this hook is not called again")
             with suppress(Exception):
                 getattr(hook, "close", lambda: None)()
             return FAILED

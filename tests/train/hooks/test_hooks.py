@@ -36,7 +36,7 @@ def failing(folder, config, start):
     def hook(row):
         CALLS.append(("row", row))
         if row["step"] == 2:
-            raise RuntimeError("no room")
+            raise RuntimeError("no \x1b[31mroom")
 
     return hook
 
@@ -77,7 +77,10 @@ def test_a_hook_that_fails_is_reported_once_and_not_called_again(config):
     assert "test_hooks.py, line" in warnings[0] and "KeyError: 'made'; this hook is not" in warnings[0]
     assert "hooks[1] of the recipe: " in warnings[1] and "must return a function of a row, got 3" in warnings[1]
     assert "hooks[3] of the recipe: " in warnings[2] and "must return a function of a row, got None" in warnings[2]
-    assert warnings[3].startswith(f"warning: run.hooks={__name__}:failing: ") and "RuntimeError: no room" in warnings[3]
+    assert (
+        warnings[3].startswith(f"warning: run.hooks={__name__}:failing: ")
+        and r"RuntimeError: no \x1b[31mroom" in warnings[3]
+    )
     steps = [call[1]["step"] for call in CALLS if call[0] == "row"]
     assert steps == [1, 1, 2, 2, 3, 4]  # the first hook two times, the recorder four times
 
