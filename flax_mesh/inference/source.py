@@ -20,7 +20,7 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
-from flax_mesh.recipe.saved import is_trained_on_text, saved_record
+from flax_mesh.recipe.saved import is_trained_on_text, saved_record, sequence_length
 from flax_mesh.recipe.target import axis_sizes
 from flax_mesh.text import at_most
 
@@ -95,13 +95,13 @@ def _checkpoint(folder: str | Path, step: int | None) -> Source:
     found, damaged = find_valid(folder, step)
     check_committed(found)
     record = saved_record(found)
-    length = read_record(found)["config"].get("data.sequence_length")
+    length = sequence_length(read_record(found))
     return Source(
         found,
         _saved_model(found, record["config"]),
         found.parent / KEPT,
         is_text=is_trained_on_text(record),
-        sequence_length=int(length) if str(length).isdecimal() and 0 < int(length) < 2**31 else None,
+        sequence_length=length,
         record=record,
         damaged=tuple(damaged),
         asked=(folder, step),

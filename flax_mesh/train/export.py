@@ -32,7 +32,7 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
-from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, versions
+from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, sequence_length, versions
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
@@ -212,7 +212,7 @@ def _export_safetensors(
     """Write the arrays and config.json, with its "model_type" as the result."""
     kept = read_kept_config(step.parent)
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
-    length = read_record(step)["config"].get("data.sequence_length")
+    length = sequence_length(read_record(step))
     config = _huggingface_config(record["config"], dtype, kept, length)
     copies = [file for file in other_files(step.parent / KEPT) if file.name != CONFIG or config == kept]
     json_files = {} if config == kept else {CONFIG: config}
@@ -246,16 +246,15 @@ def _export_orbax(work: Path, values: Iterable[tuple[str, np.ndarray]]) -> None:
 
 
 def _huggingface_config(
-    lines: Mapping[str, Any], dtype: str | None, kept: Mapping[str, Any], length: Any
+    lines: Mapping[str, Any], dtype: str | None, kept: Mapping[str, Any], length: int | None
 ) -> dict[str, Any]:
     """The config.json of a checkpoint with these settings: `kept`, the imported one, as far as it is still true."""
     kinds = int | float | bool | str | None
     settings = {key: parse_value(str(value), kinds) for key, value in lines.items()}
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     model = {"rope_factor": 1.0} | model | ({"param_dtype": dtype} if dtype else {})
-    longest = int(length) if str(length).isdecimal() else None
     try:
-        return updated_config(kept, model) if kept else huggingface_config(model, max_position_embeddings=longest)
+        return updated_config(kept, model) if kept else huggingface_config(model, max_position_embeddings=length)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"the model of the checkpoint has no known Hugging Face equivalent (its settings: {error}); "

@@ -16,6 +16,7 @@ from flax_mesh.inference import source
 from flax_mesh.inference.open import default_mesh, open_trained
 from flax_mesh.models import DecoderConfig, Sampling, generate, load_decoder, make_decoder, next_token_loss
 from flax_mesh.recipe.optimizers.average import with_average
+from flax_mesh.recipe.saved import sequence_length
 from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.export import export, import_huggingface, reshard
 from tests.checkpoint.deleting import before, replace
@@ -161,6 +162,12 @@ def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
     assert text.startswith(f"{tmp_path}/checkpoints/3 is not a checkpoint of flax_mesh.models.Decoder")
     assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,256]" in text
     assert "different" not in text
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "٣٢", "0", "2147483648", ""])
+def test_a_length_in_the_metadata_that_is_no_number_is_not_known(length):
+    assert sequence_length({"config": {"data.sequence_length": length}}) is None
+    assert sequence_length({"config": {"data.sequence_length": "32"}}) == 32
 
 
 def test_the_recipe_of_a_checkpoint_is_not_executed(tmp_path):
