@@ -71,7 +71,7 @@ class JsonTokenizer:
         # Special tokens end at 0. A normalizer may report more characters than the text has.
         last = np.maximum.accumulate(np.clip(np.array(ends, np.int64), 0, len(text))) if ids else np.zeros(0, np.int64)
         sizes = np.concatenate([[0], np.cumsum(_utf8_sizes(text))])
-        is_small = max(ids, default=0) < 2**31  # others are no ids of a model, which an error says later
+        is_small = max(ids, default=0) < 2**31  # others are no ids of any model, and refused later
         return Encoded(np.array(ids, np.int32 if is_small else np.int64), sizes[last])
 
     def decode(self, tokens: Sequence[int]) -> str:
