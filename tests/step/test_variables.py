@@ -189,10 +189,9 @@ def test_what_a_call_must_not_change_is_named(message, mesh):
 def test_a_state_of_the_optimizer_must_keep_its_dtype(mesh):
     def make():
         model = nnx.Linear(8, 8, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
-        cast = optax.GradientTransformation(
-            lambda parameters: {"sum": jax.tree.map(jnp.zeros_like, parameters)},
-            lambda g, s, p=None: (g, {"sum": jax.tree.map(lambda x, y: x + y.astype(jnp.float32), s["sum"], g)}),
-        )
+        init: Any = lambda parameters: {"sum": jax.tree.map(jnp.zeros_like, parameters)}  # noqa: E731
+        update: Any = lambda g, s, p=None: (g, jax.tree.map(lambda x: x + np.float32(1), s))  # noqa: E731
+        cast = optax.GradientTransformation(init, update)
         return model, nnx.Optimizer(model, cast, wrt=nnx.Param)
 
     layout = abstract_train_state(make, fm.abstract_state(make, mesh, "fsdp"))

@@ -110,10 +110,10 @@ def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
 @pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["mesh", "pp"])
 def test_a_state_that_is_one_array_is_that_of_an_optimizer(mesh):
-    def update(gradients, count, parameters=None):
-        return jax.tree.map(lambda x: -0.1 / (1 + count) * x, gradients), count + 1
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: -0.1 / (1 + state) * x, updates), state + 1
 
-    by_hand = optax.GradientTransformation(lambda parameters: jnp.zeros(()), update)
+    by_hand = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
     expected, _ = plain(by_hand)
     _, state, _ = trained(config_of(mesh, recipe=replace(CONFIG, make_optimizer=lambda config, given: by_hand)))
     assert_close(parameters(state), expected[-1])
