@@ -64,15 +64,19 @@ def _modules_beside(file: str) -> Iterator[None]:
     folder = os.path.dirname(os.path.abspath(file))
     for name, other in list(_FOLDERS.items()):
         if other != folder:
-            del _FOLDERS[name], sys.modules[name]
+            del _FOLDERS[name]
+            sys.modules.pop(name, None)
     before, path = set(sys.modules), sys.path[:]
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        sys.path[:] = path
-        for name in sys.modules.keys() - before:
-            if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder + os.sep):
+        if folder in sys.path:  # once: the recipe may have added folders of its own
+            sys.path.remove(folder)
+        for name in sys.modules.keys() - before if folder not in path else ():
+            package = name.partition(".")[0]  # of which no part was imported before, so that it is of this recipe only
+            places = tuple(os.path.join(folder, package) + end for end in (".", os.sep))
+            if package not in before and (getattr(sys.modules[name], "__file__", None) or "").startswith(places):
                 _FOLDERS[name] = folder
 
 

@@ -136,6 +136,11 @@ def test_a_recipe_imports_the_modules_beside_it_and_not_those_of_another_recipe(
         (folder / "sizes_beside.py").write_text(f"WIDTH = {width}\n")
         (folder / "more_beside.py").write_text("")
         assert load_recipe(write(folder, text)).model.width == width and sys.path == path
+    load_recipe(write(tmp_path / "5", text + f"\nimport sys\nsys.path.append({str(tmp_path)!r})\n"))
+    assert sys.path == [*path, str(tmp_path)]
+    sys.path.remove(str(tmp_path))
+    found = {name for name in sys.modules if name.endswith("_beside")}
+    assert found == {"sizes_beside", "more_beside"}
     with pytest.raises(ConfigError, match="No module named 'sizes_beside'"):
         (tmp_path / "7").mkdir()
         load_recipe(write(tmp_path / "7", text))
