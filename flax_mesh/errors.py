@@ -4,6 +4,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
+from flax_mesh.text import shortened
+
+MOST = 2000  # characters of a value, or of a text with one, in a line
+
 
 class Problem(str):
     """One problem of a user's input as a line of text, with the parts that the line is made of.
@@ -42,9 +46,9 @@ class Problem(str):
         general: str = "",
         can_ignore: bool = False,
     ) -> Self:
-        name = f"{setting}={value}" if str(value) else setting
+        name = f"{setting}={shortened(str(value), MOST)}" if str(value) else setting
         space = "" if not name or text.startswith(":") else " "
-        line = super().__new__(cls, f"{name}{space}{text}{repair and f'; {repair}'}")
+        line = super().__new__(cls, f"{name}{space}{shortened(text, MOST)}{repair and f'; {repair}'}")
         line.setting, line.text, line.repair, line.value = setting, text, repair, str(value)
         line.general, line.can_ignore = general or str(line), can_ignore
         return line
@@ -64,7 +68,7 @@ class Problem(str):
 
 
 def as_problem(line: str) -> Problem:
-    return line if isinstance(line, Problem) else Problem("", line)
+    return line if isinstance(line, Problem) else Problem("", shortened(line, MOST))
 
 
 class ShardingError(ValueError):

@@ -15,9 +15,11 @@ The metadata of a field may contain:
 
 import collections.abc
 import dataclasses
+import errno
 import numbers
 import operator
 import os
+import stat
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -29,6 +31,7 @@ SAME_RESULT = {"changes_result": False}
 ADDED = {"added": True}
 MAX_SIZE = 2**31 - 1  # indices and counters are int32
 MAX_FLOAT32 = 3.4028234663852886e38
+MOST_BYTES = 2**30  # of a file that a user names
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in it
 
 _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -141,6 +144,25 @@ def path_problem(text: str) -> str:
     if longest > MAX_NAME_BYTES:
         return f"contains a name of {longest} bytes, at most {MAX_NAME_BYTES} are possible"
     return ""
+
+
+def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+    """The content of a file that a user names.
+
+    Raises an OSError, whose `strerror` has the repair, unless it is a regular file of at most `most` bytes: a command
+    must not wait for a pipe.
+    """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, "it must be a file, but is a folder; name a file in it", path)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            reason = "it must be a regular file, but is a pipe or a device; write its content to a file"
+            raise OSError(errno.EINVAL, reason, path)
+        if found.st_size > most:
+            reason = f"it must have at most {most:,} bytes, but has {found.st_size:,}; use a smaller file"
+            raise OSError(errno.EFBIG, reason, path)
+        return file.read()
 
 
 def _problems(value: Any, metadata: Mapping[str, Any]) -> list[str]:

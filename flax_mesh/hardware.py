@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import path_problem, read_file
 from flax_mesh.text import first_line
 
 GIB = 2**30
@@ -319,15 +319,17 @@ def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
     return dataclasses.replace(start, **options, sources={**start.sources, **sources})
 
 
+_MOST_BYTES = 2**24  # of a TOML file
+
+
 def _read_toml(path: str) -> dict[str, Any]:
     if problem := path_problem(path):
         raise ConfigError(f"{path[:80]!r} {problem}")
     path = os.path.expanduser(path)
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise ConfigError(f"{path}: no such file; it must be a TOML file with the figures of a chip")
     try:
-        with open(path, "rb") as file:
-            values = tomllib.load(file)
+        values = tomllib.loads(read_file(path, _MOST_BYTES).decode())
         repr(values)  # a ValueError if a number has too many digits to be printed in a message
         return values
     except (ValueError, RecursionError) as error:

@@ -25,3 +25,17 @@ def test_an_error_has_its_problems_without_head_and_repair():
     plain = ConfigError("one")
     assert plain.lines == plain.problems == ["one"] and not plain.can_ignore
     assert plain.problems[0].general == "one"
+
+
+def test_a_long_value_is_shortened_in_the_line_and_complete_in_the_field():
+    problem = Problem("model.note", "is too long", "use a shorter one", value="x" * 250_000)
+    assert problem.startswith("model.note=xxx") and problem.endswith(
+        "x... (250,000 characters) is too long; use a shorter one"
+    )
+    assert len(problem) < 2200 and len(problem.value) == 250_000
+    for error in (
+        ConfigError([problem, "y" * 9999]),
+        ConfigError(Problem("", "must be text, got " + "z" * 9999, "repair it")),
+    ):
+        assert all(len(line) < 2200 for line in error.lines) and len(str(error)) < 4500
+    assert str(error).endswith("(10,017 characters); repair it")

@@ -2,14 +2,29 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
+from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.cli.common import with_files
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import MAX_FLOAT32, MAX_NAME_BYTES, path_problem, type_problems, value_problems, value_to_text
+from flax_mesh.fields import (
+    MAX_FLOAT32,
+    MAX_NAME_BYTES,
+    path_problem,
+    read_file,
+    type_problems,
+    value_problems,
+    value_to_text,
+)
+from flax_mesh.hardware import load_chip
+from flax_mesh.inference.prompts import read_prompts
 from flax_mesh.models import DecoderConfig
+from flax_mesh.mpmd.schedules.file import read_schedule
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import flat_fields, read_overrides
 from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
@@ -223,3 +238,25 @@ def test_invalid_texts_of_a_setting_are_refused_before_anything_compiles(key, co
         found = problems_of(*OTHERS.get(key, []), f"{key}={text}")
         assert any(key in line for line in found) and len(found) <= 3, (text, found)
     assert not compilations
+
+
+def test_a_file_of_a_user_must_be_regular_and_not_too_large(tmp_path):
+    (tmp_path / "file").write_bytes(b"four")
+    os.mkfifo(tmp_path / "pipe")
+    assert read_file(tmp_path / "file", 4) == b"four"
+    for path, reason in (
+        (tmp_path / "pipe", "must be a regular file, but is a pipe or a device; write its content to a file"),
+        (Path("/dev/zero"), "must be a regular file"),
+        (tmp_path, "must be a file, but is a folder"),
+        (tmp_path / "file", "must have at most 3 bytes, but has 4; use a smaller file"),
+    ):
+        with pytest.raises(OSError, match=reason):
+            read_file(path, 3)
+
+
+def test_files_of_users_are_read_by_read_file(tmp_path):
+    os.mkfifo(pipe := tmp_path / "pipe.toml")
+    readers = (lambda: read_prompts([], str(pipe)), lambda: read_schedule(str(pipe)), lambda: load_chip(pipe))
+    for read in (*readers, lambda: with_files([f"@{pipe}"]), lambda: read_json(pipe)):
+        with pytest.raises(ConfigError, match="cannot be read: it must be a regular file, but is a pipe"):
+            read()

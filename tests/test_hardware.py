@@ -157,9 +157,9 @@ def test_files_that_cannot_be_read_are_reported(tmp_path):
     (tmp_path / "deep").write_text("memory = " + "[" * 100_000)
     for path, line in [
         (tmp_path / "nothing", "no such file"),
-        (tmp_path, "no such file"),
+        (tmp_path, "cannot be read: it must be a file, but is a folder"),
         *((tmp_path / name, "is not a TOML file") for name in ("bytes", "digits", "deep")),
-        ("/dev/zero", "no such file"),
+        ("/dev/zero", "cannot be read: it must be a regular file, but is a pipe or a device"),
         ("x" * 300, "contains a name of 300 bytes"),
     ]:
         with pytest.raises(ConfigError, match=line):

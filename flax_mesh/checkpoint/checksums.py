@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from flax_mesh.errors import StepDeletedError, UnreadableError
+from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
@@ -25,8 +25,6 @@ _FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksu
 # Orbax writes these at the very end, after the checksums; restoring reads neither.
 MARKERS = ("_CHECKPOINT_METADATA", "commit_success.txt")
 ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)  # no other OSError means it
-# Raised by Orbax and tensorstore for files that they cannot read.
-_READ_ERRORS = (OSError, RuntimeError, TypeError, ValueError, KeyError, AttributeError)
 SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tensorstore
 
 
@@ -73,18 +71,34 @@ def reading(step: Path) -> Iterator[None]:
         yield
     except (StepDeletedError, UnreadableError):
         raise
-    except _READ_ERRORS as error:
-        if _is_gone(step):
-            raise StepDeletedError(
-                f"{step} was deleted or renamed while it was read: a run retains only some of its checkpoints "
-                "(checkpoint.keep). Read a newer one, or let the run retain more."
-            ) from error
+    except Exception as error:  # Orbax raises Exception itself for an array that it cannot read
+        _check_exists(step, error)
         if not (reason := _refusal(error)):
             raise
         raise UnreadableError(
             reason,
             head=f"{step} cannot be read, so that it is not known whether it is damaged:",
             repair="Repair the cause (rights, the disk), or move the folder away to use another step.",
+        ) from error
+
+
+@contextmanager
+def noticing_deletion(step: Path) -> Iterator[None]:
+    """Report a ConfigError as StepDeletedError if the step is gone: the missing files may be the reason of any."""
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(error, StepDeletedError):
+            _check_exists(step, error)
+        raise
+
+
+def _check_exists(step: Path, error: Exception) -> None:
+    """Raise StepDeletedError because of `error` if the step is gone."""
+    if _is_gone(step):
+        raise StepDeletedError(
+            f"{step} was deleted or renamed while it was read: a run retains only some of its checkpoints "
+            "(checkpoint.keep). Read a newer one, or let the run retain more."
         ) from error
 
 
@@ -98,7 +112,7 @@ def _refusal(error: BaseException) -> list[str]:
         return list(error.args)
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ABSENT):
         return [f"{error.filename}: {error.strerror}"]
-    code = SYSTEM_ERROR.search(str(error))
+    code = SYSTEM_ERROR.search(f"{error} {error.__cause__}")  # Orbax names the reason in the cause only
     reason = OSError(int(code[1]), os.strerror(int(code[1]))) if code else None
     return [] if reason is None or isinstance(reason, ABSENT) else [str(reason.strerror)]
 

@@ -5,11 +5,14 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.text import at_most
+
+Result = TypeVar("Result")
 
 CHECKPOINTS = "checkpoints"  # below a run folder
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
@@ -78,18 +81,30 @@ def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict
 
     Calls `steps` again if a run deletes a step while it is read, since the run has then saved a newer one.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+
+    def look() -> tuple[Path | None, dict[Path, list[str]]]:
         damaged: dict[Path, list[str]] = {}
+        for step in reversed(steps()):
+            if not (problems := find_damage(step)):
+                return step, damaged
+            damaged[step] = problems
+        return None, damaged
+
+    return of_newest(look)
+
+
+def of_newest(read: Callable[[], Result], *paths: str | Path, step: int | None = None) -> Result:
+    """Call `read`, which finds the newest step and reads it, again if a run deletes that step meanwhile.
+
+    Not if the user has named the step that is gone, by its number `step` or by one of the `paths`.
+    """
+    for _ in range(_ATTEMPTS - 1):
         try:
-            for step in reversed(steps()):
-                if not (problems := find_damage(step)):
-                    return step, damaged
-                damaged[step] = problems
-            return None, damaged
+            return read()
         except StepDeletedError:
-            if attempt == _ATTEMPTS:
+            if step is not None or not all(os.path.lexists(user_path(path)) for path in paths):
                 raise
-    raise AssertionError
+    return read()
 
 
 def find_leftovers(folder: Path) -> list[Path]:

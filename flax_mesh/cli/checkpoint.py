@@ -143,14 +143,9 @@ def _recipe_of(arguments: argparse.Namespace) -> str | None:
 
 def _output(arguments: argparse.Namespace, config: TrainConfig | None) -> Output:
     step = getattr(arguments, "step", None)
-    if arguments.what == "diff":
-        return _diff(arguments.folder, arguments.other, config, arguments.overrides, arguments.values)
-    if arguments.what == "inspect":
-        return _inspect(find.find_step(arguments.folder, step), arguments.all)
-    if arguments.what == "list":
-        return _list(arguments.folder, verify=not arguments.quick)
-    if arguments.what == "verify":
-        return _verify(arguments.folder, step)
+    if arguments.what in READERS:
+        folders = [arguments.folder, *([arguments.other] if arguments.what == "diff" and config is None else [])]
+        return find.of_newest(lambda: READERS[arguments.what](arguments, config), *folders, step=step)
     if arguments.what == "export":
         average = not arguments.no_average
         data = export(arguments.folder, arguments.out, arguments.to, step, arguments.dtype, average=average)
@@ -162,16 +157,21 @@ def _output(arguments: argparse.Namespace, config: TrainConfig | None) -> Output
     return Output(data, lambda width: text.written_text(data))
 
 
+READERS: dict[str, Callable[[argparse.Namespace, TrainConfig | None], Output]] = {
+    "list": lambda given, config: _list(given.folder, verify=not given.quick),
+    "inspect": lambda given, config: _inspect(find.find_step(given.folder, given.step), given.all),
+    "verify": lambda given, config: _verify(given.folder, given.step),
+    "diff": lambda given, config: _diff(given.folder, given.other, config, given.overrides, given.values),
+}
+
+
 def _imported(settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(make_model=make_decoder, loss_fn=next_token_loss, model=DecoderConfig(**settings))
 
 
 def _list(path: str, *, verify: bool) -> Output:
     steps = find.find_steps(path)
-    found = []
-    for step in steps:
-        with suppress(StepDeletedError):
-            found.append(describe.step_data(step, verify=verify and find.STEP.fullmatch(step.name) is not None))
+    found = _each(steps, lambda step: describe.step_data(step, verify=verify and bool(find.STEP.fullmatch(step.name))))
     data = {
         "folder": str(steps[0].parent),
         "checkpoints": found,
@@ -179,6 +179,15 @@ def _list(path: str, *, verify: bool) -> Output:
         "verified": verify,
     }
     return _output_of_steps(data, partial(text.list_text, data))
+
+
+def _each(steps: Sequence[Path], read: Callable[[Path], dict[str, Any]]) -> list[dict[str, Any]]:
+    """`read(step)` of all steps but those that a run deletes. StepDeletedError if none is left."""
+    found = []
+    for step in steps:
+        with suppress(StepDeletedError):
+            found.append(read(step))
+    return found or [read(steps[-1])]
 
 
 def _output_of_steps(data: dict[str, Any], as_text: Callable[[int], str]) -> Output:
@@ -214,14 +223,9 @@ def _verify(path: str, number: int | None) -> Output:
     chosen = [find.find_step(path, number)] if number is not None else steps
     if len(chosen) > 1:  # quarantined steps are known to be damaged; they are verified only if their path is given
         chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
-    found = []
-    for step in chosen:
-        with suppress(StepDeletedError):
-            found.append(_verified(step))
+    found = _each(chosen, _verified)
     quarantined = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
     data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": quarantined}
-    if not found:
-        raise StepDeletedError(f"{chosen[-1]} was deleted or renamed while it was read")
     return _output_of_steps(data, lambda width: text.verify_text(data))
 
 

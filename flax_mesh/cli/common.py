@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, Mistakes, Problem, SaveError, ShardingError
-from flax_mesh.fields import integer_problems, path_problem
+from flax_mesh.fields import integer_problems, path_problem, read_file
 from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ DONE, FAILED, BAD_INPUT, FINDINGS, STOPPED, DIVERGED = 0, 1, 2, 3, 4, 6  # 5: LO
 INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 MOST_PRINTED = 2000  # characters of a line of an error, which may contain an argument of any length
+MOST_BYTES = 2**24  # of a file of settings
 PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
@@ -91,7 +92,7 @@ def _settings_file(name: str) -> list[str]:
     if problem := path_problem(name):
         raise ConfigError(f"@{name[:80]}: this text {problem}")
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = read_file(name, MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"@{name} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8 text'}"

@@ -13,6 +13,7 @@ import mmap
 import os
 import platform
 import sysconfig
+import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,9 @@ from flax_mesh.text import count_text, one_line
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
 TOKEN_SUFFIXES = (".npy", ".bin")
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Raised by numpy for headers, which it evaluates as Python.
+_NPY_ERRORS = (ValueError, TypeError, EOFError, OverflowError, SyntaxError, SystemError, RecursionError, MemoryError)
+_NPY_ERRORS += (tokenize.TokenError,)
 TEXT_PROBE_BYTES = 64 * 1024
 MAPPED_BYTES = 64 * 1024**2
 FULL_HASH_BYTES = 1024**3
@@ -374,8 +378,9 @@ def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
         return np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError) as error:
-        raise ConfigError(f"{path} is not a readable .npy file: {one_line(error)}") from error
+    except _NPY_ERRORS as error:
+        reason = one_line(error, 200)
+        raise ConfigError(f"{path} is not a readable .npy file: {reason}; write it again by numpy.save") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ConfigError(
             f"{path} must contain token ids as a 1-D array of integers, got shape {tokens.shape} of {tokens.dtype}."

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 
 from flax_mesh.axes import num_parts
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import step_number
+from flax_mesh.checkpoint.checksums import noticing_deletion
+from flax_mesh.checkpoint.find import of_newest, step_number
 from flax_mesh.checkpoint.read import read_tree
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.inference.evaluate import length_problems
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
@@ -87,10 +88,32 @@ def load_trained(
     sequence_length: int | None = None,
     say: Say,
 ) -> TrainedModel:
-    """Load the arrays of `source`, after its settings and its tokenizer have been checked.
+    """Load the arrays of `source`, or of a newer step if a run deletes that one meanwhile.
 
-    A `sequence_length` is checked as well: that of `evaluate`, as --sequence-length.
+    Its settings and its tokenizer have been checked. A `sequence_length` is checked as well: that of `evaluate`, as
+    --sequence-length.
     """
+    given = [source]
+
+    def load() -> TrainedModel:
+        one = given.pop() if given else find_source(*source.asked)
+        if one.model != source.model:
+            raise ConfigError(f"{source.path} was deleted, and {one.path} has another model; repeat the command")
+        with noticing_deletion(one.path):
+            return _load_trained(one, settings, tokenizer, stops, average, sequence_length, say)
+
+    return of_newest(load, source.asked[0], step=source.asked[1])
+
+
+def _load_trained(
+    source: Source,
+    settings: Settings,
+    tokenizer: Tokenizer | None,
+    stops: Sequence[int],
+    average: bool,
+    sequence_length: int | None,
+    say: Say,
+) -> TrainedModel:
     config = settings.config
     _check_layers(source, config.model)
     if not settings.has_mesh:
@@ -167,6 +190,8 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
         tree: Any = {"model": abstract}
         try:
             checkpointer.check(tree, step, include=MODEL, cast=True)
+        except (StepDeletedError, UnreadableError):
+            raise
         except ConfigError as error:
             head = f"{source.path} is not a checkpoint of {DECODER} with these settings:"
             raise type(error)(error.problems, head=head) from error

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import path_problem, read_file
 from flax_mesh.inference.tokenizer import Tokenizer
 from flax_mesh.models.generate import prompt_problems
 from flax_mesh.text import at_most
@@ -61,7 +61,7 @@ def _read_file(file: str) -> list[Prompt]:
     if file.lower().endswith(JSON):
         raise ConfigError(f"--prompts {file}: a file has a prompt in every line; name it .jsonl if these are {FORM}")
     try:
-        data = Path(file).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8)
+        data = read_file(Path(file).expanduser()).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from error
     lines = data.removesuffix(b"\n").split(b"\n") if data else []

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flax_mesh.checkpoint.find import check_committed, find_valid, step_number
+from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
@@ -20,7 +20,7 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
-from flax_mesh.recipe.saved import is_trained_on_text, saved_record
+from flax_mesh.recipe.saved import is_trained_on_text, saved_record, sequence_length
 from flax_mesh.recipe.target import axis_sizes
 from flax_mesh.text import at_most
 
@@ -43,6 +43,7 @@ class Source:
         record: The metadata of a checkpoint; {} for a Hugging Face folder.
         decoder: Of a Hugging Face folder.
         damaged: Newer steps that were skipped because they are damaged.
+        asked: The folder and the number of the step, as the user gave them.
     """
 
     path: Path
@@ -53,6 +54,7 @@ class Source:
     record: Mapping[str, Any] = field(default_factory=dict)
     decoder: DecoderFolder | None = None
     damaged: tuple[Path, ...] = ()
+    asked: tuple[str | Path, int | None] = ("", None)
 
     @property
     def step(self) -> int | None:
@@ -86,18 +88,23 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
         if step is not None:
             raise ConfigError(f"{folder} is a Hugging Face folder, which has no steps; leave out --step {step}")
         return _huggingface(path)
+    return of_newest(lambda: _checkpoint(folder, step), folder, step=step)
+
+
+def _checkpoint(folder: str | Path, step: int | None) -> Source:
     found, damaged = find_valid(folder, step)
     check_committed(found)
     record = saved_record(found)
-    length = read_record(found)["config"].get("data.sequence_length")
+    length = sequence_length(read_record(found))
     return Source(
         found,
         _saved_model(found, record["config"]),
         found.parent / KEPT,
         is_text=is_trained_on_text(record),
-        sequence_length=int(length) if str(length).isdecimal() and 0 < int(length) < 2**31 else None,
+        sequence_length=length,
         record=record,
         damaged=tuple(damaged),
+        asked=(folder, step),
     )
 
 

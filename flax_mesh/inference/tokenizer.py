@@ -12,7 +12,7 @@ from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.data.corpus import decode
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
-from flax_mesh.text import one_line
+from flax_mesh.inference.tokenizer_process import TokenizerProcess
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256
@@ -58,7 +58,7 @@ class Bytes:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, read by the package tokenizers."""
+    """A tokenizer.json, read by the package tokenizers in a process of its own."""
 
     is_bytes = False
 
@@ -67,14 +67,15 @@ class JsonTokenizer:
         self._tokenizer = _read(path)
 
     def encode(self, text: str, *, special: bool = True) -> Encoded:
-        found = self._tokenizer.encode(text, add_special_tokens=special)
-        # Offsets count characters, and special tokens have the offsets (0, 0).
-        ends = np.maximum.accumulate(np.array([end for _, end in found.offsets], np.int64)) if found.ids else []
+        ids, ends = self._tokenizer.encode(text, special=special)
+        # Special tokens end at 0. A normalizer may report more characters than the text has.
+        last = np.maximum.accumulate(np.clip(np.array(ends, np.int64), 0, len(text))) if ids else np.zeros(0, np.int64)
         sizes = np.concatenate([[0], np.cumsum(_utf8_sizes(text))])
-        return Encoded(np.array(found.ids, np.int32), sizes[np.asarray(ends, np.int64)])
+        is_small = max(ids, default=0) < 2**31  # others are no ids of any model, and refused later
+        return Encoded(np.array(ids, np.int32 if is_small else np.int64), sizes[last])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=True)
+        return self._tokenizer.decode(list(map(int, tokens)))
 
 
 def _utf8_sizes(text: str) -> np.ndarray:
@@ -94,26 +95,13 @@ def open_tokenizer(source: Source) -> Tokenizer | None:
     return JsonTokenizer(path) if path.is_file() else None
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path) -> TokenizerProcess:
     if importlib.util.find_spec("tokenizers") is None:
         raise ConfigError(
             f'{path} requires the package tokenizers, which is not installed: pip install "flax-mesh[generate]"'
         )
-    from tokenizers import Tokenizer as Package
-
     _read_object(path)
-    try:
-        found = Package.from_file(str(path))
-    except Exception as error:
-        if type(error) is not Exception:  # the package raises Exception itself for what it cannot read
-            raise
-        reason = one_line(error, 200)
-        raise ConfigError(
-            f"{path} is not a tokenizer that the package tokenizers reads: {reason}; replace it by that of the model"
-        ) from error
-    found.no_truncation()  # the file may store both, for batches of training: prompts and texts would change
-    found.no_padding()
-    return found
+    return TokenizerProcess(path)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

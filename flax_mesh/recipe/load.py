@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,15 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.text import at_most, listed
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
+SETTING = re.compile(r"[a-z_]+\.[\w.]+=")
+_FOLDERS: dict[str, str] = {}  # module that a recipe has imported from its own folder -> the folder
+
 
 def load_recipe(name: str) -> TrainConfig:
     """Run a recipe and return its config.
 
     A recipe is a Python file with a function without arguments that returns a `TrainConfig`. The file is executed as a
-    module; its directory is not added to `sys.path`.
+    module. It may import modules beside it: its folder is the first of `sys.path` meanwhile.
 
     Args:
         name: "FILE.py", for its function `recipe`, or "FILE.py:function".
@@ -39,15 +44,40 @@ def load_recipe(name: str) -> TrainConfig:
     """
     file, _, function = name.partition(":")
     function = function or "recipe"
-    make = _function_of_file(file, function)
-    place = place_of(make) or file
-    check_arguments(f"recipe {name}", make)
-    with user_code(f"recipe {name}", place):
-        config = make()
+    if SETTING.match(name) and not os.path.exists(file):
+        raise ConfigError(f"the recipe is missing: {name} is a setting; write RECIPE.py {name}")
+    with _modules_beside(file):
+        make = _function_of_file(file, function)
+        place = place_of(make) or file
+        check_arguments(f"recipe {name}", make)
+        with user_code(f"recipe {name}", place):
+            config = make()
     if not isinstance(config, TrainConfig):
         got = "the class TrainConfig itself" if config is TrainConfig else type(config).__name__
         raise ConfigError(f"recipe {name}: {place}: {function}() must return a TrainConfig, got {got}")
     return config
+
+
+@contextmanager
+def _modules_beside(file: str) -> Iterator[None]:
+    """Let a recipe import modules of its folder; they replace those of equal names beside another recipe."""
+    folder = os.path.dirname(os.path.abspath(file))
+    for name, other in list(_FOLDERS.items()):
+        if other != folder:
+            del _FOLDERS[name]
+            sys.modules.pop(name, None)
+    before, path = set(sys.modules), sys.path[:]
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:  # once: the recipe may have added folders of its own
+            sys.path.remove(folder)
+        for name in sys.modules.keys() - before if folder not in path else ():
+            package = name.partition(".")[0]  # of which no part was imported before, so that it is of this recipe only
+            places = tuple(os.path.join(folder, package) + end for end in (".", os.sep))
+            if package not in before and (getattr(sys.modules[name], "__file__", None) or "").startswith(places):
+                _FOLDERS[name] = folder
 
 
 def _function_of_file(file: str, function: str) -> Callable[[], Any]:

@@ -55,6 +55,12 @@ def run_metadata(step: Path) -> dict[str, Any]:
     return record
 
 
+def sequence_length(record: Mapping[str, Any]) -> int | None:
+    """The setting data.sequence_length in the metadata of a checkpoint, None if it is no such number."""
+    text = str(record["config"].get("data.sequence_length"))
+    return int(text) if re.fullmatch(r"[0-9]{1,10}", text) and 0 < int(text) < 2**31 else None
+
+
 def is_trained_on_text(record: Mapping[str, Any]) -> bool:
     """Whether the data of a run were text, one token per byte.
 

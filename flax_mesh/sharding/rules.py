@@ -431,6 +431,8 @@ def _frozen(table: str | Iterable[object]) -> tuple[tuple[str, Dims], ...]:
         if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):
             raise ShardingError(f"rules={table!r} must name mesh axes joined by '+', each once, such as 'fsdp+dp'.")
         return ((".*", LargestDim(names)),)
+    if not isinstance(table, Iterable):
+        raise ShardingError(f"rules must be axis names such as 'fsdp', or a list of (pattern, dims), got {table!r}.")
     rules, problems = [], []
     for number, rule in enumerate(table, start=1):
         pattern, dims = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)

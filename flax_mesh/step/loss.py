@@ -19,7 +19,7 @@ from jax.extend import core as jex
 from flax_mesh.modes import user_modes
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
 from flax_mesh.step.parameter_flow import flow
-from flax_mesh.step.state import TrainState, check_same_structure
+from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, group_paths
 from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves
 
@@ -151,7 +151,9 @@ def apply_gradients(
     model = nnx.merge(graphdef, params, streams, others)
     with nnx.set_graph_mode(True):  # the model may share Variables
         optimizer.update(model, grads)
-    return state.replace(model, optimizer), metrics
+    after = state.replace(model, optimizer)
+    check_same_types(state, after)
+    return after, metrics
 
 
 def skip_update(before: TrainState, after: TrainState, metrics: Metrics, limits: Limits) -> tuple[TrainState, Metrics]:

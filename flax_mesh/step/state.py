@@ -24,7 +24,7 @@ from flax_mesh.sharding.abstract import (
     model_layers,
 )
 from flax_mesh.stacks import ranks_in
-from flax_mesh.text import count_text, path_lines
+from flax_mesh.text import array_text, count_text, path_lines
 from flax_mesh.tree import PyTree, named_leaves, path_of
 
 _States = nnx.State | Sequence[nnx.State]
@@ -144,6 +144,18 @@ def check_same_definition(layout: TrainState, state: TrainState) -> None:
         + "\nEvery call of make() creates other functions. Make the step for this state, or place its leaves with "
         "`layout.with_state(state.to_nnx())`, where layout is the state that the step was made for."
     )
+
+
+def check_same_types(before: TrainState, after: TrainState) -> None:
+    """Raises a ValueError that names the leaves whose shape or dtype a step changes: no run could resume from it."""
+    texts = ([array_text(x) for x in state.leaves] for state in (before, after))
+    named = zip((path for path, _ in named_leaves(before.to_nnx())), *texts, strict=True)
+    if problems := [f"{path}: {old} becomes {new}" for path, old, new in named if old != new]:
+        raise ValueError(
+            "a step must return the shapes and dtypes of its state, but it changes:\n"
+            + "\n".join(path_lines(problems))
+            + "\nCreate these arrays with the dtype that the update returns, or cast them there."
+        )
 
 
 def check_same_structure(

@@ -16,8 +16,9 @@ import numpy as np
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.diff import batches, read_batch
-from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, step_number
+from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
@@ -31,7 +32,7 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
-from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, versions
+from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, sequence_length, versions
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
@@ -51,6 +52,10 @@ def export(
     If the run has a moving average of its parameters (`optimizer.ema`), the average is written, unless `average` is
     False.
     """
+    return of_newest(lambda: _export(folder, out, to, step, dtype, average), folder, step=step)
+
+
+def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None, average: bool) -> dict[str, Any]:
     found, passed_over = find_valid(folder, step)
     record = saved_record(found)
     arrays = read_tree(found, record)
@@ -112,18 +117,23 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     target = local_target(config.mesh, config.run.platform)
     program = train_program(resolve_checked(config, target, tries_options=False))
     abstract, layers = program.layout, program.rules.layers
-    found, passed_over = find_valid(folder, step)
-    check_committed(found)
-    number, record = step_number(found), saved_record(found)
-    with Checkpointer(found.parent, layers=layers or None) as checkpointer:
-        state = checkpointer.restore(abstract, number, verify=False)  # find_valid has verified it
+
+    def read() -> tuple[Path, dict[Path, list[str]], dict[str, Any], Any]:
+        found, passed_over = find_valid(folder, step)
+        check_committed(found)
+        with noticing_deletion(found), Checkpointer(found.parent, layers=layers or None) as checkpointer:
+            # find_valid has verified it.
+            state = checkpointer.restore(abstract, step_number(found), verify=False)
+            return found, passed_over, saved_record(found), state
+
+    found, passed_over, record, state = of_newest(read, folder, step=step)
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     if record["config"]:
         record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out, found) as work:
-        sizes = _save(work, number, state, layers, record)
+        sizes = _save(work, step_number(found), state, layers, record)
         keep_files(found.parent / KEPT, work)
     more = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
     return _written(found, out, passed_over) | more | sizes
@@ -202,7 +212,7 @@ def _export_safetensors(
     """Write the arrays and config.json, with its "model_type" as the result."""
     kept = read_kept_config(step.parent)
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
-    length = read_record(step)["config"].get("data.sequence_length")
+    length = sequence_length(read_record(step))
     config = _huggingface_config(record["config"], dtype, kept, length)
     copies = [file for file in other_files(step.parent / KEPT) if file.name != CONFIG or config == kept]
     json_files = {} if config == kept else {CONFIG: config}
@@ -236,16 +246,15 @@ def _export_orbax(work: Path, values: Iterable[tuple[str, np.ndarray]]) -> None:
 
 
 def _huggingface_config(
-    lines: Mapping[str, Any], dtype: str | None, kept: Mapping[str, Any], length: Any
+    lines: Mapping[str, Any], dtype: str | None, kept: Mapping[str, Any], length: int | None
 ) -> dict[str, Any]:
     """The config.json of a checkpoint with these settings: `kept`, the imported one, as far as it is still true."""
     kinds = int | float | bool | str | None
     settings = {key: parse_value(str(value), kinds) for key, value in lines.items()}
     model = {key.removeprefix("model."): value for key, value in settings.items() if key.startswith("model.")}
     model = {"rope_factor": 1.0} | model | ({"param_dtype": dtype} if dtype else {})
-    longest = int(length) if str(length).isdecimal() else None
     try:
-        return updated_config(kept, model) if kept else huggingface_config(model, max_position_embeddings=longest)
+        return updated_config(kept, model) if kept else huggingface_config(model, max_position_embeddings=length)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"the model of the checkpoint has no known Hugging Face equivalent (its settings: {error}); "

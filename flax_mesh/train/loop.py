@@ -1,7 +1,7 @@
 """The training loop: start or resume a run, train, evaluate, save checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -271,28 +271,39 @@ def _steps(
         say=run.say,
         warn_or_raise=run.warn_or_raise,
     )
-    step, status = start, "finished"
+    step, saved_step, status = start, start, "finished"
 
     def save(*, final: bool) -> None:
+        nonlocal saved_step
         rows.finish()
         if not check.stopped:
             run.data.check_unchanged()
             record = step_record(run.record, step, rows.last, check.record(), run.data)
             _save(run, checkpointer, step, state, record, final=final)
+            saved_step = step
 
-    def save_before_failure() -> None:
-        # One of several processes must not wait for the others, whose batches may not have failed.
-        if start < step and step % run.recipe.checkpoint.every and jax.process_count() == 1:
-            save(final=False)
-            if not check.stopped:
-                run.say(f"the state after step {step} is saved, since the next batch cannot be made")
+    @contextmanager
+    def saving_before_failure(reason: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # whatever it is: code of the recipe may raise anything
+            # One of several processes must not wait for the others, which may not have failed.
+            if saved_step < step and jax.process_count() == 1:
+                save(final=False)
+                if not check.stopped:
+                    run.say(f"the state after step {step} is saved, since {reason}")
+            raise
+
+    def made(batches: Iterator[Any]) -> Iterator[Any]:
+        with saving_before_failure("the next batch cannot be made"):
+            yield from batches
 
     with ExitStack() as stack:
         stack.callback(rows.close)
         stack.callback(own_hooks.close)
         stack.callback(profile.close)
         batches = stack.enter_context(closing(prefetch(run.data.batch, start, settings.steps)))
-        for index, batch, waited in _before_failure(batches, save_before_failure):
+        for index, batch, waited in made(batches):
             step = index + 1
             limits = [check.limits(step)] if check.limits_are_used else []
             with profile.step(step):
@@ -312,7 +323,8 @@ def _steps(
             last = step == settings.steps
             stop = run.should_stop()
             if run.evaluate and (last or step % settings.eval_every == 0):
-                rows.finish(partial(run.evaluate, state))
+                with saving_before_failure("its evaluation failed"):
+                    rows.finish(partial(run.evaluate, state))
             if last or stop or step % run.recipe.checkpoint.every == 0:
                 save(final=last or stop)
                 if check.stopped:
@@ -328,15 +340,6 @@ def _steps(
         run.say(f"stopped: {check.stopped}; {_newest_finite(checkpointer)} (run.on_nonfinite)")
         step = rows.last["step"]
     return TrainResult(status, step, run.folder, rows.last, sample)
-
-
-def _before_failure(batches: Iterator[Any], call: Callable[[], None]) -> Iterator[Any]:
-    """`batches`; `call` is called before an error of one of them is raised."""
-    try:
-        yield from batches
-    except Exception:  # whatever it is: code of the recipe may raise anything
-        call()
-        raise
 
 
 def _wait_for(state: TrainState, metrics: Any) -> None:

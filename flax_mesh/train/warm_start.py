@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import find_valid, step_number
+from flax_mesh.checkpoint.checksums import noticing_deletion
+from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
@@ -116,8 +118,20 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
         model = open_decoder(start.folder).load(tree["model"])
         text = f"restored all {len(named_leaves(model))} arrays of the model"
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
-    step = start.step
-    with Checkpointer(step.parent, layers=layers or None) as checkpointer:
+    if jax.process_count() > 1:  # all processes read the same step
+        return _from_step(start, start.step, state, layers)
+    given = [start]
+
+    def read() -> tuple[TrainState, str]:
+        one = given.pop() if given else find_start(start.folder)
+        assert one.step is not None
+        return _from_step(one, one.step, state, layers)
+
+    return of_newest(read, start.folder)
+
+
+def _from_step(start: Start, step: Path, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
+    with noticing_deletion(step), Checkpointer(step.parent, layers=layers or None) as checkpointer:
         # `find_start` has verified it.
         state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
     skipped = "".join(f"{path} is damaged and was skipped; " for path in start.damaged)

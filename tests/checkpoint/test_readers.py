@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_mesh.checkpoint import Checkpointer, RetentionPolicy, find, orbax
+from flax_mesh.checkpoint import Checkpointer, RetentionPolicy, diff, find, orbax
 from flax_mesh.checkpoint import read as describe
-from flax_mesh.checkpoint.checksums import write_checksums
 from flax_mesh.checkpoint.find import find_steps, find_valid
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.errors import ConfigError, SaveError, StepDeletedError, UnreadableError
 from flax_mesh.train import export as export_module
+from tests.checkpoint.deleting import before, delete, replace
 from tests.checkpoint.states import largest
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -36,47 +36,17 @@ def folder(three, tmp_path) -> Path:
     return Path(shutil.copytree(three, tmp_path / "c"))
 
 
-def delete(step: Path) -> None:
-    """As a run does, which renames the folder first."""
-    shutil.rmtree(step.rename(step.with_name(f"{step.name}.deleted")))
-
-
 def refuse(file: Path) -> None:
     """Make the system refuse to read a file, for root too: a link to itself."""
     file.unlink()
     file.symlink_to(file)
 
 
-def before(monkeypatch, module, name: str, act) -> None:
-    """Call `act(arguments)` once, before the first call of a function of the package."""
-    function, left = getattr(module, name), [act]
-
-    def call(*arguments, **options):
-        for one in left[:]:
-            left.clear()
-            one(*arguments)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(module, name, call)
-
-
-def replace_by_four(folder: Path):
-    """Delete step 3 once there is a step 4, as a run does that retains one checkpoint."""
-
-    def act(*_):
-        shutil.copytree(folder / "3", folder / "4")
-        (folder / "4" / "step").write_text("4")
-        write_checksums(folder / "4")
-        delete(folder / "3")
-
-    return act
-
-
 @pytest.mark.parametrize("reader", ["find_valid", "latest_step"])
 def test_the_newest_step_is_looked_for_again_if_it_is_deleted(folder, monkeypatch, reader):
     for step in (1, 2):
         delete(folder / str(step))
-    before(monkeypatch, find, "find_damage", replace_by_four(folder))
+    before(monkeypatch, find, "find_damage", lambda *_: replace(folder / "3"))
     with Checkpointer(folder) as checkpointer:
         found = find_valid(folder) if reader == "find_valid" else (checkpointer.latest_step(), checkpointer.damaged)
     assert found in ((folder / "4", {}), (4, {}))
@@ -90,15 +60,32 @@ def test_restore_says_that_the_step_was_deleted(folder, monkeypatch):
         assert checkpointer.latest_step() == 2
 
 
+def test_an_array_that_cannot_be_read_has_the_reason_of_the_system(folder, monkeypatch):
+    def fail(*_, **__):  # as Orbax reports errors of tensorstore
+        raise Exception("while reading array index: 0") from ValueError("read failed [os_error_code='5']")
+
+    monkeypatch.setattr(orbax.ocp.PyTreeCheckpointHandler, "restore", fail)
+    with Checkpointer(folder) as checkpointer, pytest.raises(UnreadableError, match=r"/3 cannot .*\n.*Input/output"):
+        checkpointer.restore(STATE)
+
+    def fail_after_deletion(*_, **__):
+        delete(folder / "3")
+        fail()
+
+    monkeypatch.setattr(orbax.ocp.PyTreeCheckpointHandler, "restore", fail_after_deletion)
+    with Checkpointer(folder) as checkpointer, pytest.raises(StepDeletedError):
+        checkpointer.restore(STATE)
+
+
 EXPORT = ["export", "{}", "{}/../out", "--to", "orbax"]
 
 
 @pytest.mark.parametrize(
     ("argv", "module", "name", "step"),
     [
-        *((EXPORT, export_module, name, 3) for name in ("saved_record", "read_tree", "read_batch")),
-        (["inspect", "{}"], describe, "read_record", 3),
-        (["inspect", "{}"], describe, "read_tree", 3),
+        *(([*EXPORT, "--step", "3"], export_module, name, 3) for name in ("saved_record", "read_tree", "read_batch")),
+        (["inspect", "{}", "--step", "3"], describe, "read_record", 3),
+        (["inspect", "{}/3"], describe, "read_tree", 3),
         (["diff", "{}/2", "{}/3", "--values"], describe, "read_tree", 2),
         (["verify", "{}/3"], describe, "folder_size", 3),
     ],
@@ -109,6 +96,40 @@ def test_a_command_says_that_the_step_was_deleted(command, folder, monkeypatch, 
     assert code == BAD_INPUT and not out
     assert err.startswith(f"flax-mesh: {folder / str(step)} was deleted or renamed while it was read"), err
     assert err.count("\n") == 1 and sorted(os.listdir(folder.parent)) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "module", "name"),
+    [
+        *((EXPORT, export_module, name) for name in ("saved_record", "read_tree", "read_batch")),
+        (["inspect", "{}"], describe, "read_tree"),
+        (["verify", "{}"], describe, "folder_size"),
+        (["list", "{}"], describe, "step_data"),
+        (["diff", "{}/2", "{}", "--values"], diff, "read_batch"),
+    ],
+)
+def test_a_command_takes_a_newer_step_if_a_run_deletes_the_one_it_reads(
+    command, folder, monkeypatch, argv, module, name
+):
+    if argv[0] != "diff":
+        for step in (1, 2):
+            delete(folder / str(step))
+    before(monkeypatch, module, name, lambda *_: replace(folder / "3"))
+    code, out, err = command(*(text.format(folder) for text in [*argv, "--json"]))
+    assert (code, err) == (DONE, "") and "4" in out.replace(str(folder), ""), out
+
+
+def test_a_command_gives_up_if_every_step_is_deleted(command, folder, monkeypatch):
+    read, found = export_module.read_tree, []
+
+    def replaced(step, record):
+        found.append(step.name)
+        replace(step)
+        return read(step, record)
+
+    monkeypatch.setattr(export_module, "read_tree", replaced)
+    code, _, err = command(*(text.format(folder) for text in EXPORT))
+    assert code == BAD_INPUT and err.count("\n") == 1 and "/7 was deleted or renamed" in err and len(found) == 5
 
 
 def test_list_and_verify_leave_out_deleted_steps(command, folder, monkeypatch):

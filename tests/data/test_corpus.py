@@ -274,6 +274,16 @@ def test_wrong_settings_are_refused_before_the_files_are_read():
 
 NEAREST = "the nearest folder that does is {folder}"
 GZ = b"\x1f\x8b\xff"
+HEADERS = ["\0", "(" * 300, "{'descr': '<u4', 'fortran_order': False, 'shape': (True,)}", f"({'9' * 5000},)"]
+HEADERS += [f"{{'descr': '<u4', 'fortran_order': False, 'shape': ({size},)}}" for size in (10**20, -5, 1.5)]
+HEADERS += ["{'descr': '<u4', b'x': False, 'shape': (1,)}"]
+
+
+def headed(header: str) -> bytes:
+    """A .npy file with this text as its header."""
+    return b"\x93NUMPY\x01\x00" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(400)
+
+
 HUNDRED = npy(np.arange(100))
 # Files, the source among them, and the error; {folder} is the folder of the files.
 REFUSED: list[tuple[dict[str, bytes], str, str]] = [
@@ -293,6 +303,7 @@ REFUSED: list[tuple[dict[str, bytes], str, str]] = [
     ({"x.npy": npy(np.array(["a"] * 100, object))}, "x.npy", "is not a readable .npy file: .*[Pp]ython objects"),
     ({"cut.npy": HUNDRED[:-80]}, "cut.npy", "cut.npy is not a readable .npy file: .*greater than file size"),
     ({"no.npy": b"hello"}, "no.npy", "no.npy is not a readable .npy file"),
+    *(({"n.npy": headed(text)}, "n.npy", "n.npy is not a readable .npy file: .*; write it again") for text in HEADERS),
     ({"odd.bin": b"12345"}, "odd.bin", "has 5 bytes; uint16 tokens .data.bin_dtype. require a multiple of 2"),
     ({"a.bin": b"12", "b.txt": b"x"}, "*", r"matches 1 token files \(.npy, .bin\) and 1 others. Use a pattern that"),
     (

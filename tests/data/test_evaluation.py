@@ -14,7 +14,7 @@ from flax_mesh.data.batches import held_out_rows
 from flax_mesh.data.corpus import load_corpus
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import next_token_loss
-from flax_mesh.train import build_program, mean_metrics
+from flax_mesh.train import build_program, mean_metrics, train
 from tests.data.user_recipe import MESHES, PLAIN, config_of, token_batches
 from tests.train.support.runs import checkpoints, rows_of, run
 
@@ -135,6 +135,22 @@ def test_models_that_need_the_mesh_in_context_are_evaluated(settings, tmp_path, 
     functions = {"make_model": Annotated, "loss_fn": annotated_loss}
     config = config_of(tmp_path, text, token_batches, *settings, **functions)
     assert evaluated(config) == [{"loss": 1.0, "weight": 1.0, "own": 1.0}]
+
+
+def test_the_completed_steps_are_saved_before_an_evaluation_that_fails(tmp_path, text):
+    calls = []
+
+    def fails(config: Any, evaluate: Any) -> dict[str, float]:
+        calls.append(0)
+        return {"a": 1.0 / (len(calls) < 3)}  # the first call is before the run
+
+    printed: list[str] = []
+    config = config_of(tmp_path / "run", text, None, "run.steps=5", *EVERY_2[1:], eval_fns={"f": fails})
+    with pytest.raises(ConfigError, match=r"eval_fns\['f'\]: .*ZeroDivisionError"):
+        train(config, say=printed.append)
+    assert printed[-1] == "the state after step 4 is saved, since its evaluation failed"
+    assert checkpoints(tmp_path / "run") == [4]
+    assert [(row["step"], row.get("f/a")) for row in rows_of(tmp_path / "run")][1:] == [(2, 1.0), (3, None), (4, None)]
 
 
 def test_mean_metrics_weights_batches_by_their_weight():

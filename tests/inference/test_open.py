@@ -11,11 +11,15 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.inference import open as opening
+from flax_mesh.inference import source
 from flax_mesh.inference.open import default_mesh, open_trained
 from flax_mesh.models import DecoderConfig, Sampling, generate, load_decoder, make_decoder, next_token_loss
 from flax_mesh.recipe.optimizers.average import with_average
+from flax_mesh.recipe.saved import sequence_length
 from flax_mesh.train import TrainConfig, apply_overrides
 from flax_mesh.train.export import export, import_huggingface, reshard
+from tests.checkpoint.deleting import before, replace
 from tests.inference.small_run import recipe, save_run
 from tests.train import bigram
 
@@ -53,6 +57,18 @@ def test_the_default_mesh_is_reported_and_uses_all_devices(run):
     assert any("fsdp:4,tp:2 on 8 x cpu; mesh.shape=... sets another one" in line for line in lines)
     assert trained.tokenizer is not None and trained.tokenizer.is_bytes
     assert ids(run) == ids(run, "mesh.shape=fsdp:1")
+
+
+@pytest.mark.parametrize("name", ["find_valid", "saved_record", "_check_layers", "abstract_state", "averages"])
+def test_a_newer_step_is_opened_if_a_run_deletes_the_one_it_reads(run, tmp_path, monkeypatch, name):
+    folder = Path(shutil.copytree(run, tmp_path / "run"))
+    module = source if hasattr(source, name) else opening
+    steps = folder / "checkpoints"
+    before(monkeypatch, module, name, lambda *_: replace(steps / "3"))
+    assert open_trained(folder, "mesh.shape=fsdp:1").source.step == 4
+    before(monkeypatch, module, name, lambda *_: replace(steps / "4"))
+    with pytest.raises(ConfigError, match=r"has no step 4; it has 5|/4 was deleted or renamed while it was read"):
+        open_trained(folder, "mesh.shape=fsdp:1", step=4)
 
 
 def test_the_default_mesh_divides_every_dim():
@@ -146,6 +162,12 @@ def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
     assert text.startswith(f"{tmp_path}/checkpoints/3 is not a checkpoint of flax_mesh.models.Decoder")
     assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,256]" in text
     assert "different" not in text
+
+
+@pytest.mark.parametrize("length", ["9" * 5000, "٣٢", "0", "2147483648", ""])
+def test_a_length_in_the_metadata_that_is_no_number_is_not_known(length):
+    assert sequence_length({"config": {"data.sequence_length": length}}) is None
+    assert sequence_length({"config": {"data.sequence_length": "32"}}) == 32
 
 
 def test_the_recipe_of_a_checkpoint_is_not_executed(tmp_path):

@@ -77,7 +77,7 @@ def test_prompts_that_the_model_cannot_read_are_reported_together(tmp_path):
 def test_missing_files_and_prompts_are_one_line(tmp_path):
     assert "there is no prompt; pass --prompt TEXT" in refused(read_prompts, [], None)[0]
     assert "cannot be read: No such file" in refused(read_prompts, [], str(tmp_path / "nothing"))[0]
-    assert "cannot be read: Is a directory" in refused(read_prompts, [], str(tmp_path))[0]
+    assert "cannot be read: it must be a file, but is a folder" in refused(read_prompts, [], str(tmp_path))[0]
     assert "null byte" in refused(read_prompts, [], "a\0b")[0]
 
 

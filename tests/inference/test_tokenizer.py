@@ -1,8 +1,11 @@
 """Tokenizers: bytes and tokenizer.json, texts that arrive token by token, and files that cannot be read."""
 
+import base64
+import gc
 import importlib.util
 import json
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.inference import tokenizer_process
+from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer, TextStream, open_tokenizer, stop_tokens, text_after
+from flax_mesh.inference.tokenizer_process import TokenizerProcess
 from flax_mesh.models import DecoderConfig
 from tests.inference.small_run import write_byte_tokenizer, write_tokenizer
 
@@ -154,7 +160,7 @@ def test_wrong_stop_tokens_damaged_files_and_a_missing_package_are_one_line(tmp_
 def test_mutated_tokenizers_are_read_or_refused(tmp_path):
     path, draw = write_tokenizer(tmp_path), random.Random(0)
     text, refused = path.read_text(), 0
-    for _ in range(300):
+    for _ in range(120):
         at, size = draw.randrange(len(text)), draw.randrange(1, 20)
         path.write_text(text[:at] + draw.choice(["", "0", "null", "{}", '"x"', "-1"]) + text[at + size :])
         try:
@@ -162,4 +168,72 @@ def test_mutated_tokenizers_are_read_or_refused(tmp_path):
             assert found is not None and isinstance(found.decode([1, 5, 40]), str)
         except ConfigError as error:
             refused += len(error.problems) == 1
-    assert 5 < refused < 295
+    assert 5 < refused < 120
+
+
+def write(folder: Path, **parts) -> Path:
+    """A tokenizer.json with one token "a", which stands for every word, and other parts."""
+    none = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
+    made = {"version": "1.0", "added_tokens": [], "model": model, **none}
+    (folder / "tokenizer.json").write_text(json.dumps(made | parts))
+    return folder / "tokenizer.json"
+
+
+CHARSMAP = base64.b64encode(b"\x04\0\0\0\xff\xff\xff\xff").decode()
+DOUBLED = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 60
+PREFIX = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 9}
+STRANGE = {
+    "no unknown token": ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}}, "Missing .UNK. token"),
+    "no unknown piece": ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "?", **PREFIX}}, "Missing"),
+    "no unk_id": ({"model": {"type": "Unigram", "vocab": [["b", 0.0]], "unk_id": None}}, "`unk_id` is missing"),
+    "a panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "index out of bounds"),
+    "no end": (
+        {"normalizer": {"type": "Sequence", "normalizers": DOUBLED}},
+        "did not end in 1 s|ended its process",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+def test_a_tokenizer_that_fails_at_a_text_is_one_line(tmp_path, monkeypatch, capfd, case):
+    parts, reason = STRANGE[case]
+    monkeypatch.setattr(tokenizer_process, "SECONDS", 1)
+    tokenizer = JsonTokenizer(write(tmp_path, **parts))
+    for _ in range(2):  # a process that has ended is started again
+        with pytest.raises(ConfigError, match=f"must encode every text, .*({reason}).*; replace it") as one:
+            tokenizer.encode("a b")
+        assert "\n" not in str(one.value) and len(str(one.value)) < 600
+    assert capfd.readouterr() == ("", "") and tokenizer.decode([]) == ""
+
+
+def test_ids_that_fail_and_a_process_that_is_killed_are_one_line(tmp_path):
+    strip = {"type": "Strip", "content": "a", "start": 5, "stop": 9}
+    with pytest.raises(ConfigError, match=r"tokenizer.json must decode all ids, .*index out of bounds"):
+        JsonTokenizer(write(tmp_path, decoder=strip)).decode([0])
+    tokenizer = TokenizerProcess(write(tmp_path))
+    child = tokenizer._child
+    assert child is not None and tokenizer.decode([0]) == "a"
+    child.send_signal(signal.SIGABRT)
+    child.wait()
+    with pytest.raises(ConfigError, match="the package tokenizers ended its process by SIGABRT"):
+        tokenizer.decode([0])
+    assert tokenizer.decode([0]) == "a"
+
+
+def test_the_process_ends_with_the_tokenizer(tmp_path):
+    tokenizer = TokenizerProcess(write(tmp_path))
+    child = tokenizer._child
+    del tokenizer
+    gc.collect()
+    assert child is not None and child.returncode == 0
+
+
+@pytest.mark.parametrize("number", [2**31, 2**32 - 1])
+def test_ids_above_int32_are_no_ids_of_the_model(tmp_path, number):
+    model = {"type": "WordLevel", "vocab": {"a": number}, "unk_token": "a"}
+    tokenizer = JsonTokenizer(write(tmp_path, model=model))
+    assert tokenizer.encode("a").tokens.tolist() == [number]
+    for call in (lambda: encode_prompts([Prompt("p", "a")], tokenizer, 256), lambda: stop_ids(["a"], tokenizer, 256)):
+        with pytest.raises(ConfigError, match=r"\b0 to 255"):
+            call()

@@ -1,6 +1,7 @@
 """Loading recipes by name, and mistakes in their code: one line with file and line number, before a run starts."""
 
 import re
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -112,8 +113,38 @@ def test_a_name_without_a_recipe_is_one_line(tmp_path, capsys):
         assert "own.py" in error_line(capsys, "explain", own)
     for text in ("", "recipe = 3\n"):
         assert "own.py has no function 'recipe'" in error_line(capsys, "explain", write(tmp_path, text))
-    line = error_line(capsys, "explain", write(tmp_path, "import beside\n"))
+    line = error_line(
+        capsys, "explain", write(tmp_path, "def recipe():\n    raise ModuleNotFoundError(name='beside')\n")
+    )
     assert line.endswith(f"It is in {tmp_path}, which Python does not search: set PYTHONPATH={tmp_path}")
+
+
+def test_settings_without_a_recipe_are_one_line_that_names_the_recipe(capsys):
+    for command in ("train", "explain"):
+        line = error_line(capsys, command, "mesh.shape=fsdp:8", "run.steps=3")
+        assert line == "the recipe is missing: mesh.shape=fsdp:8 is a setting; write RECIPE.py mesh.shape=fsdp:8"
+
+
+def test_a_recipe_imports_the_modules_beside_it_and_not_those_of_another_recipe(tmp_path):
+    text = OWN.replace("def recipe():", "import sizes_beside\ndef recipe():\n    import more_beside").replace(
+        "Size())", "Size(sizes_beside.WIDTH))"
+    )
+    path = sys.path[:]
+    for width in (5, 6, 5):
+        folder = tmp_path / str(width)
+        folder.mkdir(exist_ok=True)
+        (folder / "sizes_beside.py").write_text(f"WIDTH = {width}\n")
+        (folder / "more_beside.py").write_text("")
+        assert load_recipe(write(folder, text)).model.width == width and sys.path == path
+    load_recipe(write(tmp_path / "5", text + f"\nimport sys\nsys.path.append({str(tmp_path)!r})\n"))
+    assert sys.path == [*path, str(tmp_path)]
+    sys.path.remove(str(tmp_path))
+    found = {name for name in sys.modules if name.endswith("_beside")}
+    assert found == {"sizes_beside", "more_beside"}
+    with pytest.raises(ConfigError, match="No module named 'sizes_beside'"):
+        (tmp_path / "7").mkdir()
+        load_recipe(write(tmp_path / "7", text))
+    assert sys.path == path
 
 
 NAMES = st.from_regex(r"xla_[a-z_]{1,12}", fullmatch=True)

@@ -12,8 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -225,6 +227,10 @@ def loss_with(metrics: Any) -> Any:
     return loss
 
 
+def own(init: Any = lambda parameters: jnp.zeros(()), update: Any = lambda g, s, p: (g, s)) -> Any:
+    return optax.GradientTransformation(init, update)
+
+
 def first_batch(batch: Any) -> Any:
     return lambda config: lambda step: batch
 
@@ -261,6 +267,33 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("flops_per_token", lambda model, count, length: None, "it must return a number"),
     ("make_optimizer", lambda config, given: 3, "it must return an"),
     ("make_optimizer", lambda config, given: 1 / 0, "ZeroDivisionError"),
+    ("make_optimizer", lambda config: optax.sgd(1.0), WITH_ARGUMENTS + " .config, parameters."),
+    ("make_optimizer", lambda *_: own(lambda p: {}["x"]), "the init of its optimizer: .*KeyError: 'x'"),
+    ("make_optimizer", lambda *_: own(update=lambda g, s, p: {}["x"]), "the update of its .*KeyError: 'x'"),
+    (
+        "make_optimizer",
+        lambda config, _: optax.adam(config),
+        "TypeError: unsupp",
+    ),
+    (
+        "make_optimizer",
+        lambda *_: own(update=lambda g, s, p: g),
+        "updates, state., .*it returns an object",
+    ),
+    ("make_optimizer", lambda *_: own(update=lambda g, s, p: (0.0, s)), "the updates have another structure"),
+    ("make_optimizer", lambda *_: own(update=lambda g, s, p: (g, (s, s))), "the arrays of the state have another"),
+    (
+        "make_optimizer",
+        lambda *_: own(update=lambda g, s, p: (jax.tree.map(jnp.atleast_3d, g), s)),
+        r"embed/embedding: \(256, 64\) becomes \(256, 64, 1\)",
+    ),
+    (
+        "make_optimizer",
+        lambda *_: own(
+            lambda p: {"n": jnp.zeros((), jnp.bfloat16)}, lambda g, s, p: (g, {"n": s["n"] + np.float32(1)})
+        ),
+        r": n: bf16\[\] becomes f32\[\]; make_optimizer\(config, parameters\) must return",
+    ),
     ("make_schedule", lambda config: 3, r"it must return a function of the step .* got int"),
     ("make_schedule", lambda config: jnp.atleast_1d, "a function that returns the shape"),
     ("wrt", 3, "wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got 3"),
@@ -348,6 +381,13 @@ def test_a_wrong_function_is_one_line_with_its_place_before_the_run_has_a_folder
         lines, first = inspect.getsourcelines(value if inspect.isfunction(value) else of_class)
         assert place is not None and first <= int(place[1]) < first + len(lines)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_function_of_optax_is_no_make_optimizer():
+    problem = r"^make_optimizer: TypeError: unsupported .*; make_optimizer\(config, parameters\) must return an optax"
+    with pytest.raises(ConfigError, match=problem) as caught:
+        build_program(replace(bigram.recipe(), make_optimizer=optax.adam))
+    assert "\n" not in str(caught.value)
 
 
 def pipeline_loss_with(metrics: Any) -> Any:

@@ -121,6 +121,8 @@ def test_all_malformed_rules_are_listed_in_one_error():
         "For mesh axes, of which several may split one dim, write a PartitionSpec.",
         "rule 6, 'e': dims must be a tuple or a PartitionSpec, got 3.",
     ]
+    with pytest.raises(ShardingError, match=r"^rules must be axis names .* or a list of \(pattern, dims\), got 5\.$"):
+        PartitionRules(5)  # pyright: ignore
 
 
 def test_explain_reports_the_rule_the_spec_and_later_matches():

@@ -173,6 +173,8 @@ CHANGES = {
     "\nstat: metadata 'kind' was 'a', is 'b'\n": lambda m, x: m.stat.set_metadata(kind="b"),
     "\nmore: the call added this variable\n": lambda m, x: setattr(m, "more", nnx.BatchStat(x)),
     "\nstat: the call removed this variable\n": lambda m, x: delattr(m, "stat"),
+    r"\nmodel/stat: f32\[\] becomes i32\[\]\n": lambda m, x: m.stat.set_value(jnp.int32(0)),
+    r"\nmodel/stat: f32\[\] becomes f32\[8\]\n": lambda m, x: m.stat.set_value(jnp.zeros(8)),
 }
 
 
@@ -181,6 +183,20 @@ def test_what_a_call_must_not_change_is_named(message, mesh):
     make = maker(lambda rngs: Changing(rngs, CHANGES[message]))
     layout = abstract_train_state(make, fm.abstract_state(make, mesh, "fsdp"))
     with pytest.raises(ValueError, match=message):
+        jax.eval_shape(make_train_step(loss_fn, layout), layout, batch())
+
+
+def test_a_state_of_the_optimizer_must_keep_its_dtype(mesh):
+    def make():
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
+        init: Any = lambda parameters: {"sum": jax.tree.map(jnp.zeros_like, parameters)}  # noqa: E731
+        update: Any = lambda g, s, p=None: (g, jax.tree.map(lambda x: x + np.float32(1), s))  # noqa: E731
+        cast = optax.GradientTransformation(init, update)
+        return model, nnx.Optimizer(model, cast, wrt=nnx.Param)
+
+    layout = abstract_train_state(make, fm.abstract_state(make, mesh, "fsdp"))
+    problem = r"optimizer/opt_state/sum/bias: bf16\[8\] becomes f32\[8\]\n.*sum/kernel: bf16\[8,8\] becomes f32\[8,8\]"
+    with pytest.raises(ValueError, match=problem):
         jax.eval_shape(make_train_step(loss_fn, layout), layout, batch())
 
 

@@ -14,11 +14,13 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.data.corpus import load_corpus
 from flax_mesh.data.run_data import BATCHES, TEXT, TOKENS
+from flax_mesh.errors import StepDeletedError
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import build_program
 from flax_mesh.train import DataConfig, apply_overrides, train
 from flax_mesh.train.warm_start import check_start_settings, check_text, find_start, start_from
+from tests.checkpoint.deleting import replace
 from tests.inference.small_run import write_tokenizer
 from tests.models.folders import change_arrays
 from tests.train.support.llama import LLAMA, config_of
@@ -49,6 +51,17 @@ def save_parameters(config, folder):
     program = build_program(config)
     with Checkpointer(folder, layers=program.rules.layers) as checkpointer:
         checkpointer.save(7, program.init().to_nnx(), {"config": to_texts(config)})
+
+
+def test_a_newer_step_is_the_start_if_a_run_deletes_the_one_it_found(tmp_path):
+    config = config_of("fsdp:1", "model.num_layers=1", "model.vocab_size=256")
+    save_parameters(config, tmp_path)
+    program, start = build_program(config), find_start(str(tmp_path))
+    named, state = find_start(str(tmp_path / "7")), program.init()
+    replace(tmp_path / "7")
+    assert "step 8, restored " in start_from(start, state, program.rules.layers)[1]
+    with pytest.raises(StepDeletedError, match="/7 was deleted or renamed"):
+        start_from(named, state, program.rules.layers)
 
 
 def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_together(tmp_path):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
+from flax_mesh.fields import read_file
 from flax_mesh.text import at_most, listed, path_lines
 from flax_mesh.tree import Shaped
 
@@ -112,7 +113,7 @@ def write_safetensors(
 def read_json(path: Path) -> Any:
     """Parse an untrusted JSON file; CheckpointCorruptedError if it is invalid."""
     with refusals(path):
-        data = path.read_bytes()
+        data = read_file(path)
     return _parse_json(path, data)
 
 

@@ -3,7 +3,7 @@
 import os
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import path_problem, read_file
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.text import lines_of
@@ -30,10 +30,7 @@ def read_schedule(path: str) -> Schedule:
     if problem := path_problem(path):
         raise ConfigError(f"{path[:80]!r} {problem}")
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise ConfigError(f"{path} is larger than {_MOST_BYTES} bytes, so it is not a schedule")
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_file(path, _MOST_BYTES).decode()
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file; write one with flax-mesh schedule NAME --out {path}") from error
     except OSError as error:

@@ -12,6 +12,7 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.optimizers.average import average_parameters, with_average
+from flax_mesh.recipe.optimizers.check import own_optimizer
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.recipe.optimizers.make import make_optimizer, parameter_problems
@@ -76,7 +77,7 @@ class RecipeOptimizer:
         if self.make is None:
             chosen = make_optimizer(settings, self._own_schedule(), self.layers)
         else:
-            chosen = self._own_optimizer(self.make, parameters)
+            chosen = own_optimizer(self.make, parameters)
         return optax.chain(chosen, average_parameters(settings.ema)) if settings.ema else chosen
 
     def learning_rate(self) -> optax.Schedule | None:
@@ -88,14 +89,6 @@ class RecipeOptimizer:
     def evaluated(self, state: TrainState) -> TrainState:
         """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
         return with_average(state, self.settings.ema) if self.settings.ema else state
-
-    def _own_optimizer(self, make: Callable[[nnx.State], Any], parameters: nnx.State) -> optax.GradientTransformation:
-        with user_code("make_optimizer", place := place_of(make)):
-            made = make(parameters)
-        if not isinstance(made, optax.GradientTransformation):
-            problem = f"it must return an optax transformation, got {type(made).__name__}"
-            raise ConfigError(joined("make_optimizer", place, problem))
-        return made
 
     def _own_schedule(self) -> optax.Schedule | None:
         if self.make_schedule is None:

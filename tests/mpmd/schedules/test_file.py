@@ -51,7 +51,7 @@ def test_a_file_that_is_no_schedule_is_refused(file):
 def test_a_file_that_cannot_be_read_is_refused(file, tmp_path):
     with pytest.raises(ConfigError, match="no such file; write one with flax-mesh schedule NAME --out"):
         read_schedule(str(file))
-    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+    with pytest.raises(ConfigError, match="cannot be read: it must be a file, but is a folder"):
         read_schedule(str(tmp_path))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not a text file in UTF-8"):

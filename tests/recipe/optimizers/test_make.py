@@ -107,6 +107,19 @@ def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
     assert "learning_rate" not in trained(config_of(mesh, recipe=recipe), steps=1)[2][0], "it is made up"
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_a_state_that_is_one_array_is_that_of_an_optimizer(mesh):
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: -0.1 / (1 + state) * x, updates), state + 1
+
+    by_hand = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+    expected, _ = plain(by_hand)
+    _, state, _ = trained(config_of(mesh, recipe=replace(CONFIG, make_optimizer=lambda config, given: by_hand)))
+    assert_close(parameters(state), expected[-1])
+    assert [float(x) for path, x in named_leaves(state.to_nnx()["optimizer"]) if path == "opt_state/0"] == [3.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh", "pp"])
 def test_muon_on_a_stack_treats_every_layer_as_a_matrix(mesh):
