@@ -279,5 +279,5 @@ def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRule
     count = sum(any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec)))
     total = count_text(len(jax.tree.leaves(state)), "array")
     head = f"rules: {text} splits {count} of {total} on their largest dim"
-    idle = [f"  {problem}" for problem in [idle_axes(rules, mesh)] if problem]
+    idle = [f"  {problem}" for problem in [idle_axes(rules, mesh, "pp")] if problem]
     return ["\n".join([head, *idle, *at_most([f"  {finding}" for finding in group_findings(replicated)])])]

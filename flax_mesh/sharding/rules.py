@@ -266,10 +266,13 @@ def _split_largest_dim(
     return spec, Finding(path, problem, repair)
 
 
-def idle_axes(rules: PartitionRules, mesh: Mesh | AbstractMesh) -> str:
-    """One line if axes of the mesh have no work: neither rules such as "fsdp" nor a batch use them."""
+def idle_axes(rules: PartitionRules, mesh: Mesh | AbstractMesh, stages: str = "") -> str:
+    """One line if axes of the mesh have no work: neither rules such as "fsdp" nor a batch use them.
+
+    `stages` is the axis of a pipeline.
+    """
     used = {name for logical in ("batch", "sequence") for name in rules.axes.mesh_axes(logical)}
-    used |= {name for _, dims in rules.table if isinstance(dims, LargestDim) for name in dims.mesh_axes}
+    used |= {name for _, dims in rules.table if isinstance(dims, LargestDim) for name in dims.mesh_axes} | {stages}
     idle = [name for name, size in mesh.shape.items() if size > 1 and name not in used]
     if not idle or not all(isinstance(dims, LargestDim) for _, dims in rules.table):
         return ""
