@@ -118,7 +118,7 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
         axes: Maps the logical axes "batch" and "sequence" to mesh axes.
 
     Returns:
-        The batch as `jax.Array`s with the dtypes that devices have, int32 for int64.
+        The batch as arrays of JAX with the dtypes that devices have, int32 for int64.
 
     Raises:
         ConfigError: Numbers of rows differ or are not divisible by the mesh axes of the batch, a leaf is no array of
