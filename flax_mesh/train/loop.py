@@ -298,6 +298,10 @@ def _steps(
         with saving_before_failure("the next batch cannot be made"):
             yield from batches
 
+    def evaluated(evaluate: Callable[[TrainState], Row], state: TrainState) -> Row:
+        with saving_before_failure("its evaluation failed"):
+            return evaluate(state)
+
     with ExitStack() as stack:
         stack.callback(rows.close)
         stack.callback(own_hooks.close)
@@ -323,8 +327,7 @@ def _steps(
             last = step == settings.steps
             stop = run.should_stop()
             if run.evaluate and (last or step % settings.eval_every == 0):
-                with saving_before_failure("its evaluation failed"):
-                    rows.finish(partial(run.evaluate, state))
+                rows.finish(partial(evaluated, run.evaluate, state))
             if last or stop or step % run.recipe.checkpoint.every == 0:
                 save(final=last or stop)
                 if check.stopped:
