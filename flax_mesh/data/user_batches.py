@@ -81,10 +81,13 @@ class UserBatches:
         lead to the next one: that an iterator returns a state that it was given does not show that it uses it.
         """
         state, last = saved.get("state"), saved.get("last_batch")
-        if self.iterator is not None:
-            self.iterator.resume(*(step, state) if last is None else (step - 1, last.get("state")))
+        if self.iterator is not None and (last is None or "state" not in last):  # saved by a function, or before
+            self.iterator.resume(step, state)
+            return ""
         if last is None:
             return ""
+        if self.iterator is not None:
+            self.iterator.resume(step - 1, last["state"])
         self(step - 1)
         if self._checksums[step - 1] == last["checksum"]:
             return ""

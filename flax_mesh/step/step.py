@@ -85,7 +85,8 @@ def make_train_step(
         step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `batch` is
         a tree of arrays (row, ...) with equal numbers of rows, of NumPy or of JAX, and of scalars. Each device receives
         its own rows only, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
-        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower` and `trace` of `jax.jit`.
+        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower`, `trace` and
+        `eval_shape` of `jax.jit`.
 
     Raises:
         ValueError: When the step is traced: the rows of the batch are not divisible by `num_microbatches` and the mesh
@@ -201,6 +202,7 @@ class _PlacingStep:
 
     def __init__(self, jitted: Any, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
         self._jitted, self._mesh, self._axes, self._problem = jitted, mesh, axes, ""
+        self.lower, self.trace, self.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
         known = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
         if mesh is not None and mesh.size > 1 and known.isdisjoint(mesh.axis_names):
             self._problem = (
@@ -216,9 +218,6 @@ class _PlacingStep:
         if isinstance(self._mesh, Mesh):
             batch = put_batch(batch, self._mesh, self._axes)
         return self._jitted(state, batch, *limits)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
 
 
 def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):

@@ -51,11 +51,11 @@ def check_resume(
     """List the settings that changed since the checkpoint was saved.
 
     Raises ConfigError if one of them changes the result, unless `allow_changes`, and always if AVERAGE_DECAY changed.
-    `is_sum` returns whether the loss is a sum over rows: the number of microbatches then changes rounding only.
+    `is_sum` returns whether the loss is a sum over rows: another number of microbatches is then accepted.
     """
     found = changes(saved["config"], config)
     if any(one.key == MICROBATCHES for one in found) and is_sum():
-        note = "rounding only, since loss_fn returns a sum and its weight"
+        note = "rounding only, unless a term of the loss depends on the entire batch, as a router's does"
         found = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in found]
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:

@@ -176,6 +176,9 @@ def test_an_iterator_that_does_not_restore_its_state_is_found():
     assert [bool(problem) for problem in problems] == [False, True, False, True]
     assert "batch 2 differs from the one that the run used" in problems[1] and "set_state" in problems[1]
     assert "it depends on more than the step" in problems[3]
+    of_function, iterator = UserBatches(lambda: pure, ROWS), UserBatches(Count, ROWS)
+    of_function(2)
+    assert iterator.resume(3, of_function.record(3)) == "" and iterator(3)["x"][0] == 1, "it starts at its beginning"
 
 
 # --- arrays in memory ---
