@@ -1,5 +1,6 @@
 """The train step, (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -201,6 +202,7 @@ class _PlacingStep:
     """
 
     def __init__(self, jitted: Any, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
+        functools.update_wrapper(self, jitted)
         self._jitted, self._mesh, self._axes, self._problem = jitted, mesh, axes, ""
         self.lower, self.trace, self.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
         known = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}

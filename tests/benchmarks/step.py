@@ -8,6 +8,7 @@ ratios to flat jit within a round, in time and in CPU time of this thread. Targe
     python -m tests.benchmarks step [--rounds 200] [--leaves 150,450] [--devices 1,2,8]
 """
 
+import inspect
 import itertools
 import random
 import statistics
@@ -82,7 +83,7 @@ def calls(num_leaves: int, devices: int) -> dict[str, tuple[Call, Any]]:
     step, definition = make_train_step(loss_fn, states[0]), states[0].definition
 
     def on_leaves(leaves: list[jax.Array], batch: jax.Array):
-        state, metrics = step.__wrapped__(TrainState(tuple(leaves), definition), batch)
+        state, metrics = inspect.unwrap(step)(TrainState(tuple(leaves), definition), batch)
         return list(state.leaves), metrics
 
     layout = [leaf.sharding for leaf in states[1].leaves]
