@@ -28,7 +28,7 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
-    ("models", "data", "recipe.optimizers"),
+    ("models", "data", "lora", "recipe.optimizers"),
     ("recipe",),
     ("train.hooks",),
     ("train",),

@@ -20,6 +20,7 @@ from flax_mesh.inference.evaluate import length_problems
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel
+from flax_mesh.lora import merge_lora
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
@@ -132,8 +133,8 @@ def _load_trained(
     abstract = abstract_state(recipe.make_model, mesh, recipe.layout.rules)
     graphdef, _ = abstract_split(recipe.make_model, mesh)
     state, what = _load(source, config.model, abstract, average)
-    model: Decoder = nnx.merge(graphdef, state)  # pyright: ignore[reportAssignmentType]
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(state))
+    model: Decoder = merge_lora(nnx.merge(graphdef, state))
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, graph=True)))
     for path in source.damaged:
         say(f"{path} is damaged and was skipped")
     say(f"model: {source.path}, {what}, {count / 1e6:.2f}M parameters")

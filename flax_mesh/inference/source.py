@@ -16,6 +16,7 @@ from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.checkpoint.read import plain, read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem
+from flax_mesh.lora.config import LoraConfig
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import MeshConfig, TrainConfig
@@ -42,6 +43,7 @@ class Source:
         sequence_length: Of the training run, or the longest that config.json allows; None if it is not known.
         record: The metadata of a checkpoint; {} for a Hugging Face folder.
         decoder: Of a Hugging Face folder.
+        lora: The adapters of the checkpoint, as saved.
         damaged: Newer steps that were skipped because they are damaged.
         asked: The folder and the number of the step, as the user gave them.
     """
@@ -53,6 +55,7 @@ class Source:
     sequence_length: int | None = None
     record: Mapping[str, Any] = field(default_factory=dict)
     decoder: DecoderFolder | None = None
+    lora: LoraConfig = LoraConfig()  # noqa: RUF009 (a frozen value)
     damaged: tuple[Path, ...] = ()
     asked: tuple[str | Path, int | None] = ("", None)
 
@@ -96,13 +99,15 @@ def _checkpoint(folder: str | Path, step: int | None) -> Source:
     check_committed(found)
     record = saved_record(found)
     length = sequence_length(read_record(found))
+    saved = _saved_model(found, record["config"])
     return Source(
         found,
-        _saved_model(found, record["config"]),
+        saved.model,
         found.parent / KEPT,
         is_text=is_trained_on_text(record),
         sequence_length=length,
         record=record,
+        lora=saved.lora,
         damaged=tuple(damaged),
         asked=(folder, step),
     )
@@ -124,12 +129,12 @@ def _huggingface(path: Path) -> Source:
     return Source(path, model, path, sequence_length=longest, decoder=decoder)
 
 
-def _saved_model(step: Path, saved: Mapping[str, Any]) -> DecoderConfig:
-    """The DecoderConfig in the settings of a checkpoint. ConfigError if they are those of another model."""
+def _saved_model(step: Path, saved: Mapping[str, Any]) -> TrainConfig:
+    """The settings model.* and lora.* of a checkpoint. ConfigError if they are those of another model."""
     config = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
-    texts = {key: value for key, value in saved.items() if key.startswith("model.")}
+    texts = {key: value for key, value in saved.items() if key.startswith(("model.", "lora."))}
     with is_decoder(step):
-        if not texts:
+        if not any(key.startswith("model.") for key in texts):
             raise ConfigError("its metadata has no settings of a model, which runs and imports save")
         missing = [f"model.{name}" for name in SIZES if f"model.{name}" not in texts]
         others = sorted(texts.keys() - flat_fields(config).keys())
@@ -140,7 +145,7 @@ def _saved_model(step: Path, saved: Mapping[str, Any]) -> DecoderConfig:
         config, problems = read_overrides(config, [f"{key}={value}" for key, value in texts.items()])
         if problems := problems or config.model.problems():
             raise ConfigError(problems)
-    return config.model
+    return config
 
 
 @contextmanager
@@ -159,7 +164,7 @@ def read_settings(source: Source, overrides: Sequence[str]) -> Settings:
 
     Raises one ConfigError with a line for every mistake that can be found without devices.
     """
-    base = TrainConfig(make_decoder, next_token_loss, source.model)
+    base = TrainConfig(make_decoder, next_token_loss, source.model, lora=source.lora)
     fields, keys = flat_fields(base), [setting_of(text) for text in overrides]
     problems = [
         f"{key} has no effect here; the settings are model.*, mesh.* and run.platform"

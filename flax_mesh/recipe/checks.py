@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,6 +78,7 @@ def _check_together(config: TrainConfig) -> list[str]:
             found += [f"run.hardware: {problem}" for problem in error.problems]
     if config.make_batches is not None and config.sample is not None:
         found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
+    found += _check_lora(config)
     found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
         found.append(NO_SOURCE)
@@ -124,6 +126,22 @@ def _check_axes(prefix: str, axes: Any) -> list[str]:
         for name, value in values.items()
         if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
     ]
+
+
+def _check_lora(config: TrainConfig) -> list[str]:
+    """One line for every setting that adapters leave without a meaning."""
+    if not config.lora.rank:
+        return []
+    found = []
+    try:
+        re.compile(config.lora.modules)
+    except re.error as error:
+        found.append(f"lora.modules={config.lora.modules} is no regular expression: {error}")
+    if config.wrt is not nnx.Param:
+        found.append("wrt selects the trained variables, but with lora.rank above 0 these are the adapters; remove wrt")
+    if config.optimizer.name == "muon" and config.make_optimizer is None:
+        found.append("optimizer.name=muon is for the matrices of the model, not for adapters; use adamw with lora.rank")
+    return found
 
 
 def _check_filter(wrt: Any) -> list[str]:

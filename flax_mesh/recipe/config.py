@@ -14,12 +14,13 @@ from flax import nnx
 
 from flax_mesh.data.config import DataConfig
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT
+from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
-SECTIONS = ("model", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
+SECTIONS = ("model", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 
@@ -144,8 +145,9 @@ class RunConfig:
 class TrainConfig:
     """The complete definition of a run: what a recipe returns and what `train` takes.
 
-    The fields of the sections (`model`, `mesh`, `pipeline`, `data`, `optimizer`, `checkpoint`, `run`) can be overridden
-    on the command line as `section.key=value`; see `apply_overrides`. The functions can be set by a recipe only.
+    The fields of the sections (`model`, `lora`, `mesh`, `pipeline`, `data`, `optimizer`, `checkpoint`, `run`) can be
+    overridden on the command line as `section.key=value`; see `apply_overrides`. The functions can be set by a recipe
+    only.
 
     Attributes:
         make_model: `make_model(model, rngs) -> nnx.Module`. It is only traced: parameters are initialized directly
@@ -156,6 +158,7 @@ class TrainConfig:
             "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real scalars, and
             their names are no other fields of rows, such as "step" and "seconds".
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
+        lora: Low-rank adapters of the model, which are then trained alone; none by default.
         mesh: Mesh shape, "fsdp:-1" by default.
         pipeline: Number of microbatches (gradient accumulation) and, for pp > 1, schedule, stages, remat and transport.
         data: Text or token files, sequence length, batch size and held-out share.
@@ -197,6 +200,7 @@ class TrainConfig:
     loss_fn: Callable[..., Any]
     model: Any = field(metadata={"of_user": True})
     mesh: MeshConfig = MeshConfig()
+    lora: LoraConfig = LoraConfig()  # noqa: RUF009
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()  # noqa: RUF009 (a frozen value)
     optimizer: OptimizerConfig = OptimizerConfig()  # noqa: RUF009
@@ -211,6 +215,11 @@ class TrainConfig:
     hooks: tuple[Callable[..., Any], ...] = ()
     make_batches: Callable[["TrainConfig"], Any] | None = None
     eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+
+
+def trained_variables(config: TrainConfig) -> Any:
+    """The filter of NNX that selects the trained variables: with adapters, these alone."""
+    return nnx.LoRAParam if config.lora.rank else config.wrt
 
 
 def data_seed(data: DataConfig, run: RunConfig) -> int:

@@ -15,6 +15,7 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.evaluation import run_eval_fns, traced_evaluate
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
+from flax_mesh.lora import merge_lora
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
@@ -48,7 +49,7 @@ class TrainProgram:
     init: Callable[[], TrainState]
     step: Step
     evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
-    model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling
+    model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling, with its adapters merged
     pipeline: Pipeline | None = None
 
     @property
@@ -109,7 +110,13 @@ def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambd
         transport=recipe.pipeline.transport,  # pyright: ignore[reportArgumentType]
     )
     return TrainProgram(
-        recipe, pipeline.abstract, pipeline.init_state, pipeline.step, pipeline.evaluate, pipeline.model, pipeline
+        recipe,
+        pipeline.abstract,
+        pipeline.init_state,
+        pipeline.step,
+        pipeline.evaluate,
+        lambda state: merge_lora(pipeline.model(state)),
+        pipeline,
     )
 
 
@@ -129,7 +136,7 @@ def _plain(recipe: Recipe) -> TrainProgram:
         return layout.with_state(init_state(recipe.make, abstract))
 
     evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes)
-    return TrainProgram(recipe, layout, init, step, evaluate, lambda state: state.merge()[0])
+    return TrainProgram(recipe, layout, init, step, evaluate, lambda state: merge_lora(state.merge()[0]))
 
 
 def split_model(recipe: Recipe, mesh: MpmdMesh | AbstractMesh) -> StagedModel:

@@ -14,6 +14,7 @@ from flax_mesh.data.config import DataConfig
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import Chip, load_chip
+from flax_mesh.lora import with_lora
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.recipe.checks import check_config, check_functions, check_on_mesh, sequence_length_of
@@ -25,6 +26,7 @@ from flax_mesh.recipe.config import (
     TrainConfig,
     shard_over,
     tokens_per_step,
+    trained_variables,
 )
 from flax_mesh.recipe.model import MakeModel, make_model, method_of, model_notes, model_rules
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
@@ -34,6 +36,7 @@ from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.rules import PartitionRules, group_findings, idle_axes, match_partition_rules
 from flax_mesh.step.options import StateLayout, StepOptions
 from flax_mesh.text import at_most, count_text
+from flax_mesh.user_code import place_of, user_code
 
 ModelConfig = Any  # a dataclass of the user
 
@@ -47,9 +50,9 @@ class Recipe:
         target: The devices, or the sizes of a mesh without them.
         mesh: The mesh of the step; without devices, and with groups, the abstract mesh of one group.
         model: The config of the model, a dataclass of the user.
-        make_model: () -> the model.
+        make_model: () -> the model, with its adapters.
         make: () -> (model, nnx.Optimizer).
-        loss_fn: The loss function.
+        loss_fn: The loss function, with adapters that of the adapted model.
         rules: The rule table, with the layers of the model; empty for a model with annotations.
         layout: How the state is sharded.
         optimizer: The optimizer, which `optimizer.transformation(state of the model)` returns.
@@ -188,6 +191,11 @@ def _recipe(
         own = UserBatches(partial(config.make_batches, config), config.data.batch_size)
     shapes = own.shapes if own else token_shapes(config.data) if batch is None else batch
     flops, run = config.flops_per_token, config.run
+    loss_fn = config.loss_fn
+    if config.lora.rank:
+        with user_code("loss_fn", place_of(loss_fn)):
+            make = config.lora.adapted(make, loss_fn, shapes or token_shapes(config.data), run.seed)
+        loss_fn = with_lora(loss_fn)
     xla = parse_compiler_options(run.compiler_options)
     options = StepOptions(run.seed, optimizer.learning_rate(), xla, run.on_nonfinite == "skip")
     notes = model_notes(config.model, mesh, sequence_length_of(config))
@@ -198,7 +206,7 @@ def _recipe(
         model=config.model,
         make_model=make,
         make=partial(_make_modules, make, optimizer),
-        loss_fn=config.loss_fn,
+        loss_fn=loss_fn,
         rules=rules,
         layout=layout_of_recipe(config, rules),
         optimizer=optimizer,
@@ -243,7 +251,7 @@ def optimizer_of_recipe(config: TrainConfig, rules: PartitionRules) -> RecipeOpt
     own, schedule = config.make_optimizer, config.make_schedule
     return RecipeOptimizer(
         config.optimizer,
-        config.wrt,
+        trained_variables(config),
         rules.layers,
         method_of(config.model, "matrices", lambda: "")(),
         own and partial(own, config),

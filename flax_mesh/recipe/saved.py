@@ -16,7 +16,8 @@ from flax_mesh.checkpoint.read import Array, is_number, read_metadata, read_reco
 from flax_mesh.data.iterators import is_state
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
-from flax_mesh.fields import parse_value
+from flax_mesh.fields import field_types, parse_value
+from flax_mesh.lora.config import LoraConfig
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings
 from flax_mesh.sharding.rules import PartitionRules
@@ -53,6 +54,16 @@ def run_metadata(step: Path) -> dict[str, Any]:
     if problems:
         raise CheckpointCorruptedError(problems, head=f"{step}: its metadata is not that of a run:")
     return record
+
+
+def saved_lora(record: Mapping[str, Any]) -> LoraConfig:
+    """The settings lora.* in the metadata of a checkpoint. CheckpointCorruptedError if a value is none."""
+    texts = {name: record["config"].get(f"lora.{name}") for name in vars(LoraConfig())}
+    kinds = field_types(LoraConfig())
+    try:
+        return LoraConfig(**{name: parse_value(str(x), kinds[name]) for name, x in texts.items() if x is not None})
+    except ValueError as error:
+        raise CheckpointCorruptedError(f"settings lora.* in the metadata of the checkpoint: {error}") from error
 
 
 def sequence_length(record: Mapping[str, Any]) -> int | None:

@@ -17,6 +17,7 @@ from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.explicit import made_on_auto_axes
+from flax_mesh.sharding.follow import followers, with_followers
 from flax_mesh.sharding.memory import optimizer_memory_kinds, placed
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -176,16 +177,18 @@ def _match(
     """Specs of all leaves of `state`: that of the module `made`, or of {"model", "optimizer"}."""
     both, own = has_optimizer(made), None
     model, parameters = (made["model"], state["model"]) if both else (made, state)
+    following = followers(parameters)
+    leaves = [(path, leaf) for path, leaf in named_leaves(parameters) if path not in following]
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(parameters):
         table = PartitionRules([])
         match = match_annotations(parameters, mesh, axes or DEFAULT_AXES)
         if both:
             own = match_annotations(state["optimizer"], mesh, axes or DEFAULT_AXES)
     else:
-        leaves = named_leaves(parameters)
         table = as_rules(rules if rules is not None else partition_rules(model), axes, model_layers(model))
         table = table.without_single_layers(leaves, model)
         match = match_leaves(table, leaves, mesh=mesh, min_size=min_size)
+    match = match._replace(specs=with_followers(parameters, following, match.specs))
     if not both:
         return match
     optimizer = made["optimizer"]

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.sharding.annotations import annotations_of
+from flax_mesh.sharding.follow import spec_of_dims
 from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves, split_first_dim
 from flax_mesh.tree import named_leaves, owners_of
 
@@ -55,7 +56,7 @@ def match_optimizer(
         if leaf.shape == shape and path in differing:
             spec = differing[path]
         if leaf.shape != shape:
-            spec = _spec_of_dims(dims[path], spec)
+            spec = spec_of_dims(dims[path], spec)
             findings += _check_replicated(path, leaf.shape, spec, owner, *owners[owner])
         specs[path], problems = split_over(path, leaf.shape, spec, mesh, over, min_size)
         findings += problems
@@ -141,14 +142,6 @@ def _dims(before: Shape, after: Shape, parameter: Shape) -> Dims:
         return (None,) * len(before)
     found = {pair: dim for dim, pair in enumerate(zip(parameter, _grown(parameter), strict=True))}
     return tuple(found.get(pair) for pair in zip(before, after, strict=True))
-
-
-def _spec_of_dims(dims: Dims, spec: PartitionSpec) -> PartitionSpec:
-    """The axes of the corresponding dims; a dim of the parameter that occurs twice (Gram matrix) splits the first."""
-    entries = [spec[d] if d is not None and d < len(spec) and d not in dims[:i] else None for i, d in enumerate(dims)]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 def _check_replicated(

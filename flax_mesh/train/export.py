@@ -26,13 +26,23 @@ from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.fields import parse_value
+from flax_mesh.lora.adapters import A, B
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
-from flax_mesh.recipe.saved import FORMAT, averages, layout_of, layout_record, saved_record, sequence_length, versions
+from flax_mesh.recipe.saved import (
+    FORMAT,
+    averages,
+    layout_of,
+    layout_record,
+    saved_lora,
+    saved_record,
+    sequence_length,
+    versions,
+)
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
@@ -62,21 +72,35 @@ def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None,
     tree = _parameters(arrays)
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
     averaged = averages(found, arrays, record) if average else {}
-    values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
     with new_folder(out, found, by_orbax=to == "orbax") as work:
         more = {}
         if to == "safetensors":
+            values = _merged(found, cast, averaged, record)
+            cast = {path: array for path, array in cast.items() if not path.endswith((A, B))}
             more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
         else:
-            _export_orbax(work, values)
+            _export_orbax(work, _values(found, cast, averaged))
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
     return _written(found, out, passed_over) | {"to": to} | sizes | more
 
 
-def _with_averages(
+def _merged(
+    step: Path, tree: Mapping[str, Array], averaged: Mapping[str, tuple[Array, float]], record: Mapping[str, Any]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """`_values` of a decoder, whose weights have the contracted dims first, with its adapters merged."""
+    factors = dict(_values(step, {path: x for path, x in tree.items() if path.endswith((A, B))}, averaged))
+    scale = saved_lora(record).scale
+    for path, value in _values(step, {path: x for path, x in tree.items() if path not in factors}, averaged):
+        if path + A in factors:
+            a, b = (factors[path + suffix].astype(np.float32) for suffix in (A, B))
+            value = (value.astype(np.float32) + scale * np.tensordot(a, b, 1)).astype(value.dtype)
+        yield path, value
+
+
+def _values(
     step: Path, tree: Mapping[str, Array], averaged: Mapping[str, tuple[Array, float]]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """As `read_values`, with the moving averages in the place of the parameters that have one."""
+    """As `read_values`, a few at a time, with the moving averages in the place of the parameters that have one."""
     yield from read_values(step, {path: array for path, array in tree.items() if path not in averaged})
     stored = {path: array for path, (array, _) in averaged.items() if path in tree}
     for path, value in read_values(step, stored):

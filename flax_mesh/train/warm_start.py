@@ -115,8 +115,10 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
     """Return `state` with the parameters from `start`, and a text that lists what was and was not restored."""
     if start.step is None:
         tree = state.to_nnx()
-        model = open_decoder(start.folder).load(tree["model"])
+        adapters, own = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
+        model = open_decoder(start.folder).load(own)
         text = f"restored all {len(named_leaves(model))} arrays of the model"
+        model = nnx.merge_state(model, adapters)
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
     if jax.process_count() > 1:  # all processes read the same step
         return _from_step(start, start.step, state, layers)

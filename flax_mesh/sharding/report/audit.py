@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.sharding.follow import followers, with_followers
 from flax_mesh.sharding.rules import (
     Finding,
     PartitionRules,
@@ -61,7 +62,8 @@ def audit_rules(
     that match nothing. Layers with the same mismatch share one finding. `apply_policy(audit.findings, "error")` raises
     all of them as one ShardingError.
     """
-    leaves = named_leaves(tree)
+    following, everything = followers(tree), named_leaves(tree)
+    leaves = [(path, leaf) for path, leaf in everything if path not in following]
     table = as_rules(rules, axes).without_single_layers(leaves)
     match = match_leaves(complete(table), leaves, mesh=mesh)
     uses = _rule_uses(table, [path for path, _ in leaves])
@@ -72,7 +74,7 @@ def audit_rules(
         *large_replicated(leaves, match.specs, mesh, large, stacks),
     ]
     findings = [*group_findings(of_arrays), *_of_rules(uses, unused)]
-    return Audit(match.specs, uses, findings, group_findings(match.replicated))
+    return Audit(with_followers(tree, following, match.specs), uses, findings, group_findings(match.replicated))
 
 
 def complete(table: PartitionRules) -> PartitionRules:

@@ -1,6 +1,6 @@
 """Report on a model, a rule table and a mesh: every array with its rule and spec, and all findings."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from flax_mesh.sharding.abstract import (
     partition_rules,
 )
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.follow import followers, with_followers
 from flax_mesh.sharding.memory import optimizer_memory_kinds
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy
@@ -174,8 +175,9 @@ def explain_sharding(
 
 def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:
     match, leaves = match_annotations(state, mesh, axes), named_leaves(state)
-    replicated = large_replicated(leaves, match.specs, mesh, large, stacks=[False] * len(leaves))
-    return Audit(match.specs, [], group_findings([*match.findings, *replicated]), [])
+    specs = with_followers(state, followers(state), match.specs)
+    replicated = large_replicated(leaves, specs, mesh, large, stacks=[False] * len(leaves))
+    return Audit(specs, [], group_findings([*match.findings, *replicated]), [])
 
 
 def _large_without_parameter(
@@ -192,18 +194,20 @@ def _large_without_parameter(
 def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx.State) -> ShardingReport:
     """The report with the rules and logical axes of the model's leaves, and without "model/" in their paths."""
     names = {} if table else {path: tuple(dims) for path, dims in annotations_of(model).items()}
-    leaves = []
+    leaves, following = [], followers(model)
     for leaf in report.leaves:
         if leaf.path.startswith("model/"):
             path = leaf.path.removeprefix("model/")
-            rule, logical = _rule_of(table, path, leaf) if table else (None, names.get(path))
+            rule, logical = _rule_of(table, path, leaf, following) if table else (None, names.get(path))
             leaf = leaf._replace(path=path, rule=rule, logical=logical)
         leaves.append(leaf)
     return replace(report, leaves=tuple(leaves))
 
 
-def _rule_of(table: PartitionRules, path: str, leaf: ArrayReport) -> tuple[int | None, tuple[str | None, ...] | None]:
-    rule = None if needs_no_rule(table, path, leaf.shape) else table.find(path)
+def _rule_of(
+    table: PartitionRules, path: str, leaf: ArrayReport, following: Container[str]
+) -> tuple[int | None, tuple[str | None, ...] | None]:
+    rule = None if path in following or needs_no_rule(table, path, leaf.shape) else table.find(path)
     dims = table.table[rule][1] if rule is not None else None
     if not isinstance(dims, tuple) or isinstance(dims, PartitionSpec):
         return rule, None

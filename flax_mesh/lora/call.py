@@ -1,0 +1,81 @@
+"""Calls a model with adapters: the products of adapted weights in its traced program add their low-rank part."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from flax_mesh.jax_compat import source_line
+from flax_mesh.lora.adapters import Adapter, adapters_of
+from flax_mesh.lora.products import Products, plain
+from flax_mesh.lora.weight import Weight, with_factors
+from flax_mesh.modes import user_modes
+from flax_mesh.mpmd.split.jaxpr import Eqn, program_of
+from flax_mesh.step.state import check_same_structure
+from flax_mesh.tree import named_leaves
+
+
+def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function(model, *args)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
+
+    The gradient of W, an array of its shape, is never computed. Without adapters the result is that of `function`.
+
+    Raises:
+        ValueError: An adapted weight is used by something else than a matrix product.
+
+    Example:
+        >>> from flax_mesh.lora import with_lora
+        >>> step = make_train_step(with_lora(loss_fn), state)  # doctest: +SKIP
+    """
+
+    @functools.wraps(function)
+    def adapted(model: Any, *args: Any) -> Any:
+        graphdef, state = nnx.split(model, graph=True)
+        adapters = adapters_of(state)
+        if not adapters:
+            return function(model, *args)
+        leaves, tree = jax.tree.flatten(state)
+
+        def call(leaves: list[Any], args: Any) -> tuple[Any, list[Any]]:
+            called = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+            with user_modes():
+                result = function(called, *args)
+            after = nnx.split(called, graph=True)
+            check_same_structure(graphdef, state, *after)
+            return result, jax.tree.leaves(after[1])
+
+        closed, shape = jax.make_jaxpr(call, return_shape=True)(leaves, args)
+        known = dict(zip((path for path, _ in named_leaves(state)), leaves, strict=True))
+        given = [_with_factors(path, x, adapters.get(path), known) for path, x in known.items()]
+        outs = Products(_low_rank, _refuse).run(program_of(closed), [*given, *jax.tree.leaves(args)])
+        result, after = jax.tree.unflatten(jax.tree.structure(shape), map(plain, outs))
+        nnx.update(model, jax.tree.unflatten(tree, after))
+        return result
+
+    return adapted
+
+
+def use_text(eqn: Eqn) -> str:
+    """The operation of an equation, with the line of the model that has it."""
+    line = source_line(eqn)
+    return f"{eqn.primitive.name} ({line})" if line else eqn.primitive.name
+
+
+def _with_factors(path: str, x: Any, adapter: Adapter | None, known: Mapping[str, Any]) -> Any:
+    if adapter is None:
+        return x
+    a, b = known[adapter.path_a], known[adapter.path_b]
+    return with_factors(x, path, a, b, (adapter.dims_a, adapter.dims_b), adapter.scale)
+
+
+def _low_rank(eqn: Eqn, values: Sequence[Any], at: int) -> Any:
+    return values[at].low_rank(values[1 - at], at, eqn)
+
+
+def _refuse(eqn: Eqn, weight: Weight) -> None:
+    raise ValueError(
+        f"the adapted weight {weight.path} must be used by matrix products only, but it is used by {use_text(eqn)}. "
+        "Leave it out of modules= of add_lora."
+    )

@@ -1,0 +1,173 @@
+"""Follows the weights of a model through its traced program to their matrix products."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
+from flax_mesh.lora.weight import Weight
+from flax_mesh.mpmd.split.jaxpr import Eqn, Program, body, evaluate, evaluate_with, inline, is_var, program_of
+from flax_mesh.step.parameter_flow import flow
+
+# Operations that change no element but by rounding: a weight behind them is the same weight.
+CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint"})
+CUSTOM = frozenset({"custom_vjp_call", "custom_jvp_call"})
+
+# What becomes of a product: (equation, values of its operands, number of the one that is a Weight) -> what is added to
+# the result; None: nothing.
+OnProduct = Callable[[Eqn, Sequence[Any], int], Any]
+# Any other use of a weight.
+OnOther = Callable[[Eqn, Weight], None]
+
+
+class Products:
+    """Evaluates programs in which some values are Weights.
+
+    Args:
+        on_product: Returns what is added to the matrix product of a weight.
+        on_other: Called with each use of a weight that is neither a product nor moves it there; it has no other effect.
+    """
+
+    def __init__(self, on_product: OnProduct, on_other: OnOther):
+        self.on_product, self.on_other = on_product, on_other
+
+    def run(self, program: Program, args: Sequence[Any]) -> list[Any]:
+        """The outputs of a program; Weights that it returns unchanged are Weights."""
+        return evaluate_with(program, args, self._outputs)
+
+    def _plain(self, program: Program, *args: Any) -> list[Any]:
+        return [plain(x) for x in self.run(program, args)]
+
+    def _outputs(self, eqn: Eqn, values: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        if not any(isinstance(x, Weight) for x in values):
+            return evaluate(eqn, values)
+        if name in JIT:
+            return self.run(body(eqn), values)
+        if name in REMAT:
+            options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
+            return _same(eqn, values, jax.checkpoint(partial(self._plain, body(eqn)), **options)(*values))
+        if name == "scan":
+            return _same(eqn, values, self._scan(eqn, values))
+        if name == "cond":
+            branches = [partial(self._plain, program_of(each)) for each in eqn.params["branches"]]
+            return _same(eqn, values, jax.lax.switch(values[0], branches, *values[1:]))
+        if name == "dot_general" and not all(isinstance(x, Weight) for x in values):
+            return [self._product(eqn, values, evaluate(eqn, [plain(x) for x in values])[0])]
+        if name in CUSTOM and (found := _only_product(eqn)) is not None:
+            before, dot = found
+            (result,) = evaluate(eqn, [plain(x) for x in values])
+            return [self._product(dot, self.run(before, values), result)]
+        outs = evaluate(eqn, [plain(x) for x in values])
+        if (moved := _moved(eqn, values[0], outs)) is not None:
+            return moved
+        for x in values:
+            if isinstance(x, Weight):
+                self.on_other(eqn, x)
+        return outs
+
+    def _product(self, eqn: Eqn, values: Sequence[Any], result: Any) -> Any:
+        if not any(isinstance(x, Weight) for x in values):
+            return result
+        with _axes_of(result):
+            added = self.on_product(eqn, values, int(isinstance(values[1], Weight)))
+            return result if added is None else result + added
+
+    def _scan(self, eqn: Eqn, values: Sequence[Any]) -> list[Any]:
+        num_consts, num_carry = scan_sizes(eqn)
+        split = num_consts + num_carry
+        consts, carry, rows = values[:num_consts], values[num_consts:split], values[split:]
+        program = program_of(eqn.params["jaxpr"])
+        given = [at if isinstance(x, Weight) else None for at, x in enumerate(values)]
+        flows = flow(program.eqns, program.inputs, program.outputs, given)
+        # A weight that every iteration passes on is a constant of the loop.
+        fixed = {at: x for at, x in enumerate(carry) if isinstance(x, Weight) and flows[at] == num_consts + at}
+        for at, x in enumerate(carry):
+            if isinstance(x, Weight) and at not in fixed:
+                self.on_other(eqn, x)
+
+        def step(loop: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            loop = [fixed.get(at, x) for at, x in enumerate(loop)]
+            rows = [x.row() if isinstance(x, Weight) else x for x in rows]
+            outs = self._plain(program, *consts, *loop, *rows)
+            return outs[:num_carry], outs[num_carry:]
+
+        options = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
+        after, stacked = jax.lax.scan(step, [plain(x) for x in carry], list(rows), **options)
+        return [*after, *stacked]
+
+
+def plain(x: Any) -> Any:
+    """The array of a Weight; any other value as it is."""
+    return x.value if isinstance(x, Weight) else x
+
+
+def _axes_of(x: Any) -> AbstractContextManager[Any]:
+    """Context of equations on `x`: `jax.sharding.auto_axes` changes the types of mesh axes in a part of a program."""
+    mesh = jax.typeof(x).sharding.mesh
+    return nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh)
+
+
+def _same(eqn: Eqn, values: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+    """`outs`, with the Weights among the operands that a loop, a branch or a remat returns unchanged."""
+    named = {atom: at for at, (atom, x) in enumerate(zip(eqn.invars, values, strict=True)) if isinstance(x, Weight)}
+    atoms = list(dict.fromkeys(filter(is_var, eqn.invars)))
+    flows = flow([eqn], atoms, eqn.outvars, [named.get(atom) for atom in atoms])
+    return [values[at] if isinstance(at, int) else out for at, out in zip(flows, outs, strict=True)]
+
+
+def _only_product(eqn: Eqn) -> tuple[Program, Eqn] | None:
+    """The product of a function with a derivative of its own, and what computes its operands; None for any other."""
+    inner = inline(program_of(eqn.params["call_jaxpr"]))
+    *before, last = inner.eqns
+    if last.primitive.name != "dot_general" or tuple(last.outvars) != inner.outputs:
+        return None
+    if any(each.primitive.name not in CASTS for each in before):
+        return None
+    return inner._replace(eqns=tuple(before), outputs=tuple(last.invars)), last
+
+
+def _moved(eqn: Eqn, weight: Any, outs: Sequence[Any]) -> list[Any] | None:
+    """The Weights that an operation makes of one by a cast, or by moving or selecting its dims; None for any other."""
+    if not isinstance(weight, Weight):
+        return None
+    with _axes_of(outs[0]):
+        return _moved_in_context(eqn, weight, outs)
+
+
+def _moved_in_context(eqn: Eqn, weight: Weight, outs: Sequence[Any]) -> list[Any] | None:
+    name, params = eqn.primitive.name, eqn.params
+    if name in CASTS:
+        return [weight.changed(outs[0], lambda x: x)]
+    if name in ("reshard", "mesh_cast"):
+        return [weight.changed(outs[0], partial(_placed, like=outs[0]))]
+    if name == "transpose":
+        order = params["permutation"]
+        return [weight.changed(outs[0], lambda x: x.transpose(*order, x.ndim - 1), [weight.dims[d] for d in order])]
+    if name == "squeeze":
+        gone = params["dimensions"]
+        kept = [dim for d, dim in enumerate(weight.dims) if d not in gone]
+        return [weight.changed(outs[0], lambda x: x.squeeze(gone), kept)]
+    if name == "split":
+        axis, found, first = params["axis"], [], 0
+        for out, size in zip(outs, params["sizes"], strict=True):
+            part = partial(jax.lax.slice_in_dim, start_index=first, limit_index=first + size)
+            found.append(weight.cut(out, lambda x, dim, part=part: part(x, axis=dim), [axis]))
+            first += size
+        return found
+    if name == "slice" and params["strides"] is None:
+        limits = dict(enumerate(zip(params["start_indices"], params["limit_indices"], strict=True)))
+        cut = [d for d, limit in limits.items() if limit != (0, weight.value.shape[d])]
+        return [weight.cut(outs[0], lambda x, dim: jax.lax.slice_in_dim(x, *limits[dim], axis=dim), cut)]
+    return None
+
+
+def _placed(factor: Any, like: Any) -> Any:
+    """A factor with the sharding, and the types of mesh axes, of its weight, on the dims that both have."""
+    sharding = jax.typeof(like).sharding
+    spec = [entry if factor.shape[d] > 1 else None for d, entry in enumerate(sharding.spec)]
+    return jax.sharding.reshard(factor, NamedSharding(sharding.mesh, PartitionSpec(*spec)))

@@ -1,0 +1,78 @@
+"""A recipe with `lora.rank` trains adapters alone; evaluation, samples and exports have them merged."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import named_leaves
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference import open_trained
+from flax_mesh.lora.adapters import A, B
+from flax_mesh.recipe import abstract_target, resolve
+from flax_mesh.recipe.checks import check_config
+from flax_mesh.sharding.abstract import abstract_split
+from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train.export import export
+from tests.train.support.runs import rows_of, run, state_of
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.py"
+SMALL = ["model.num_layers=2", "data.batch_size=8", "data.sequence_length=32", "optimizer.learning_rate=0.01"]
+SMALL += [
+    "run.sample_tokens=4",
+    "run.eval_every=4",
+    "checkpoint.every=2",
+    "run.platform=auto",
+    "optimizer.warmup_steps=0",
+]
+LORA = ["lora.rank=4", "lora.alpha=8", "lora.modules=attention/.*kernel|mlp/(up|down)/kernel"]
+
+
+def config_of(*settings: str) -> TrainConfig:
+    return apply_overrides(load_recipe(str(RECIPE)), [*SMALL, *settings])
+
+
+def test_settings_that_adapters_leave_without_a_meaning_are_errors():
+    found = check_config(config_of("lora.rank=4", "lora.modules=q(", "optimizer.name=muon"))
+    assert [line.split("=")[0] for line in found] == ["lora.modules", "optimizer.name"]
+    config = config_of("lora.rank=4", "lora.modules=norm")
+    with pytest.raises(ConfigError, match=r"lora\.modules: 'norm' matches .*norm/scale.*, which no product uses"):
+        resolve(config, abstract_target(config.mesh, "tpu"))
+
+
+def test_only_adapters_have_moments():
+    config = config_of(*LORA)
+    recipe = resolve(config, abstract_target(config.mesh, "tpu"))
+    moments = [path for path, _ in named_leaves(abstract_split(recipe.make)[1]) if "/mu/" in path]
+    assert moments and all(path.endswith((A, B)) for path in moments)
+
+
+@pytest.mark.slow
+def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_path: Path):
+    base, folder = tmp_path / "base", tmp_path / "lora"
+    run(config_of("run.steps=4", f"run.folder={base}", "mesh.shape=fsdp:8"))
+    common = [*LORA, f"run.folder={folder}", f"checkpoint.start_from={base}", "run.steps=8"]
+    run(config_of(*common, "mesh.shape=dp:2,fsdp:2,tp:2"), kill_at=3)
+    ran = run(config_of(*common, "mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2"))
+    whole = run(config_of(*LORA, *common[len(LORA) + 1 :], f"run.folder={tmp_path / 'whole'}", "mesh.shape=fsdp:8"))
+    assert [row["step"] for row in ran.rows] == [3, 4, 5, 6, 7, 8]
+    np.testing.assert_allclose([r["loss"] for r in ran.rows], [r["loss"] for r in whole.rows][2:], rtol=1e-4)
+
+    before, after = state_of(base, 4), state_of(folder, 8)
+    frozen = [path for path in before if path.startswith("model/")]
+    assert frozen and all(before[path] == after[path] for path in frozen)
+    assert all(x.strip(b"\0") for path, x in after.items() if path.endswith(B))
+
+    (held_out,) = {row["eval_loss"] for row in rows_of(folder) if row["step"] == 8}
+    trained = open_trained(folder, ["mesh.shape=fsdp:2,tp:2"])
+    assert not any(path.endswith((A, B)) for path, _ in named_leaves(nnx.state(trained.model)))
+    out = tmp_path / "exported"
+    export(str(folder), str(out), "safetensors", None, None)
+    exported, tokens = open_trained(out, ["mesh.shape=fsdp:8"]), np.arange(64, dtype=np.int32).reshape(2, 32)
+    logits: list[Any] = [np.asarray(one.model(tokens)) for one in (trained, exported)]
+    np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+    without = np.asarray(open_trained(base, ["mesh.shape=fsdp:8"]).model(tokens))
+    assert np.abs(logits[0] - without).max() > 0.01
+    assert trained.evaluate("stdlib", max_tokens=2001).loss > 0 and held_out > 0
