@@ -3,6 +3,7 @@
 from flax_mesh.data.arrays import array_batches as array_batches
 from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
+from flax_mesh.lora.config import LoraConfig as LoraConfig
 from flax_mesh.recipe.config import CheckpointConfig as CheckpointConfig
 from flax_mesh.recipe.config import MeshConfig as MeshConfig
 from flax_mesh.recipe.config import PipelineConfig as PipelineConfig
