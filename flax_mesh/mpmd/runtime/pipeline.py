@@ -84,7 +84,7 @@ class Pipeline:
         ...             x = nnx.relu(layer(x))
         ...         return x
         >>> loss_fn = lambda model, x: ((model(x) ** 2).sum(), x.size)
-        >>> batch = np.ones((8, 8), np.float32)
+        >>> batch = np.ones((16, 8), np.float32)
         >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
         >>> net = Net(nnx.Rngs(0))
         >>> staged = split_stages(loss_fn, net, batch, mesh=mesh, schedule="1f1b", num_microbatches=4)
