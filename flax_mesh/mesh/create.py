@@ -87,9 +87,8 @@ def create_mesh(
         >>> fm.create_mesh("dp:2,tp:4") is mesh
         True
     """
-    given = {"backend": backend, "use_jax": use_jax, "devices": devices, "num_slices": num_slices}
-    flags = {"should_sort_granules_by_key": should_sort_granules_by_key}
-    require_types(create_mesh, **given, **flags, allow_split_physical_axes=allow_split_physical_axes)
+    if devices is not None or backend is not None:
+        require_types(create_mesh, devices=devices, backend=backend)
     if isinstance(axis_dims, str):
         names = dict.fromkeys(_NAMES_IN_TEXT.findall(axis_dims))
         axis_dims = parse_mesh_shape(axis_dims, tuple(names) or axis_names)
@@ -138,6 +137,8 @@ def _cached_mesh(
 ) -> Mesh:
     """`slices`: their number, and the text of the environment variable."""
     num_slices, environment = slices
+    flags = {"should_sort_granules_by_key": sort, "allow_split_physical_axes": allow_split, "use_jax": use_jax}
+    require_types(create_mesh, num_slices=num_slices, **flags)
     names = check_axis_names(axis_names)
     types = normalize_axis_types(axis_types, names)
     devices = _checked(source, backend) if isinstance(source, tuple) else get_backend(backend).devices()
