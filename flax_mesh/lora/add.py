@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.lora.adapters import owner_of, set_adapter, variables_of
 from flax_mesh.lora.call import use_text
 from flax_mesh.lora.products import Products, plain
@@ -34,6 +35,7 @@ class _Product(NamedTuple):
     free: tuple[int, ...]
 
 
+@check_types
 def add_lora(
     make: Callable[[], Any],
     loss_fn: LossFn,

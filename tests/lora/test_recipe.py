@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -70,7 +71,7 @@ def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_pa
     assert not any(path.endswith((A, B)) for path, _ in named_leaves(nnx.state(trained.model)))
     out = tmp_path / "exported"
     export(str(folder), str(out), "safetensors", None, None)
-    exported, tokens = open_trained(out, ["mesh.shape=fsdp:8"]), np.arange(64, dtype=np.int32).reshape(2, 32)
+    exported, tokens = open_trained(out, ["mesh.shape=fsdp:8"]), jnp.arange(64).reshape(2, 32)
     logits: list[Any] = [np.asarray(one.model(tokens)) for one in (trained, exported)]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
     without = np.asarray(open_trained(base, ["mesh.shape=fsdp:8"]).model(tokens))
