@@ -5,7 +5,7 @@ have their share of it where every product is split over all axes of the mesh.
 """
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ class Counted(NamedTuple):
 def in_jaxpr(step: Any, arguments: Sequence[Any]) -> Counted:
     closed = step.trace(*arguments).jaxpr
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    flops, collectives, operands = Counter[str](), Counter[str](), 0.0
+    flops, collectives, operands = defaultdict[str, float](float), defaultdict[str, float](float), 0.0
     for eqn, times in _walk(jaxpr, 1):
         name = eqn.primitive.name
         if name in ("dot_general", "conv_general_dilated"):
@@ -76,7 +76,7 @@ def _product(eqn: Any) -> int:
 
 def in_kernels(one: Estimate) -> Counted:
     """The same of the kernels of one device."""
-    flops, collectives, operands, read = Counter[str](), Counter[str](), 0.0, set[int]()
+    flops, collectives, operands, read = defaultdict[str, float](float), defaultdict[str, float](float), 0.0, set[int]()
     index_of = {id(x): index for index, x in enumerate(one.program.block.arguments)}
     for cost in one.costs:
         flops[cost.dtype] += cost.flops * cost.times
