@@ -152,6 +152,8 @@ class _Fusion:
                 break
             if len(use.outputs) != 1 or use.outputs[0].size != array.size:
                 break
+            if id(use.outputs[0]) in self.absorbed or id(use.outputs[0]) in self.chains:
+                break  # the kernel of another product computes it, and reads the result of this one
             chain.append(use)
             array = use.outputs[0]
         if len(chain) > 1:
