@@ -133,7 +133,7 @@ def test_the_factors_are_split_as_their_weight_by_tables_axes_and_annotations():
         return nnx.Linear(8, 16, kernel_init=init, use_bias=False, rngs=nnx.Rngs(0))
 
     for rules, expected in (("fsdp+tp", (P(), P(None, ("fsdp", "tp")))), (None, (P("fsdp"), P(None, "tp")))):
-        state = abstract_state(add_lora(annotated, loss_fn, X, rank=2, modules="kernel"), mesh, rules)
+        state: Any = abstract_state(add_lora(annotated, loss_fn, X, rank=2, modules="kernel"), mesh, rules)
         assert tuple(state[name].get_value().sharding.spec for name in ("kernel_lora_a", "kernel_lora_b")) == expected
 
 
