@@ -74,6 +74,8 @@ def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_pa
     exported, tokens = open_trained(out, ["mesh.shape=fsdp:8"]), jnp.arange(64).reshape(2, 32)
     logits: list[Any] = [np.asarray(one.model(tokens)) for one in (trained, exported)]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+    again = run(config_of(*LORA, f"checkpoint.start_from={out}", f"run.folder={tmp_path / 'again'}", "run.steps=1"))
+    assert any("restored all 20 arrays of the model" in line for line in again.lines)
     without = np.asarray(open_trained(base, ["mesh.shape=fsdp:8"]).model(tokens))
     assert np.abs(logits[0] - without).max() > 0.01
     assert trained.evaluate("stdlib", max_tokens=2001).loss > 0 and held_out > 0
