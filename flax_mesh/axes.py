@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.errors import ShardingError
+from flax_mesh.text import shown
 
 AxisName = str | tuple[str, ...] | None  # one mesh axis, several that shard one dim together, or none
 Mode = Literal["train", "prefill", "decode"]
@@ -131,13 +132,17 @@ class PartitionAxis:
                 value = as_entry(getattr(self, source) for source in value.mesh_axis_fields)
             if field.name != "extra":
                 object.__setattr__(self, field.name, _axis_name(field.name, value))
-        extra = sorted(dict(self.extra).items())
+        try:
+            extra = sorted(dict(self.extra).items())
+        except (TypeError, ValueError) as error:
+            found = shown(self.extra)
+            raise TypeError(f"extra must map logical axes to mesh axes, as {{'rows': 'dp'}}, got {found}.") from error
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 
     def mesh_axes(self, logical: str | None, mode: Mode = "train") -> tuple[str, ...]:
         """Mesh axes of one logical axis; () for None and for an axis that is not sharded."""
         if mode not in ("train", "prefill", "decode"):
-            raise ValueError(f"mode must be 'train', 'prefill' or 'decode', got {mode!r}.")
+            raise ValueError(f"mode must be 'train', 'prefill' or 'decode', got {shown(mode)}.")
         if logical is None:
             return ()
         extra = dict(self.extra)
@@ -145,8 +150,8 @@ class PartitionAxis:
             return as_tuple(extra[logical])
         if logical not in LOGICAL_AXES:
             raise ShardingError(
-                f"unknown logical axis {logical!r}. Known: {', '.join([*LOGICAL_AXES, *extra])}. "
-                f"Add it with PartitionAxis(extra={{{logical!r}: MESH_AXIS_OR_NONE}})."
+                f"unknown logical axis {shown(logical)}. Known: {', '.join([*LOGICAL_AXES, *extra])}. "
+                f"Add it with PartitionAxis(extra={{{shown(logical)}: MESH_AXIS_OR_NONE}})."
             )
         field = (_IN_DECODE if mode == "decode" else LOGICAL_AXES).get(logical, LOGICAL_AXES[logical])
         return as_tuple(getattr(self, field)) if field else ()
@@ -243,7 +248,7 @@ def _axis_name(field: str, value: object) -> AxisName:
         return value
     if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
         return as_entry(value)
-    raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {value!r}.")
+    raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {shown(value)}.")
 
 
 DEFAULT_AXES = PartitionAxis()

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
-from flax_mesh.text import shortened
+from flax_mesh.text import plural, shortened
 
-MOST = 2000  # characters of a value, or of a text with one, in a line
+MOST = 2000  # characters of a line
 
 
 class Problem(str):
@@ -46,9 +46,10 @@ class Problem(str):
         general: str = "",
         can_ignore: bool = False,
     ) -> Self:
-        name = f"{setting}={shortened(str(value), MOST)}" if str(value) else setting
-        space = "" if not name or text.startswith(":") else " "
-        line = super().__new__(cls, f"{name}{space}{shortened(text, MOST)}{repair and f'; {repair}'}")
+        name = f"{setting}={shortened(str(value), MOST // 2)}" if str(value) else setting
+        head = name if not name or text.startswith(":") else f"{name} "
+        tail = repair and f"; {repair}"
+        line = super().__new__(cls, f"{head}{shortened(text, MOST - len(head) - len(tail))}{tail}")
         line.setting, line.text, line.repair, line.value = setting, text, repair, str(value)
         line.general, line.can_ignore = general or str(line), can_ignore
         return line
@@ -71,8 +72,28 @@ def as_problem(line: str) -> Problem:
     return line if isinstance(line, Problem) else Problem("", shortened(line, MOST))
 
 
+def limited(lines: Sequence[str], *, end: str = "") -> str:
+    """The lines, and `end`, as one text of at most MOST characters. A line states how many of `lines` are left out."""
+    tail = [shortened(end, MOST // 2)] if end else []
+    if (len(lines) == 1 and not tail) or sum(map(len, [*lines, *tail])) + len(lines) <= MOST:
+        return shortened("\n".join([*lines, *tail]), MOST)
+    kept, room = [], MOST - 40 - sum(map(len, tail))  # for the last lines
+    for line in lines:
+        line = shortened(line, MOST - 50 - sum(map(len, tail)))
+        room -= len(line) + 1
+        if room < 0:
+            break
+        kept.append(line)
+    left = len(lines) - len(kept)
+    more = [f"and {left:,} more {plural('line', left)}"] if left else []
+    return "\n".join([*kept, *more, *tail])
+
+
 class ShardingError(ValueError):
     """A tree, a rule table and a mesh are inconsistent; the message lists every offending entry."""
+
+    def __init__(self, text: str):
+        super().__init__(limited(text.split("\n")))
 
 
 class ConfigError(ValueError):
@@ -82,7 +103,7 @@ class ConfigError(ValueError):
         problems: One line per problem, each a `Problem`.
         head: A line before them, which they are indented below; "" if there is none.
         repair: A line after them: how to repair them all; "" if there is none.
-        lines: All lines of the message.
+        lines: All lines of the message, also those that are left out of a long text.
     """
 
     def __init__(self, problems: Sequence[str] | str, *, head: str = "", repair: str = ""):
@@ -92,7 +113,8 @@ class ConfigError(ValueError):
         indent = "  " if head else ""
         self.lines = [*filter(None, [head]), *(indent + line for line in self.problems)]
         self.lines += [f"  {repair}"] if repair else []
-        super().__init__("\n".join(self.lines))
+        shown = self.lines[:-1] if repair else self.lines
+        super().__init__(limited(shown, end=self.lines[-1] if repair else ""))
 
     @property
     def can_ignore(self) -> bool:

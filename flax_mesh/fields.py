@@ -1,4 +1,4 @@
-"""The fields of a config: their types, their text, and the limits in their metadata.
+"""The fields of a config: their types, their text, and the limits in their metadata; and the types of arguments.
 
     b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
 
@@ -16,6 +16,8 @@ The metadata of a field may contain:
 import collections.abc
 import dataclasses
 import errno
+import functools
+import inspect
 import numbers
 import operator
 import os
@@ -23,7 +25,8 @@ import stat
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 from flax_mesh.errors import ConfigError, Problem
 
@@ -32,6 +35,7 @@ ADDED = {"added": True}
 MAX_SIZE = 2**31 - 1  # indices and counters are int32
 MAX_FLOAT32 = 3.4028234663852886e38
 MOST_BYTES = 2**30  # of a file that a user names
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in it
 
 _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
@@ -77,6 +81,102 @@ def value_problems(config: Any, prefix: str = "") -> list[Problem]:
         elif value is not None and _is_limited(item.metadata) and _is_a(value, hints[item.name]):
             found += [Problem(key, problem) for problem in _problems(value, item.metadata)]
     return found
+
+
+def check_types(function: _Function) -> _Function:
+    """Decorator of a public function: `require_types` for all arguments of a call.
+
+    The arguments live as long as the call. A function that frees them calls `require_types` itself.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def checked(*arguments: Any, **keywords: Any) -> Any:
+        try:
+            given = signature.bind(*arguments, **keywords).arguments
+        except TypeError:  # the call itself raises the error that Python users know
+            return function(*arguments, **keywords)
+        require_types(function, **given)
+        return function(*arguments, **keywords)
+
+    return cast(_Function, checked)
+
+
+def require_types(function: Callable[..., Any], /, **given: Any) -> None:
+    """Raise a TypeError that names all given arguments of a function that are not of their annotated types.
+
+    Otherwise they fail later, in the middle of other code. Annotations of types that this module does not know accept
+    anything.
+    """
+    hints = _hints(function)
+    if wrong := [key for key, value in given.items() if key in hints and not _fits(value, hints[key])]:
+        lines = [f"{key} must be {_expected(hints[key])}, got {_short(given[key])}" for key in wrong]
+        raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}: {'; '.join(lines)}.")
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return typing.get_type_hints(function)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether an argument may be of an annotated type: False only if it cannot be."""
+    origin, items = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, each) for each in items)
+    if origin in (None, types.NoneType):
+        return value is None
+    if origin is typing.Literal:
+        return any(isinstance(value, type(each)) for each in items)
+    if origin in _SCALARS:
+        return _SCALARS[origin](value)
+    if origin in _CONTAINERS:
+        is_listed = is_sized(value) and items[1:] in ((), (...,))
+        return _CONTAINERS[origin](value) and not (is_listed and items and not all(_fits(x, items[0]) for x in value))
+    if origin is collections.abc.Callable:
+        return callable(value)
+    if getattr(origin, "_is_protocol", False):
+        return all(hasattr(value, name) for name in vars(origin) if name == "__call__" or name[0] != "_")
+    return not _is_plain_class(hint) or isinstance(value, hint)
+
+
+def _is_plain_class(hint: Any) -> bool:
+    """Whether only its instances are meant: not Any, and not arrays, for which others may be passed."""
+    return isinstance(hint, type) and not (
+        hint is Any or typing.get_origin(hint) or hint.__name__ in ("Array", "ndarray")
+    )
+
+
+def is_index(value: Any) -> bool:
+    """Whether a value is an integer, as those of numpy are."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, str)
+
+
+def is_sized(value: Any) -> bool:
+    """Whether a value has a length and items, as an array of no dims has not."""
+    try:
+        len(value)
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _expected(hint: Any) -> str:
+    """What an argument must be: `an integer or none`."""
+    return " or ".join(dict.fromkeys(map(_name_of, _kinds_of(hint))))
 
 
 def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int = MAX_SIZE) -> list[Problem]:
@@ -205,11 +305,11 @@ def _is_a(value: Any, hint: Any) -> bool:
 
 
 def _name_of(kind: Any) -> str:
-    return _KINDS[kind].name if kind in _KINDS else f"a {getattr(kind, '__name__', kind)}"
+    return _KINDS[kind].name if kind in _KINDS else f"a {getattr(kind, '__name__', None) or kind}"
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -237,4 +337,27 @@ _KINDS: dict[Any, _Kind] = {  # parsed in this order: every text is a str
     str: _Kind("text", str, lambda text, _: text),
     types.NoneType: _Kind("none", types.NoneType),
     collections.abc.Callable: _Kind("a function", collections.abc.Callable),
+    collections.abc.Sequence: _Kind("a sequence", collections.abc.Sequence),
+    collections.abc.Collection: _Kind("a collection", collections.abc.Collection),
+    collections.abc.Iterable: _Kind("an iterable", collections.abc.Iterable),
+    collections.abc.Mapping: _Kind("a mapping", collections.abc.Mapping),
+    list: _Kind("a list", list),
+    Path: _Kind("a path", Path),
+    os.PathLike: _Kind("a path", os.PathLike),
+}
+_SCALARS: dict[Any, Callable[[Any], bool]] = {
+    int: is_index,
+    float: lambda v: isinstance(v, numbers.Real) or (getattr(v, "ndim", None) == 0 and _is_number(v)),
+    bool: lambda value: type(value).__name__ == "bool" or is_index(value),  # numpy's class has the same name
+    str: lambda value: isinstance(value, str),
+    Path: lambda value: isinstance(value, str | os.PathLike),
+    os.PathLike: lambda value: isinstance(value, str | os.PathLike),
+}
+_CONTAINERS: dict[Any, Callable[[Any], bool]] = {
+    collections.abc.Sequence: is_sized,
+    collections.abc.Collection: is_sized,
+    collections.abc.Iterable: lambda value: is_sized(value) or isinstance(value, collections.abc.Iterator),
+    collections.abc.Mapping: lambda value: isinstance(value, collections.abc.Mapping),
+    tuple: is_sized,
+    list: lambda value: isinstance(value, list),
 }

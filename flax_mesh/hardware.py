@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem, read_file
+from flax_mesh.fields import check_types, path_problem, read_file
 from flax_mesh.text import first_line
 
 GIB = 2**30
@@ -275,6 +275,7 @@ def network_bandwidth(device_kind: str) -> float:
     return chip.network_bandwidth if chip is not None and chip.pod else DEFAULT_NETWORK
 
 
+@check_types
 def load_chip(path: str | os.PathLike[str]) -> Chip:
     """The chip of a TOML file whose keys are the fields of `Chip`; `base = "v5p"` takes the missing ones from a chip of
     the table.

@@ -35,8 +35,14 @@ def listed(items: Iterable[object]) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, or its first `most` characters and the number of all of them."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
+    """The text, or its beginning and the number of all of its characters: at most `most` characters."""
+    end = f"... ({len(text):,} characters)"
+    return text if len(text) <= most else f"{text[: max(0, most - len(end))]}{end}"
+
+
+def shown(value: object) -> str:
+    """The repr of a value, shortened, for an error."""
+    return shortened(repr(value))
 
 
 def first_line(error: BaseException) -> str:

@@ -8,12 +8,14 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.variablelib import HijaxVariable
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.text import path_lines
+from flax_mesh.text import path_lines, shown
 
 # Any tree of JAX: dicts, lists, modules and states, or a single leaf. JAX has no type for it.
 PyTree: TypeAlias = Any
@@ -32,6 +34,17 @@ class Shaped(Protocol):
 def is_key(x: Shaped) -> bool:
     """Whether `x` is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check_dtype(dtype: DTypeLike | None) -> None:
+    """Raise a TypeError for an argument `dtype` that is neither None nor a dtype of JAX."""
+    try:
+        found = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        if jnp.issubdtype(found, np.number) or found.kind == "b":
+            return
+    except (TypeError, ValueError):
+        pass
+    raise TypeError(f"dtype must be a dtype of numbers, such as 'bfloat16', got {shown(dtype)}.")
 
 
 def shard_bytes(x: Any) -> int:

@@ -25,6 +25,7 @@ from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, 
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, UnreadableError
+from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import Phases
 from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState, TreeDefinition
@@ -78,6 +79,7 @@ class Checkpointer:
         P('fsdp', 'tp')
     """
 
+    @check_types
     def __init__(
         self,
         folder: str | Path,

@@ -15,7 +15,7 @@ from flax_mesh.text import at_most
 Result = TypeVar("Result")
 
 CHECKPOINTS = "checkpoints"  # below a run folder
-STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]*"), re.compile(r"([0-9]+)\.damaged(-[0-9]+)?")
+STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]{0,17}"), re.compile(r"([0-9]{1,18})\.damaged(-[0-9]+)?")
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
 _ATTEMPTS = 5  # to read a step before a run deletes it
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # a step contains at least one of them, however damaged it is

@@ -9,9 +9,11 @@ import numpy as np
 from flax_mesh.data.batches import sample_rows
 from flax_mesh.data.user_batches import batch_problems
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.text import count_text
 
 
+@check_types
 def array_batches(arrays: Any, *, batch_size: int, seed: int) -> Callable[[int], Any]:
     """Batches of numpy arrays for `make_batches`: a function of the step, for every mesh and number of processes.
 

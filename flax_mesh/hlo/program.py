@@ -13,6 +13,7 @@ from typing import Any
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.hlo.instructions import Instruction, aliases_of, read_instruction
+from flax_mesh.text import shown
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
@@ -108,6 +109,8 @@ class HloProgram:
 
 def read_hlo(compiled: Any) -> HloProgram:
     """Reads a compiled program: a `jax.stages.Compiled`, or its `as_text()`."""
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        raise TypeError(f"compiled must be a compiled program or its text, got {shown(compiled)}.")
     text: str = compiled if isinstance(compiled, str) else compiled.as_text()
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}

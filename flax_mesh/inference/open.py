@@ -16,6 +16,7 @@ from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import of_newest, step_number
 from flax_mesh.checkpoint.read import read_tree
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.fields import check_types
 from flax_mesh.inference.evaluate import length_problems
 from flax_mesh.inference.source import DECODER, Settings, Source, find_source, is_decoder, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
@@ -33,6 +34,7 @@ from flax_mesh.text import mesh_text
 Say = Callable[[str], None]
 
 
+@check_types
 def open_trained(
     folder: str | Path,
     overrides: str | Sequence[str] = (),

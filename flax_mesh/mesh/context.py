@@ -12,7 +12,9 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from flax_mesh.fields import check_types, require_types
 from flax_mesh.jax_compat import legacy_mesh
+from flax_mesh.text import shortened, shown
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -74,6 +76,7 @@ def names_in_current_mesh(*names: str) -> bool:
     return set(names) <= set(() if mesh is None else mesh.axis_names)
 
 
+@check_types
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
     """Axis names of `mesh` (default: the mesh in context), in mesh order."""
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
@@ -88,11 +91,12 @@ def get_axes_size_in_mesh(axis_names: str | Sequence[str], mesh: AnyMesh | None 
     >>> get_axes_size_in_mesh(("dp", "tp"), jax.make_mesh((2, 4), ("dp", "tp")))
     8
     """
+    require_types(get_axes_size_in_mesh, mesh=mesh)
     names = _as_names(axis_names)
     shape = (get_incontext_mesh() if mesh is None else mesh).shape
     unknown = [name for name in names if name not in shape]
     if unknown:
-        raise KeyError(f"No axis {', '.join(map(repr, unknown))} in the mesh; its axes are {dict(shape)}.")
+        raise KeyError(f"No axis {shortened(', '.join(map(repr, unknown)))} in the mesh; its axes are {dict(shape)}.")
     return math.prod(shape[name] for name in names)
 
 
@@ -131,5 +135,5 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
 def _as_names(axis_names: str | Sequence[str]) -> tuple[str, ...]:
     names = (axis_names,) if isinstance(axis_names, str) else axis_names
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"axis_names must be a string or a list or tuple of strings, got {axis_names!r}.")
+        raise TypeError(f"axis_names must be a string or a list or tuple of strings, got {shown(axis_names)}.")
     return tuple(names)

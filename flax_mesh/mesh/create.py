@@ -13,6 +13,7 @@ import jax
 from jax.extend.backend import get_backend
 from jax.sharding import AxisType, Mesh
 
+from flax_mesh.fields import is_sized, require_types
 from flax_mesh.mesh.device_mesh import create_device_mesh, hybrid_mesh_of
 from flax_mesh.mesh.shape import (
     DEFAULT_AXIS_DIMS,
@@ -25,6 +26,7 @@ from flax_mesh.mesh.shape import (
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
 from flax_mesh.mesh.torus.torus import DeviceLike
+from flax_mesh.text import shown
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 # Set by multislice TPU runs; the only environment variable that the library reads.
@@ -85,6 +87,8 @@ def create_mesh(
         >>> fm.create_mesh("dp:2,tp:4") is mesh
         True
     """
+    if devices is not None or backend is not None:
+        require_types(create_mesh, devices=devices, backend=backend)
     if isinstance(axis_dims, str):
         names = dict.fromkeys(_NAMES_IN_TEXT.findall(axis_dims))
         axis_dims = parse_mesh_shape(axis_dims, tuple(names) or axis_names)
@@ -99,7 +103,7 @@ def create_mesh(
         source = tuple(devices)
         environment = _slices_in_environment(source)
     # With tuples the key is hashable, and lists equal tuples. Their contents are checked once, in _cached_mesh.
-    return _cached_mesh(
+    key = (
         axis_dims if type(axis_dims) is tuple else _as_tuple(axis_dims),
         axis_names if type(axis_names) is tuple else _as_tuple(axis_names),
         None if dcn_mesh_dims is None else _as_tuple(dcn_mesh_dims),
@@ -111,6 +115,11 @@ def create_mesh(
         source,
         (num_slices, environment if num_slices is None else None),
     )
+    try:
+        hash(key)
+    except TypeError:  # an invalid argument, which the checks report
+        return _cached_mesh.__wrapped__(*key)
+    return _cached_mesh(*key)
 
 
 @lru_cache(maxsize=256)
@@ -128,6 +137,8 @@ def _cached_mesh(
 ) -> Mesh:
     """`slices`: their number, and the text of the environment variable."""
     num_slices, environment = slices
+    flags = {"should_sort_granules_by_key": sort, "allow_split_physical_axes": allow_split, "use_jax": use_jax}
+    require_types(create_mesh, num_slices=num_slices, **flags)
     names = check_axis_names(axis_names)
     types = normalize_axis_types(axis_types, names)
     devices = _checked(source, backend) if isinstance(source, tuple) else get_backend(backend).devices()
@@ -136,8 +147,8 @@ def _cached_mesh(
     origin = "num_slices"
     if environment is not None:
         origin = _NUM_SLICES_VARIABLE
-        if not environment.strip().isdecimal() or int(environment) < 1:
-            raise ValueError(f"{origin} must be a positive integer, got {environment!r}. Unset it for one slice.")
+        if not re.fullmatch(r"\s*[1-9][0-9]{0,17}\s*", environment):
+            raise ValueError(f"{origin} must be a positive integer, got {shown(environment)}. Unset it for one slice.")
         num_slices = int(environment)
     granules, granule = find_granules(devices, num_slices, source=origin, dcn_mesh_dims=dcn_mesh_dims, sort=sort)
     kind = devices[0].device_kind
@@ -159,7 +170,7 @@ def normalize_axis_types(axis_types: _AxisTypes, names: Sequence[str]) -> tuple[
     elif isinstance(axis_types, Sequence):
         given = list(axis_types)
     else:
-        raise TypeError(f"axis_types must be an AxisType, a string or a sequence of them, got {axis_types!r}.")
+        raise TypeError(f"axis_types must be an AxisType, a string or a sequence of them, got {shown(axis_types)}.")
     if len(given) != len(names):
         raise ValueError(
             f"axis_types has {len(given)} entries {tuple(given)} for {len(names)} axes {tuple(names)}. "
@@ -186,6 +197,7 @@ def calculate_host_mesh_shape(
     >>> calculate_host_mesh_shape((4, 6), total_devices=4, num_processes=6)
     (2, 2)
     """
+    require_types(calculate_host_mesh_shape, total_devices=total_devices, num_processes=num_processes)
     per_process = jax.local_device_count() if total_devices is None else total_devices
     processes = jax.process_count() if num_processes is None else num_processes
     shape = integers(global_mesh_shape, "global_mesh_shape", least=1)
@@ -203,6 +215,7 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 
     Raises the errors of `parse_mesh_shape` for the string, and those of `create_mesh` for the sizes.
     """
+    require_types(parse_mesh_from_string, axis_dims=axis_dims, names=names)
     shape = parse_mesh_shape(axis_dims, names)
     return create_mesh(tuple(shape.values()), tuple(shape))
 
@@ -244,7 +257,7 @@ def _is_tpu(client: Any) -> bool:
 
 def _as_tuple(values: Any) -> Any:
     """A tuple of a sequence; strings and other values are returned unchanged, so that the checks can report them."""
-    return tuple(values) if hasattr(values, "__iter__") and not isinstance(values, str) else values
+    return values if isinstance(values, str) or not is_sized(values) else tuple(values)
 
 
 def _slices_in_environment(devices: Sequence[DeviceLike]) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_mesh.fields import require_types
 from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
 from flax_mesh.mesh.torus.rings import ring_order
@@ -42,6 +43,7 @@ def create_device_mesh(
             devices do not form a cuboid, or contiguous sub-meshes are not known for this slice and shape.
         NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
     """
+    require_types(create_device_mesh, devices=devices)
     devices = jax.devices() if devices is None else list(devices)
     shape = integers(mesh_shape, "mesh_shape", least=1)
     if not devices or math.prod(shape) != len(devices):
@@ -80,6 +82,7 @@ def create_hybrid_device_mesh(
         ValueError: Devices have no slice index, the number of slices is not the product of `dcn_mesh_shape`, slices
             differ in size, or any error of `create_device_mesh`.
     """
+    require_types(create_hybrid_device_mesh, devices=devices)
     devices = jax.devices() if devices is None else list(devices)
     keys = [read_device(device).process if process_is_granule else read_device(device).slice for device in devices]
     if None in keys:

@@ -3,6 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from flax_mesh.fields import is_index
+from flax_mesh.text import shortened, shown
+
 DEFAULT_AXIS_DIMS = (1, -1, 1, 1, 1)
 DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
@@ -15,11 +18,15 @@ def format_mesh_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
 def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
     """The names as a tuple; raises a ValueError unless they are unique, non-empty strings."""
     if isinstance(names, str):
-        raise ValueError(f"axis_names must be a sequence of names, got the string {names!r}. Write ({names!r},).")
-    names = tuple(names)
+        text = shown(names)
+        raise ValueError(f"axis_names must be a sequence of names, got the string {text}. Write ({text},).")
+    try:
+        names = tuple(names)
+    except TypeError:
+        raise ValueError(f"axis_names must be a sequence of names, got {shown(names)}.") from None
     wrong = [repr(name) for name in names if not isinstance(name, str) or not name]
     if wrong:
-        raise ValueError(f"Axis names must be non-empty strings, got {', '.join(wrong)} in {names}.")
+        raise ValueError(f"Axis names must be non-empty strings, got {shortened(', '.join(wrong))} in {shown(names)}.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(
@@ -38,13 +45,15 @@ def integers(sizes: Sequence[int], what: str, *, least: int | None = None) -> tu
     try:
         found = tuple(sizes)
     except TypeError:
-        raise ValueError(f"{what} must be a sequence of integers, got {sizes!r}.") from None
-    wrong = [repr(size) for size in found if not hasattr(size, "__index__") or isinstance(size, bool)]
+        raise ValueError(f"{what} must be a sequence of integers, got {shown(sizes)}.") from None
+    wrong = [repr(size) for size in found if not is_index(size) or isinstance(size, bool)]
     if wrong:
-        raise ValueError(f"{what} must contain integers, got {', '.join(wrong)} in {found}.")
+        raise ValueError(f"{what} must contain integers, got {shortened(', '.join(wrong))} in {shown(found)}.")
     low = [str(size) for size in found if least is not None and size < least]
     if low:
-        raise ValueError(f"{what} must contain integers of at least {least}, got {', '.join(low)} in {found}.")
+        raise ValueError(
+            f"{what} must contain integers of at least {least}, got {shortened(', '.join(low))} in {shown(found)}."
+        )
     return tuple(int(size) for size in found)
 
 
@@ -105,7 +114,7 @@ def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = N
     """
     names = check_axis_names(names)
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"A mesh string must contain axis sizes, got {text!r}. {_example(names)}")
+        raise ValueError(f"A mesh string must contain axis sizes, got {shown(text)}. {_example(names)}")
     items = [item.strip() for item in text.split(",")]
     if not any(":" in item or "=" in item for item in items):
         return _positional(text, items, names)
@@ -119,9 +128,9 @@ def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = N
             malformed.add(name)
             continue
         if name not in names:
-            problems.append(f"unknown axis {name!r}: the axes are {', '.join(names)}")
+            problems.append(f"unknown axis {shown(name)}: the axes are {', '.join(names)}")
         if name in sizes:
-            problems.append(f"duplicate axis {name!r}: it is {sizes[name]} and then {int(size)}")
+            problems.append(f"duplicate axis {shown(name)}: it is {sizes[name]} and then {int(size)}")
         sizes.setdefault(name, int(size))
     left = [name for name in names if name not in sizes and name not in malformed]
     if left and omitted is None:
@@ -174,7 +183,7 @@ def _checked(text: str, sizes: dict[str, int], problems: list[str], names: tuple
     if len(free) > 1:
         problems.append(f"only one size can be -1, found {len(free)} ({', '.join(free)})")
     if problems:
-        raise ValueError(f"Mesh string {text!r}: {'; '.join(problems)}. {_example(names)}")
+        raise ValueError(f"Mesh string {shown(text)}: {'; '.join(problems)}. {_example(names)}")
     return sizes
 
 
@@ -184,4 +193,4 @@ def _example(names: Sequence[str]) -> str:
 
 
 def _is_int(text: str) -> bool:
-    return text.removeprefix("-").isdecimal()
+    return len(text) < 20 and text.removeprefix("-").isdecimal()

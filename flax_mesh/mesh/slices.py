@@ -35,8 +35,6 @@ def find_granules(
     is one granule if a fast network is known to connect them: the torus of a TPU, or a slice index shared by GPUs.
     Otherwise, or if the product of `dcn_mesh_dims` is the number of processes, each process is a granule.
     """
-    if num_slices is not None and (isinstance(num_slices, bool) or not isinstance(num_slices, int)):
-        raise ValueError(f"{source} must be an integer, got {num_slices!r}.")
     slices = [getattr(device, "slice_index", None) for device in devices]
     processes = [device.process_index for device in devices]
     has_slices = None not in slices
@@ -102,8 +100,8 @@ def preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: in
     return tuple(splits)
 
 
-def _product(dims: Sequence[int] | None) -> int | None:
-    return math.prod(dims) if dims is not None and all(isinstance(size, int) for size in dims) else None
+def _product(dims: object) -> int | None:
+    return math.prod(dims) if isinstance(dims, Sequence) and all(isinstance(size, int) for size in dims) else None
 
 
 def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> list[list[DeviceLike]]:

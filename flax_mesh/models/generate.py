@@ -3,7 +3,7 @@
 Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import MAX_SIZE, integer_problems, type_problems, value_problems
+from flax_mesh.fields import MAX_SIZE, integer_problems, require_types, type_problems, value_problems
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.models.cache import KVCache, bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
@@ -76,7 +76,7 @@ def generate(
     *,
     max_tokens: int = 64,
     sampling: Sampling = Sampling(),
-    stop_tokens: Sequence[int] = (),
+    stop_tokens: Iterable[int] = (),
     seed: int = 0,
     batch_size: int = 8,
     cache_length: int | None = None,
@@ -117,6 +117,8 @@ def generate(
         ((5,), dtype('float32'), False)
     """
     _check_model(model)
+    functions = {"on_token": on_token, "on_result": on_result}
+    require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
     problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]

@@ -11,11 +11,14 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
+from flax_mesh.tree import check_dtype
 
 
+@check_types
 def load_decoder(
     folder: str | Path, mesh: Mesh, *, dtype: DTypeLike | None = None, ignore: Iterable[str] = (), **overrides: Any
 ) -> tuple[Decoder, DecoderConfig]:
@@ -57,6 +60,7 @@ def load_decoder(
         (1, 16, 256)
     """
     source = open_decoder(folder, ignore=ignore)
+    check_dtype(dtype)
     dtypes = {} if dtype is None else dict.fromkeys(("dtype", "param_dtype"), jnp.dtype(dtype).name)
     config = DecoderConfig(**{**source.settings, **dtypes, **overrides})
     source = source._replace(settings=vars(config))

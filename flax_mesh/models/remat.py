@@ -15,6 +15,7 @@ Example for 32 layers:
 A scanned stack stays one stack: each run is a scan over its part of it.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -63,7 +64,7 @@ def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str
         found += _kind_problems(kind, names)
         if not colon:
             without += 1
-        elif count.isascii() and count.isdecimal() and int(count) > 0:
+        elif re.fullmatch("0*[1-9][0-9]{0,17}", count):
             total += int(count)
         else:
             found.append(

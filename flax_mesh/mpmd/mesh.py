@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from flax_mesh.mesh.shape import format_mesh_shape
-from flax_mesh.text import listed
+from flax_mesh.text import listed, shown
 
 # One stack per thread: a new thread starts with an empty stack, just as it starts without the mesh of `jax.set_mesh`.
 _entered: ContextVar[tuple["MpmdMesh", ...]] = ContextVar("entered_mpmd_meshes", default=())
@@ -55,13 +55,14 @@ class MpmdMesh:
 
     def __post_init__(self) -> None:
         if not isinstance(self.jax_mesh, Mesh):
-            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which has devices; got {self.jax_mesh!r}.")
+            found = shown(self.jax_mesh)
+            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which has devices; got {found}.")
         names = self.jax_mesh.axis_names
-        if self.mpmd_axis_name not in names:
-            axes = format_mesh_shape(names, self.jax_mesh.axis_sizes)
+        if not isinstance(self.mpmd_axis_name, str) or self.mpmd_axis_name not in names:
+            axes, name = format_mesh_shape(names, self.jax_mesh.axis_sizes), shown(self.mpmd_axis_name)
             raise ValueError(
-                f"mpmd_axis_name {self.mpmd_axis_name!r} is not an axis of the mesh {axes}. Use one of its axes, or "
-                f"add one: create_mesh((num_groups, ...), ({self.mpmd_axis_name!r}, ...))."
+                f"mpmd_axis_name {name} is not an axis of the mesh {axes}. Use one of its axes, or "
+                f"add one: create_mesh((num_groups, ...), ({name}, ...))."
             )
         _groups_of_processes([mesh.devices.flat for mesh in self.unstack])
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
@@ -55,6 +56,7 @@ from flax_mesh.tree import named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
 
+@check_types
 def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
     """Forecast the memory, the time and the traffic of a recipe's training step, without compiling it.
 

@@ -38,7 +38,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import MAX_SIZE
+from flax_mesh.fields import MAX_SIZE, check_types
 from flax_mesh.hardware import CHIPS, Chip, chip_of
 from flax_mesh.hlo.collectives import ALL_TO_ALL, GATHER, KINDS, POINT_TO_POINT
 from flax_mesh.mesh.shape import resolve_dims
@@ -150,6 +150,7 @@ class Network:
         return sent
 
 
+@check_types
 def parse_topology(text: str, chip: Chip | None = None) -> Topology:
     """The topology of a text such as "v5p:16x16x16*2"; see the module docstring. Names are case-insensitive.
 

@@ -23,7 +23,7 @@ from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
 from flax_mesh.sharding.memory import memory_problem
-from flax_mesh.text import shortened
+from flax_mesh.text import shown
 from flax_mesh.user_code import check_arguments
 
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
@@ -136,7 +136,7 @@ def _check_filter(wrt: Any) -> list[str]:
     try:
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError):  # some versions of Flax fail to format their own message
-        found = shortened(repr(wrt))
+        found = shown(wrt)
         return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {found}"]
     return []
 

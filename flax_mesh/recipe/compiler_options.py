@@ -44,7 +44,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 def _parse_option(value: str) -> bool | int | str:
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    return int(value) if value.lstrip("-").isdecimal() else value
+    return int(value) if re.fullmatch("-?[0-9]{1,18}", value) else value
 
 
 def check_compiler_options(options: Mapping[str, Any], device: Any) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import check_types, path_problem
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.text import at_most, listed
 from flax_mesh.user_code import check_arguments, place_of, user_code
@@ -20,6 +20,7 @@ SETTING = re.compile(r"[a-z_]+\.[\w.]+=")
 _FOLDERS: dict[str, str] = {}  # module that a recipe has imported from its own folder -> the folder
 
 
+@check_types
 def load_recipe(name: str) -> TrainConfig:
     """Run a recipe and return its config.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import field_types, has_text, parse_value, value_to_text
+from flax_mesh.fields import check_types, field_types, has_text, parse_value, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
 
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
@@ -38,6 +38,7 @@ def to_texts(config: TrainConfig) -> dict[str, str]:
     return {key: value_to_text(value) for key, (value, _, _) in flat_fields(config).items()}
 
 
+@check_types
 def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
     """Return `config` with `section.key=value` strings applied.
 

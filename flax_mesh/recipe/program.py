@@ -15,6 +15,7 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.evaluation import run_eval_fns, traced_evaluate
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
@@ -74,6 +75,7 @@ class TrainProgram:
         return 1 if self.pipeline is None else self.recipe.pipeline.num_microbatches
 
 
+@check_types
 def build_program(
     config: TrainConfig,
     say: Callable[[str], None] = lambda text: None,

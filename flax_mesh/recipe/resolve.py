@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.hardware import Chip, load_chip
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.schedules.schedule import Schedule
@@ -111,6 +112,7 @@ class Recipe:
         return self.mesh
 
 
+@check_types
 def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
     """Check a recipe and derive its parts: the mesh, the rules, the optimizer, the schedule, the shapes of a batch.
 

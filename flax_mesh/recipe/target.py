@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.create import create_mesh, normalize_axis_types
 from flax_mesh.mesh.shape import parse_mesh_shape, resolve_dims
 from flax_mesh.recipe.config import MeshConfig
@@ -85,6 +86,7 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target:
     return Target(dict(mesh.shape), given=mesh)
 
 
+@check_types
 def local_target(mesh: MeshConfig, platform: str) -> Target:
     """The devices that are here. For the platform "auto" the mesh is shrunk to fit them."""
     sizes, devices, notes = without_groups(axis_sizes(mesh)), jax.devices(), []
@@ -101,6 +103,7 @@ def local_target(mesh: MeshConfig, platform: str) -> Target:
     return Target(sizes, devices, notes=tuple(notes))
 
 
+@check_types
 def abstract_target(mesh: MeshConfig, platform: str) -> Target:
     """The mesh of `mesh.shape`, not shrunk to the devices here. Its platform is known if `platform` names it.
 

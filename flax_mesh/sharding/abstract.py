@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
@@ -32,6 +33,7 @@ from flax_mesh.sharding.rules import (
 )
 from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import PyTree, named_leaves, path_of
+from flax_mesh.user_code import check_arguments
 
 Model = TypeVar("Model", bound=type[nnx.Pytree])
 Split: TypeAlias = tuple[nnx.GraphDef, nnx.State]
@@ -39,6 +41,7 @@ ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
 Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
 
+@check_types
 def partitioned(
     rules: str | Iterable[tuple[str, object]],
     layers: str | Iterable[str] = (),
@@ -88,6 +91,7 @@ def model_axes(model: object) -> PartitionAxis:
     return DEFAULT_AXES if rules is None else as_rules(rules).axes
 
 
+@check_types
 def abstract_state(
     make: Make,
     mesh: Mesh | AbstractMesh,
@@ -142,7 +146,7 @@ def abstract_state(
     match = _match(nnx.merge(graphdef, state), state, mesh, rules, axes, min_size, as_tuple(shard_optimizer_over))
     apply_policy(match.findings, on_mismatch, dropped)
     if isinstance(rules, str) and (idle := idle_axes(as_rules(rules, axes), mesh)):
-        warnings.warn(f"rules={rules!r}: {idle}", stacklevel=2)
+        warnings.warn(f"rules={rules!r}: {idle}", stacklevel=3)
     if dropped is not None:
         dropped += match.replicated
     return lay_out(state, match.specs, mesh, optimizer_memory_kinds(state, mesh, optimizer_memory))
@@ -235,6 +239,7 @@ def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[jax
     return jax.tree.leaves(nnx.state(_made(make, mesh), graph=True))
 
 
+@check_types
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
@@ -249,6 +254,7 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     return jax.tree.unflatten(jax.tree.structure(abstract), _initialize(make, abstract, state))
 
 
+@check_types
 def init_model(make: Make, abstract: nnx.State) -> Any:
     """The model, or (model, optimizer), initialized directly with the shardings of `abstract`.
 
@@ -313,6 +319,7 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
             f"make must be a function without arguments that returns a model, got {_type_text(make)}. Pass a function "
             "that creates it: its arrays are then initialized directly with their shardings."
         )
+    check_arguments("make", make)
     eager_sharding = nnx.using_eager_sharding()
     with user_modes():
         made = made_on_auto_axes(make, mesh)

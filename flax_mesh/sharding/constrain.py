@@ -8,12 +8,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import AnyMesh, current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec, lost_finding
 
 Array = TypeVar("Array")
 
 
+@check_types
 def with_sharding_constraint(
     x: Array, spec: PartitionSpec, *, on_mismatch: Policy = "error", dropped: list[Finding] | None = None
 ) -> Array:
@@ -51,6 +53,7 @@ def with_sharding_constraint(
     return x
 
 
+@check_types
 def constrain(
     x: Array,
     logical_axes: Iterable[str | None],

@@ -12,8 +12,9 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.text import path_lines, processes_text
-from flax_mesh.tree import PyTree, is_key, named_leaves
+from flax_mesh.fields import check_types
+from flax_mesh.text import path_lines, processes_text, shown
+from flax_mesh.tree import PyTree, check_dtype, is_key, named_leaves
 
 _Name = TypeVar("_Name")
 Index = tuple[slice, ...]
@@ -21,6 +22,7 @@ _Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index th
 _Remote = Literal["error", "leave", "collect"]
 
 
+@check_types
 def gather(
     tree: PyTree, *, dtype: DTypeLike | None = None, bytes_in_flight: int | None = None, remote: _Remote = "error"
 ) -> PyTree:
@@ -39,7 +41,8 @@ def gather(
     shape of shards, which allocates one shard of every process on each device.
     """
     if remote not in ("error", "leave", "collect"):
-        raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {remote!r}.")
+        raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {shown(remote)}.")
+    check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_local(x)]
     if partial and remote == "error":

@@ -9,9 +9,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import AxisName, as_entry
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh, get_incontext_mesh
 from flax_mesh.sharding.rules import apply_policy, fit_spec
-from flax_mesh.text import at_most, path_lines
+from flax_mesh.text import at_most, path_lines, shown
 from flax_mesh.tree import PyTree, map_named, named_leaves
 
 
@@ -27,6 +28,7 @@ def extract_sharding_structure(tree: PyTree) -> PyTree:
 get_shardings_with_structure = extract_sharding_structure  # both names are in use
 
 
+@check_types
 def extract_shardings(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
     """As `extract_sharding_structure`, but leaves may also be PartitionSpecs, or have one as their `sharding`.
 
@@ -97,7 +99,7 @@ def get_names_from_partition_spec(specs: PyTree) -> list[str]:
         elif node is not None and node is not PartitionSpec.UNCONSTRAINED:
             children = [child for _, child in named_leaves(node)]
             if len(children) == 1 and children[0] is node:
-                raise TypeError(f"expected PartitionSpecs, mesh axis names or a tree of them, got {node!r}.")
+                raise TypeError(f"specs must be PartitionSpecs, mesh axis names or a tree of them, got {shown(node)}.")
         for child in children:
             visit(child)
 
@@ -105,6 +107,7 @@ def get_names_from_partition_spec(specs: PyTree) -> list[str]:
     return list(names)
 
 
+@check_types
 def create_pattern_based_partition_spec(
     pattern: str,
     mesh: Mesh | AbstractMesh | None = None,

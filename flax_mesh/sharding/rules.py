@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types, require_types
 from flax_mesh.stacks import ranks_in, without_single_layers
-from flax_mesh.text import at_most, axes_text, group_lines, group_paths
+from flax_mesh.text import at_most, axes_text, group_lines, group_paths, shown
 from flax_mesh.tree import PyTree, in_stack, named_leaves
 
 Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
@@ -66,6 +67,7 @@ class PartitionRules:
         axes: PartitionAxis = DEFAULT_AXES,
         layers: str | Sequence[str] = (),
     ):
+        require_types(PartitionRules.__init__, axes=axes, layers=layers)
         object.__setattr__(self, "table", _frozen(table))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "layers", (layers,) if isinstance(layers, str) else tuple(layers))
@@ -134,6 +136,7 @@ class RuleMatch(NamedTuple):
     replicated: list[Finding] = []  # noqa: RUF012 (never changed): arrays of which a LargestDim could split no dim
 
 
+@check_types
 def match_partition_rules(
     rules: Rules,
     tree: PyTree,
@@ -203,7 +206,7 @@ def match_leaves(
     numbered = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
-        if not shape:
+        if not shape or not isinstance(shape, tuple):  # objects that are no arrays may have any `shape`
             specs.append(replicated)
             continue
         key = (alike(path), shape, next((i for i, p in numbered if p.search(path)), None) if numbered else None)
@@ -362,16 +365,21 @@ def fit_spec(
     return PartitionSpec(*dims), findings
 
 
-def apply_policy(findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None) -> None:
-    """Raise an error or warn for all findings, or accept them; `dropped` receives those that were accepted."""
-    if on_mismatch not in ("error", "warn", "drop"):
-        raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {on_mismatch!r}.")
+def apply_policy(
+    findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None, *, stacklevel: int = 4
+) -> None:
+    """Raise an error or warn for all findings, or accept them; `dropped` receives those that were accepted.
+
+    A warning names the line that calls a public function with `check_types`, the caller of this function.
+    """
+    if not isinstance(on_mismatch, str) or on_mismatch not in ("error", "warn", "drop"):
+        raise ValueError(f"on_mismatch must be 'error', 'warn' or 'drop', got {shown(on_mismatch)}.")
     findings = list(findings)
     text = "\n".join(_finding_lines(findings))
     if findings and on_mismatch == "error":
         raise ShardingError(text)
     if findings and on_mismatch == "warn":
-        warnings.warn(f"left out of the sharding:\n{text}", stacklevel=3)
+        warnings.warn(f"left out of the sharding:\n{text}", stacklevel=stacklevel)
     if dropped is not None:
         dropped += findings
 
@@ -434,7 +442,7 @@ def _frozen(table: str | Iterable[object]) -> tuple[tuple[str, Dims], ...]:
         if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):
             raise ShardingError(f"rules={table!r} must name mesh axes joined by '+', each once, such as 'fsdp+dp'.")
         return ((".*", LargestDim(names)),)
-    if not isinstance(table, Iterable):
+    if not isinstance(table, Iterable) or getattr(table, "ndim", 1) == 0:
         raise ShardingError(f"rules must be axis names such as 'fsdp', or a list of (pattern, dims), got {table!r}.")
     rules, problems = [], []
     for number, rule in enumerate(table, start=1):

@@ -10,11 +10,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.typing import DTypeLike
 
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import require_types
 from flax_mesh.mesh.context import get_incontext_mesh
 from flax_mesh.sharding.gather import gather_leaf
+from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
-from flax_mesh.text import path_lines, paths_text
-from flax_mesh.tree import PyTree, map_named, named_leaves
+from flax_mesh.text import path_lines, paths_text, shown
+from flax_mesh.tree import PyTree, check_dtype, map_named, named_leaves
 
 
 class _UnfittedSharding(NamedTuple):
@@ -60,10 +62,12 @@ def shard(
     most one program per shape. Every process copies only the shards of its own devices. On CPU the result may share
     memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards, or pass `may_alias=False`.
     """
+    require_types(shard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
+    check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     layouts = [_layout(x, mesh, memory_kind) for x in _aligned(tree, leaves, treedef, specs)]
     shardings, findings = _fitting(tree, leaves, layouts)
-    apply_policy(findings, on_mismatch, dropped)
+    apply_policy(findings, on_mismatch, dropped, stacklevel=3)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
@@ -86,6 +90,8 @@ def reshard(
     offloads a state. Leaves that need not change are returned themselves, unless `may_alias=False`. Raises a
     ShardingError that names the leaves without a mesh.
     """
+    require_types(reshard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
+    check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     current = [getattr(leaf, "sharding", None) for leaf in leaves]
     if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
@@ -97,7 +103,7 @@ def reshard(
     requested = current if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, sharding) for x, sharding in zip(requested, current, strict=True)]
     shardings, findings = _fitting(tree, leaves, layouts)
-    apply_policy(findings, on_mismatch, dropped)
+    apply_policy(findings, on_mismatch, dropped, stacklevel=3)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
@@ -148,6 +154,9 @@ def make_shard_and_gather_fns(
         (64, 256)
     """
 
+    require_types(make_shard_and_gather_fns, dtype=dtype, dropped=dropped)
+    check_dtype(dtype)
+
     def shard_fn(path: str, spec: object) -> Callable[[Any], jax.Array]:
         layout = _layout(spec, mesh, None)
         fitting: dict[tuple[int, ...], Sharding] = {}  # by shape; usually there is only one
@@ -156,7 +165,7 @@ def make_shard_and_gather_fns(
             shape = np.shape(x)
             if shape not in fitting:
                 sharding, findings = _sharding(path, shape, layout)
-                apply_policy(findings, on_mismatch, dropped)
+                apply_policy(findings, on_mismatch, dropped, stacklevel=3)
                 fitting[shape] = sharding
             return _place([x], [fitting[shape]], dtype, may_alias=may_alias)[0]
 
@@ -201,6 +210,8 @@ def _layout(
     spec: Any, mesh: Mesh | AbstractMesh | None, memory_kind: str | None, current: NamedSharding | None = None
 ) -> _UnfittedSharding | Sharding:
     """`spec` with the mesh and the memory kind that it lacks: from the `current` sharding, or else the context."""
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a Mesh, got {shown(mesh)}.")
     if isinstance(spec, PartitionSpec):
         mesh = mesh or (current.mesh if current else get_incontext_mesh())
         return _UnfittedSharding(spec, mesh, memory_kind or (current.memory_kind if current else None))
@@ -240,8 +251,11 @@ def _sharding(
             "arrays can be placed only on a mesh of devices, but the specs are for an AbstractMesh. Pass a Mesh as "
             "mesh=, or shardings on one."
         )
+    kind = layout.memory_kind
+    if kind is not None and (problem := memory_problem(layout.mesh, kind)):
+        raise ShardingError(f"memory_kind: {problem}.")
     spec, findings = fit_spec(path, shape, layout.spec, layout.mesh)
-    return NamedSharding(layout.mesh, spec, memory_kind=layout.memory_kind), findings
+    return NamedSharding(layout.mesh, spec, memory_kind=kind), findings
 
 
 def _place(

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import spec_in_mesh, with_sharding_constraint
 from flax_mesh.sharding.rules import fit_spec
@@ -42,8 +43,9 @@ def shapes_of(batch: PyTree) -> PyTree:
 
 def _has_numbers(x: object) -> bool:
     """Whether `x` is an array of numbers or of random keys."""
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and (not isinstance(dtype, np.dtype) or dtype.kind not in "OSTU")
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    is_text = isinstance(dtype, np.dtype) and dtype.kind in "OSTU"
+    return isinstance(shape, tuple) and dtype is not None and not is_text
 
 
 def microbatch_shapes(
@@ -104,6 +106,7 @@ def batch_sharding(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: Part
     return NamedSharding(mesh, microbatch_spec(shape, mesh, axes))
 
 
+@check_types
 def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -> PyTree:
     """Places a batch on the devices of `mesh`, each with its own rows only.
 

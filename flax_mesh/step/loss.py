@@ -22,6 +22,7 @@ from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, group_paths
 from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves
+from flax_mesh.user_code import check_arguments
 
 Batch = PyTree  # of arrays whose first dim is the batch
 Metrics = dict[str, jax.Array]
@@ -79,6 +80,7 @@ def run_loss(
     params, others = jax.tree.map(lambda x: x, variables)
     called = nnx.merge(graphdef, params, keyed, others)
     before = _eager_sharding(called)
+    check_arguments("loss_fn", loss_fn, "model", "batch")
     with user_modes():
         loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
     for path, (variable, flag) in _eager_sharding(called).items():

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.sharding.abstract import (
     Make,
     abstract_split,
@@ -205,6 +206,7 @@ def _static_values(graphdef: nnx.GraphDef, state: tuple[nnx.State, ...]) -> _Sta
     return found
 
 
+@check_types
 def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
@@ -218,6 +220,7 @@ def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
     return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
 
 
+@check_types
 def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """Initializes model and optimizer directly sharded, and returns them as a `TrainState`.
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import LOGICAL_AXES, PartitionAxis
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
@@ -46,6 +47,7 @@ from flax_mesh.tree import named_leaves
 Step = Callable[..., tuple[TrainState, Metrics]]
 
 
+@check_types
 def make_train_step(
     loss_fn: LossFn,
     state: TrainState,
@@ -163,6 +165,7 @@ def make_train_step(
     return _PlacingStep(jitted, mesh, axes)
 
 
+@check_types
 def make_eval_step(
     loss_fn: LossFn, state: TrainState, *, axes: PartitionAxis | None = None
 ) -> Callable[[TrainState, Batch], Metrics]:

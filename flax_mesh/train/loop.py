@@ -21,6 +21,7 @@ from flax_mesh.data.corpus import Corpus, decode, load_corpus
 from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
 from flax_mesh.data.run_data import TEXT, RunData, token_data, user_data
 from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
 from flax_mesh.mpmd import Pipeline
@@ -68,6 +69,7 @@ class TrainResult:
     sample: str = ""
 
 
+@check_types
 def train(
     config: TrainConfig,
     *,

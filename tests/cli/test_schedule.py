@@ -124,7 +124,7 @@ search --stages 999999999 --microbatches 9 --memory 4 | would have 8,999,999,991
 search SIZES --virtual 999999999 | at most 3,000,000 are supported; use fewer stages
 gpipe SIZES --svg LONG | --svg [x/]{80}: this text is too long for a path: 5000 bytes
 gpipe --measure LONG | recipe [x/]{80}: this text is too long for a path: 5000 bytes
-NAME SIZES | unknown schedule 'x{1000,}.* characters\\)$
+NAME SIZES | unknown schedule 'x{100,}
 gpipe SIZES --svg /nowhere/x.svg | --svg /nowhere/x.svg cannot be written
 """
 

@@ -98,7 +98,7 @@ PAIR, TWO_SLICES, SQUARE = ("dp", "tp"), tpu_slices(2, "TPU v5 lite", (4, 4)), t
         ((2, 4), PAIR, {"backend": "nothing"}, "backend='nothing' has no devices here"),
         ((8,), "fsdp", {}, r"Write \('fsdp',\)"),
         ((2, 4), PAIR, {"num_slices": 3}, r"num_slices=3 must be a positive divisor of the number of devices, 8"),
-        ((2, 4), PAIR, {"num_slices": "2"}, r"num_slices must be an integer, got '2'"),
+        ((2, 4), PAIR, {"num_slices": "2"}, r"num_slices must be an integer or none, got '2'"),
         ((16, 1), PAIR, {"devices": gpu_hosts(4, 4), "num_slices": 8}, "num_slices=8 .* slices of 2 .* splits process"),
         ((32, 1), PAIR, {"dcn_mesh_dims": (1, 2), "devices": TWO_SLICES},
          r"dp:1,tp:2.*tp has size 1, not divisible by 2.*valid choice is dp:2,tp:1"),

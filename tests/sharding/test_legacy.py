@@ -67,7 +67,7 @@ def test_names_are_unique_and_in_order_of_first_use():
     specs = fm.match_partition_rules([("kernel", P("x", "y")), ("bias", P("y"))], state)
     assert names(specs) == ["y", "x"]  # bias comes first
     assert names(P()) == []
-    with pytest.raises(TypeError, match="expected PartitionSpecs, mesh axis names or a tree of them, got 3"):
+    with pytest.raises(TypeError, match="specs must be PartitionSpecs, mesh axis names or a tree of them, got 3"):
         names([3])
 
 

@@ -219,7 +219,7 @@ def test_a_train_state_needs_model_and_optimizer(mesh):
     with pytest.raises(fm.ShardingError, match=r"make\(\) must return \(model, nnx.Optimizer\).* of type WithStreams"):
         init_train_state(make, abstract)
     for create in (make_train_step, make_eval_step):
-        with pytest.raises(TypeError, match="state must be a TrainState, got an object of type State"):
+        with pytest.raises(TypeError, match="state must be a TrainState, got State"):
             create(loss_fn, abstract)  # pyright: ignore[reportArgumentType]
 
 

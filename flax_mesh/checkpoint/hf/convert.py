@@ -28,9 +28,10 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.fields import check_types
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
-from flax_mesh.tree import PyTree, Shaped, named_leaves, path_and_start
+from flax_mesh.tree import PyTree, Shaped, check_dtype, named_leaves, path_and_start
 
 Tree = TypeVar("Tree")
 _Bounds = tuple[int, int]  # start and stop of a dim
@@ -74,6 +75,7 @@ class _MappedParam(NamedTuple):
     arrays: tuple[_MappedArray, ...]
 
 
+@check_types
 def load_safetensors(
     folder: str | Path, abstract: Tree, names: Iterable[ParamMapping], *, ignore: Iterable[str] = (), threads: int = 4
 ) -> Tree:
@@ -122,6 +124,7 @@ def load_safetensors(
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
+@check_types
 def save_safetensors(
     folder: str | Path,
     state: PyTree,
@@ -141,6 +144,7 @@ def save_safetensors(
         raise ConfigError(
             "save_safetensors works in one process only. Save a checkpoint, and use flax-mesh checkpoint export."
         )
+    check_dtype(dtype)
     params = map_params(state, names)
     arrays = [(one.name, jax.ShapeDtypeStruct(one.shape, _dtype(p.value, dtype))) for p in params for one in p.arrays]
     if duplicates := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
@@ -158,6 +162,9 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[_MappedPara
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params = tuple(names), []
     named = named_leaves(state)
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    if others := [path or "the value itself" for path, x in named if not is_array(x)]:
+        raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
     paths = Counter(path for path, _ in named)
     problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
     for path, value in named:

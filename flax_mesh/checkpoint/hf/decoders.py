@@ -14,6 +14,7 @@ import numpy as np
 from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
 from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.fields import check_types
 
 Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
 Tree = TypeVar("Tree")
@@ -242,6 +243,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
     return DecoderFolder(path, config["model_type"], settings, ignore)
 
 
+@check_types
 def read_config(folder: str | Path) -> dict[str, Any]:
     """Read the config.json of a local folder, as a dict."""
     with refusals(folder):

@@ -291,8 +291,10 @@ def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int) -> dict[str, dict[s
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    """Sort key that puts layer 2 before layer 10."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
+    """Sort key that puts layer 2 before layer 10: the number with more digits is larger."""
+    return [
+        (part.isdecimal(), len(part.lstrip("0")) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)
+    ]
 
 
 def _header(entries: Mapping[str, _FileSlice]) -> bytes:

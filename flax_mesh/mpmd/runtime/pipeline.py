@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import without_mesh
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
@@ -37,7 +38,7 @@ from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState, check_not_donated
-from flax_mesh.text import lines_of
+from flax_mesh.text import lines_of, shown
 
 
 class Pipeline:
@@ -94,6 +95,7 @@ class Pipeline:
         ['grad_norm', 'loss', 'weight']
     """
 
+    @check_types
     @without_mesh()
     def __init__(
         self,
@@ -370,10 +372,9 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, 
             f"schedule {schedule.name} has {schedule.num_stages} stages, but the model is split into "
             f"{staged.num_stages}; pass this schedule to split_stages"
         )
-    if remat not in REMAT_MODES:
-        problems.append(f"remat must be one of {', '.join(map(repr, REMAT_MODES))}, got {remat!r}")
-    if transport not in TRANSPORTS:
-        problems.append(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {transport!r}")
+    for name, value, values in (("remat", remat, REMAT_MODES), ("transport", transport, TRANSPORTS)):
+        if value not in values:
+            problems.append(f"{name} must be one of {', '.join(map(repr, values))}, got {shown(value)}")
     if problems:
         raise ConfigError(problems)
 

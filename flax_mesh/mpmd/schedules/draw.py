@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
 from flax_mesh.mpmd.schedules.text import heading, summary, time_text
@@ -25,6 +26,7 @@ IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
 CURVE_COLOUR, INK = "#9a9a9a", "#222"
 
 
+@check_types
 def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  # noqa: B008  an immutable default
     """The simulated schedule as SVG: per group a bar along time, with the number of stored activations below it.
 

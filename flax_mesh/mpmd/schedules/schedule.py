@@ -5,6 +5,7 @@ backward pass. If the schedule splits the backward pass, B computes the gradient
 gradients of its weights.
 """
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from difflib import get_close_matches
 from re import fullmatch
 from typing import NamedTuple
 
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
-from flax_mesh.text import at_most, count_text, listed, shortened
+from flax_mesh.text import at_most, count_text, listed, shortened, shown
 
 NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
 _MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
@@ -206,6 +208,7 @@ class Schedule:
         return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits, int(match[3] or 1))
 
 
+@check_types
 def make_schedule(
     name: str, *, num_groups: int, num_microbatches: int, num_virtual_stages: int | None = None
 ) -> Schedule:
@@ -240,7 +243,8 @@ def make_schedule(
         1F0 1B0 1F1 1B1 1F2 1B2
     """
     kind = _kind(name)
-    num_virtual_stages = kind.virtual if num_virtual_stages is None else num_virtual_stages
+    num_groups, num_microbatches = operator.index(num_groups), operator.index(num_microbatches)  # integers of numpy too
+    num_virtual_stages = kind.virtual if num_virtual_stages is None else operator.index(num_virtual_stages)
     numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
     problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
     if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
@@ -433,4 +437,5 @@ def _kind(name: str) -> _Kind:
         )
     close = get_close_matches(name, [*_KINDS, "v-7", "seq1f1b-2"], n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    raise ValueError(f"unknown schedule {name!r}{hint} (available: {', '.join(_KINDS)}, v-K and seq1f1b-K, K a number)")
+    available = f"{', '.join(_KINDS)}, v-K and seq1f1b-K, K a number"
+    raise ValueError(f"unknown schedule {shown(name)}{hint} (available: {available})")

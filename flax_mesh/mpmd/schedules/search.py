@@ -2,10 +2,12 @@
 
 import itertools
 import math
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_problem, reverse
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, check_size, make_schedule
@@ -40,6 +42,7 @@ class SearchResult:
         return found / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
+@check_types
 def search_schedule(
     costs: Sequence[Sequence[float]],
     memory_limit: float | Sequence[float] | None = None,
@@ -95,6 +98,7 @@ def search_schedule(
     stages = stage_costs(costs, len(costs))
     num_groups = len(stages) if num_groups is None else num_groups
     virtual = len(stages) // max(1, num_groups)
+    num_microbatches = operator.index(num_microbatches)  # also an integer of numpy
     problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
     if not stages:
         problems.append("costs is empty; pass (F, B, W[, T]) for every stage")

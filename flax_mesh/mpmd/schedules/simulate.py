@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.text import at_most, shortened
 
@@ -48,6 +49,7 @@ class Simulation:
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
 
+@check_types
 def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  an immutable default
     """Simulates a schedule: every action starts as early as its row and its dependencies permit.
 

@@ -1,5 +1,6 @@
 """A simulated schedule as text, for the terminal."""
 
+from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate, stage_costs
 from flax_mesh.text import count_text, table_text
@@ -7,6 +8,7 @@ from flax_mesh.text import count_text, table_text
 _MOST_BLOCKS = 6  # of lines, if the schedule is longer than the width
 
 
+@check_types
 def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int = 120) -> str:  # noqa: B008  immutable
     """Makespan, bubble, peak activations of every group, and a timeline; `width` is in characters.
 

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast
 
+from flax_mesh.fields import check_types, is_sized
 from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
 from flax_mesh.mpmd.schedules.simulate import MOST_COST, TOLERANCE, peak_memory
 from flax_mesh.text import at_most, listed, shortened
@@ -14,6 +16,7 @@ MARGIN = 4  # actions shown on either side of a marked one
 MOST = 8  # mistakes reported at once
 
 
+@check_types
 def check_schedule(
     schedule: Schedule,
     memory_limit: float | Sequence[float] | None = None,
@@ -62,7 +65,9 @@ def check_schedule(
 
 
 def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
-    limits = (memory_limit,) * num_groups if isinstance(memory_limit, int | float) else tuple(memory_limit)
+    limits: tuple[Any, ...] = (memory_limit,) * num_groups
+    if is_sized(memory_limit):
+        limits = tuple(cast(Sequence[float], memory_limit))
     if len(limits) != num_groups:
         raise ValueError(f"expected one memory limit or {num_groups}, one per group, got {len(limits)}")
     if not all(0 <= limit <= MOST_COST for limit in limits):

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types, is_sized
 from flax_mesh.mesh.context import current_mesh, without_mesh
 from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.mesh import MpmdMesh
@@ -53,8 +54,9 @@ from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
-from flax_mesh.text import array_text, bytes_text, first_line, listed
+from flax_mesh.text import array_text, bytes_text, first_line, listed, shown
 from flax_mesh.tree import PyTree
+from flax_mesh.user_code import check_arguments
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -247,6 +249,7 @@ class StagedModel:
         return "\n".join([*lines, *(text for text in (self.remark, self.imbalance) if text)])
 
 
+@check_types
 def split_stages(
     loss_fn: LossFn,
     model: PyTree,
@@ -381,7 +384,7 @@ def split_stages(
                 raise
             staged = staged_with({})
         if staged.imbalance:
-            warnings.warn(staged.imbalance, stacklevel=2)
+            warnings.warn(staged.imbalance, stacklevel=3)
         if check:
             staged.check(batch)
         return staged
@@ -425,6 +428,7 @@ class _Chain(nnx.Module):
         self.stages = nnx.List(stages)
 
 
+@check_types
 def chain_stages(
     loss_fn: Callable[[Any, Batch], Any],
     stages: Callable[[], Sequence[nnx.Module] | tuple[Sequence[nnx.Module], nnx.Optimizer]] | Sequence[nnx.Module],
@@ -467,7 +471,10 @@ def chain_stages(
                 raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
         return loss_fn(value, batch)
 
+    check_arguments("stages", make)
     modules, _ = _with_optimizer(make())
+    if not is_sized(modules):
+        raise CutError(f"stages must be modules, or a function that returns them, got {shown(modules)}.")
     if not modules:
         raise CutError("stages is empty; it must have one module per stage.")
     return split_stages(

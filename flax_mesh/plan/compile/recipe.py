@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.child import ask
 from flax_mesh.plan.compile.compiled import Compiled
@@ -30,6 +31,7 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 USED = re.compile(r"(?:[Uu]sed |\()([\d.]+)([KMGT])\b")
 
 
+@check_types
 def compile_recipe(
     recipe: str,
     overrides: Sequence[str],

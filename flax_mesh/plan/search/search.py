@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.recipe import plan_for
@@ -80,6 +81,7 @@ class LayoutSearch:
         return self.planned[0] if self.planned and self.planned[0].plan.fits is not False else None
 
 
+@check_types
 def search_layouts(
     config: TrainConfig,
     chips: Topology | str,

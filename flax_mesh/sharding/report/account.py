@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.fields import check_types
 from flax_mesh.hlo.collectives import Traffic, read_collectives, sum_traffic
 from flax_mesh.hlo.program import read_hlo
 from flax_mesh.mesh.context import AnyMesh, get_incontext_mesh
@@ -24,6 +25,7 @@ from flax_mesh.tree import named_leaves, path_of
 Location = tuple[Any, bool]  # a mesh or a set of devices, and whether the array is in their host memory
 
 
+@check_types
 def analyze_sharding_strategy(
     tree: Any, specs: Any = None, mesh: AnyMesh | None = None, *, compiled: Any = None
 ) -> ShardingReport:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
+from flax_mesh.fields import check_types
 from flax_mesh.sharding.rules import (
     Finding,
     PartitionRules,
@@ -44,6 +45,7 @@ class Audit(NamedTuple):
     replicated: list[Finding]  # arrays without a dim that rules such as "fsdp" could split
 
 
+@check_types
 def audit_rules(
     rules: Rules,
     tree: Any,

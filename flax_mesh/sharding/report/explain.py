@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple, dims_text
+from flax_mesh.fields import check_types
 from flax_mesh.html import html_frame
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
@@ -93,6 +94,7 @@ class Explanation(NamedTuple):
         return Table(("rule", "pattern", "dims", "applies to"), rows, right={"rule"})
 
 
+@check_types
 def explain_sharding(
     make: Callable[[], Any],
     mesh: Mesh | AbstractMesh,
