@@ -1,5 +1,7 @@
 """Sharding rules, pipelines, checkpoints and training for Flax NNX models. Importing it has no side effects."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from flax_mesh.axes import PartitionAxis as PartitionAxis
 from flax_mesh.errors import CheckpointCorruptedError as CheckpointCorruptedError
 from flax_mesh.errors import ConfigError as ConfigError
@@ -44,4 +46,17 @@ from flax_mesh.sharding.rules import match_partition_rules as match_partition_ru
 from flax_mesh.sharding.transfer import make_shard_and_gather_fns as make_shard_and_gather_fns
 from flax_mesh.sharding.transfer import reshard as reshard
 from flax_mesh.sharding.transfer import shard as shard
+from flax_mesh.step.state import init_train_state as init_train_state
+from flax_mesh.step.step import make_train_step as make_train_step
+from flax_mesh.text import version_of as _version_of
 from flax_mesh.tree import named_leaves as named_leaves
+
+__version__: str
+
+if not _TYPE_CHECKING:  # for a type checker, this function would define every name
+
+    def __getattr__(name: str) -> str:
+        """The version of the installed package, which is read when it is used."""
+        if name == "__version__":
+            return _version_of("flax-mesh")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
