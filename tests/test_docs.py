@@ -148,7 +148,7 @@ def exported(package: str) -> list[str]:
 
 
 # Names of other packages that the root has too, beside those that are used with them.
-ALSO_IN_ROOT = dict.fromkeys(("init_train_state", "make_train_step"), "flax_mesh.train")
+ALSO_IN_ROOT: dict[str, str] = dict.fromkeys(("init_train_state", "make_train_step"), "flax_mesh.train")
 
 
 EXPORTED = {package: exported(package) for package in PUBLIC}
@@ -207,6 +207,23 @@ def test_code_that_users_read_takes_public_names_alone():
     assert not {name: found for name, code in codes.items() if (found := foreign_names(code))}
     deep = "import flax_mesh as fm\nfrom flax_mesh.tree import map_named\nfm.tree.path_of\nfm.shard"
     assert foreign_names(deep) == ["flax_mesh.tree.map_named", "flax_mesh.tree"]
+
+
+def test_the_default_values_of_a_signature_are_short():
+    functions = {name: public(name) for name in NAMES if callable(public(name))}
+    for name, kind in [*functions.items()]:
+        functions |= {f"{name}.{k}": x for k, x in vars(kind).items() if inspect.isclass(kind) and inspect.isroutine(x)}
+    lengths = {name: sum(map(len, default_texts(function))) for name, function in functions.items()}
+    assert len(lengths) > 200 and not {name: length for name, length in lengths.items() if length > 300}
+
+
+def default_texts(function: Any) -> list[str]:
+    """As `help` shows them; [] for a function in C without a signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [repr(x.default) for x in parameters if x.default is not x.empty]
 
 
 @pytest.mark.parametrize("name", full_names(ENTRY_POINTS))
