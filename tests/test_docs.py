@@ -133,18 +133,14 @@ def full_names(table: dict[str, str]) -> list[str]:
     return [f"{package}.{name}" for package, names in table.items() for name in names.split()]
 
 
-# What the `__init__` of the root contains besides imports: `fm.__version__`, which is looked up when it is read.
-CODE_OF_ROOT = ["__version__: str", "if not _TYPE_CHECKING:"]
-
-
 def exported(package: str) -> list[str]:
     """The names that the `__init__` of a package imports: all that it may contain beside its docstring."""
-    path = ROOT.joinpath(*package.split("."), "__init__.py")
+    is_root = package == "flax_mesh"  # whose names are imported when they are used, and are listed for type checkers
+    path = ROOT.joinpath(*package.split("."), "__init__.pyi" if is_root else "__init__.py")
     _, *nodes = ast.parse(path.read_text()).body
-    code = [ast.unparse(node).splitlines()[0] for node in nodes if not isinstance(node, ast.ImportFrom)]
-    assert code == (CODE_OF_ROOT if package == "flax_mesh" else []), f"{path} does more than import public names"
-    names = [alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return [name for name in names if not name.startswith("_")]
+    code = [ast.unparse(node) for node in nodes if not isinstance(node, ast.ImportFrom)]
+    assert code == ["__version__: str"] * is_root, f"{path} does more than import public names"
+    return [alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
 
 
 # Names of other packages that the root has too, beside those that are used with them.
@@ -158,6 +154,16 @@ NAMES = [f"{package}.{name}" for package, names in EXPORTED.items() for name in 
 def public(name: str) -> Any:
     package, _, short = name.rpartition(".")
     return getattr(importlib.import_module(package), short)
+
+
+def test_the_names_of_the_root_are_those_of_its_stub():
+    assert fm.__all__ == EXPORTED["flax_mesh"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert {*fm.__all__, "__version__"} <= {*dir(fm)}  # pyright: ignore[reportAttributeAccessIssue]
+    names: dict[str, object] = {}
+    exec("from flax_mesh import *", names)
+    for item in read_imports((ROOT / "flax_mesh" / "__init__.pyi").read_text()):
+        short = item.name.rpartition(".")[2]
+        assert names[short] is getattr(fm, short) is getattr(importlib.import_module(item.source), short)
 
 
 def test_only_public_packages_export_names():
