@@ -1,47 +1,52 @@
-"""Sharding rules, pipelines, checkpoints and training for Flax NNX models. Importing it has no side effects."""
+"""Sharding rules, pipelines, checkpoints and training for Flax NNX models. Importing it has no side effects.
 
-from flax_mesh.axes import PartitionAxis as PartitionAxis
-from flax_mesh.errors import CheckpointCorruptedError as CheckpointCorruptedError
-from flax_mesh.errors import ConfigError as ConfigError
-from flax_mesh.errors import SaveError as SaveError
-from flax_mesh.errors import ShardingError as ShardingError
-from flax_mesh.mesh.context import NoMeshError as NoMeshError
-from flax_mesh.mesh.context import current_mesh as current_mesh
-from flax_mesh.mesh.context import get_axes_size_in_mesh as get_axes_size_in_mesh
-from flax_mesh.mesh.context import get_incontext_mesh as get_incontext_mesh
-from flax_mesh.mesh.context import get_mesh_axis_names as get_mesh_axis_names
-from flax_mesh.mesh.context import get_mesh_axis_size as get_mesh_axis_size
-from flax_mesh.mesh.context import get_submesh_device_index as get_submesh_device_index
-from flax_mesh.mesh.context import names_in_current_mesh as names_in_current_mesh
-from flax_mesh.mesh.create import calculate_host_mesh_shape as calculate_host_mesh_shape
-from flax_mesh.mesh.create import cpu_context as cpu_context
-from flax_mesh.mesh.create import create_cpu_mesh as create_cpu_mesh
-from flax_mesh.mesh.create import create_mesh as create_mesh
-from flax_mesh.mesh.create import force_cpu as force_cpu
-from flax_mesh.mesh.create import parse_mesh_from_string as parse_mesh_from_string
-from flax_mesh.mesh.device_mesh import create_device_mesh as create_device_mesh
-from flax_mesh.mesh.device_mesh import create_hybrid_device_mesh as create_hybrid_device_mesh
-from flax_mesh.mesh.slices import SlowNetworkWarning as SlowNetworkWarning
-from flax_mesh.sharding.abstract import abstract_state as abstract_state
-from flax_mesh.sharding.abstract import init_model as init_model
-from flax_mesh.sharding.abstract import init_state as init_state
-from flax_mesh.sharding.abstract import partition_rules as partition_rules
-from flax_mesh.sharding.abstract import partitioned as partitioned
-from flax_mesh.sharding.constrain import constrain as constrain
-from flax_mesh.sharding.constrain import with_sharding_constraint as with_sharding_constraint
-from flax_mesh.sharding.gather import gather as gather
-from flax_mesh.sharding.legacy import create_pattern_based_partition_spec as create_pattern_based_partition_spec
-from flax_mesh.sharding.legacy import extract_sharding_structure as extract_sharding_structure
-from flax_mesh.sharding.legacy import extract_shardings as extract_shardings
-from flax_mesh.sharding.legacy import get_names_from_partition_spec as get_names_from_partition_spec
-from flax_mesh.sharding.legacy import get_partition_spec as get_partition_spec
-from flax_mesh.sharding.legacy import get_shardings_with_structure as get_shardings_with_structure
-from flax_mesh.sharding.report.account import analyze_sharding_strategy as analyze_sharding_strategy
-from flax_mesh.sharding.report.explain import explain_sharding as explain_sharding
-from flax_mesh.sharding.report.report import ShardingReport as ShardingReport
-from flax_mesh.sharding.rules import PartitionRules as PartitionRules
-from flax_mesh.sharding.rules import match_partition_rules as match_partition_rules
-from flax_mesh.sharding.transfer import make_shard_and_gather_fns as make_shard_and_gather_fns
-from flax_mesh.sharding.transfer import reshard as reshard
-from flax_mesh.sharding.transfer import shard as shard
-from flax_mesh.tree import named_leaves as named_leaves
+A name is imported when it is used, so that `flax-mesh --help` does not import JAX. `__init__.pyi` has the same names.
+"""
+
+from importlib import import_module as _import_module
+
+from flax_mesh.text import version_of as _version_of
+
+_NAMES = {
+    "axes": "PartitionAxis",
+    "errors": "CheckpointCorruptedError ConfigError SaveError ShardingError",
+    "mesh.context": """
+        NoMeshError current_mesh get_axes_size_in_mesh get_incontext_mesh get_mesh_axis_names get_mesh_axis_size
+        get_submesh_device_index names_in_current_mesh
+    """,
+    "mesh.create": "calculate_host_mesh_shape cpu_context create_cpu_mesh create_mesh force_cpu parse_mesh_from_string",
+    "mesh.device_mesh": "create_device_mesh create_hybrid_device_mesh",
+    "mesh.slices": "SlowNetworkWarning",
+    "sharding.abstract": "abstract_state init_model init_state partition_rules partitioned",
+    "sharding.constrain": "constrain with_sharding_constraint",
+    "sharding.gather": "gather",
+    "sharding.legacy": """
+        create_pattern_based_partition_spec extract_sharding_structure extract_shardings
+        get_names_from_partition_spec get_partition_spec get_shardings_with_structure
+    """,
+    "sharding.report.account": "analyze_sharding_strategy",
+    "sharding.report.explain": "explain_sharding",
+    "sharding.report.report": "ShardingReport",
+    "sharding.rules": "PartitionRules match_partition_rules",
+    "sharding.transfer": "make_shard_and_gather_fns reshard shard",
+    "step.state": "init_train_state",
+    "step.step": "make_train_step",
+    "tree": "named_leaves",
+}
+_MODULES = {name: f"flax_mesh.{module}" for module, names in _NAMES.items() for name in names.split()}
+_FOLDERS = ("mesh", "sharding")  # these have further public names
+__all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version_of("flax-mesh")
+    if name in _FOLDERS:
+        return _import_module(f"flax_mesh.{name}")
+    if name in _MODULES:
+        return getattr(_import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

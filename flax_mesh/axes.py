@@ -22,7 +22,7 @@ class _Follow:
     mesh_axis_fields: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return "<follows its mesh axis>"
+        return "<its mesh axis>"
 
 
 _follow: Any = _Follow  # Any, because these are the defaults of fields of the type AxisName
@@ -30,6 +30,9 @@ _FOLLOW_DATA = _follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"
 _FOLLOW_TENSOR = _follow(("tensor_parallel_axis",))
 _FOLLOW_SEQUENCE = _follow(("sequence_parallel_axis",))
 _FOLLOW_EXPERT = _follow(("expert_parallel_axis",))
+_MESH_AXIS_FIELDS = tuple(
+    name for one in (_FOLLOW_DATA, _FOLLOW_TENSOR, _FOLLOW_SEQUENCE, _FOLLOW_EXPERT) for name in one.mesh_axis_fields
+)
 
 # Logical axis -> field; `layers` (the leading dim of a scanned stack) is never sharded.
 LOGICAL_AXES = {
@@ -139,6 +142,11 @@ class PartitionAxis:
             raise TypeError(f"extra must map logical axes to mesh axes, as {{'rows': 'dp'}}, got {found}.") from error
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 
+    def __repr__(self) -> str:
+        """Only the fields that are not the defaults."""
+        changed = self._changed | ({"extra": dict(self.extra)} if self.extra else {})
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed.items())})"
+
     def mesh_axes(self, logical: str | None, mode: Mode = "train") -> tuple[str, ...]:
         """Mesh axes of one logical axis; () for None and for an axis that is not sharded."""
         if mode not in ("train", "prefill", "decode"):
@@ -199,17 +207,20 @@ class PartitionAxis:
     @functools.cached_property
     def default_names(self) -> frozenset[str]:
         """Mesh axes that only default values name. A mesh without such an axis is used as if the axis had size 1."""
-        mesh_axis_fields = _FOLLOW_DATA.mesh_axis_fields + _FOLLOW_TENSOR.mesh_axis_fields
-        mesh_axis_fields += _FOLLOW_SEQUENCE.mesh_axis_fields + _FOLLOW_EXPERT.mesh_axis_fields
-        followed = PartitionAxis(**{name: getattr(self, name) for name in mesh_axis_fields})
-        explicit = [axis for _, axis in self.extra]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            expected = field.default if field.name in mesh_axis_fields else getattr(followed, field.name)
-            if field.name != "extra" and value != expected:
-                explicit.append(value)
-        used = {name for field in mesh_axis_fields for name in as_tuple(getattr(self, field))}
+        explicit = [*self._changed.values(), *(axis for _, axis in self.extra)]
+        used = {name for field in _MESH_AXIS_FIELDS for name in as_tuple(getattr(self, field))}
         return frozenset(used - {name for axis in explicit for name in as_tuple(axis)})
+
+    @functools.cached_property
+    def _changed(self) -> dict[str, AxisName]:
+        """The fields, without `extra`, whose values are neither the default nor that of the mesh axis they follow."""
+        followed = PartitionAxis(**{name: getattr(self, name) for name in _MESH_AXIS_FIELDS})
+        defaults = {
+            field.name: field.default if field.name in _MESH_AXIS_FIELDS else getattr(followed, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "extra"
+        }
+        return {name: value for name, default in defaults.items() if (value := getattr(self, name)) != default}
 
     def validate(self, mesh: Mesh | AbstractMesh) -> None:
         """Raises one ShardingError that lists every field, including defaults, whose mesh axis is not in `mesh`."""

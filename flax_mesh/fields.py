@@ -55,6 +55,13 @@ class _Kind(NamedTuple):
     name_of_text: str = ""  # what a text must be, where that has another name
 
 
+def changed_repr(self: Any) -> str:
+    """The `__repr__` of a config: only the fields that are not the defaults."""
+    values = {item.name: (repr(getattr(self, item.name)), repr(item.default)) for item in dataclasses.fields(self)}
+    changed = [f"{name}={value}" for name, (value, default) in values.items() if value != default]
+    return f"{type(self).__name__}({', '.join(changed)})"
+
+
 def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) -> list[Problem]:
     """One line for every field, also of nested dataclasses, whose value is not of its annotated type.
 

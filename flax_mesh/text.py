@@ -1,5 +1,6 @@
 """Formatting for messages and reports: counts, bytes, meshes, arrays, groups of paths, aligned tables, plain data."""
 
+import importlib.metadata
 import itertools
 import math
 import re
@@ -17,6 +18,14 @@ MOST_LINES = 24  # of a list in a message, so that it fits a terminal
 NUMBER = re.compile(r"(?<![^/.\[])(0|[1-9][0-9]{0,8})(?![^/.\]])")  # a whole component of a path
 PATH = re.compile(r"^(\s*[^\s:]*)")  # at the beginning of a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return "not installed"
 
 
 def plural(noun: str, count: int) -> str:

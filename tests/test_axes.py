@@ -32,6 +32,21 @@ def test_partition_axis_is_a_hashable_static_value():
     assert pickle.loads(pickle.dumps(PartitionAxis(head_axis=None))) == PartitionAxis(head_axis=None)
 
 
+@pytest.mark.parametrize(
+    ("text", "axes"),
+    [
+        ("", PartitionAxis()),
+        ("tensor_parallel_axis='model'", PartitionAxis(tensor_parallel_axis="model")),
+        ("data_parallel_axis=None, batch_axis='dp'", PartitionAxis(data_parallel_axis=None, batch_axis="dp")),
+        ("tensor_parallel_axis='x', head_axis='tp'", PartitionAxis(tensor_parallel_axis="x", head_axis="tp")),
+        ("batch_axis=None, extra={'rows': ('a', 'b')}", PartitionAxis(batch_axis=(), extra={"rows": ("a", "b")})),
+    ],
+)
+def test_repr_contains_what_differs_from_the_defaults_and_can_be_evaluated(text, axes):
+    assert repr(axes) == f"PartitionAxis({text})"
+    assert eval(repr(axes)) == axes
+
+
 def test_resolve_returns_the_default_specs():
     axes = PartitionAxis()
     assert axes.resolve(("batch", "sequence", "hidden")) == PartitionSpec(("fsdp", "dp"), "sp", "tp")

@@ -110,7 +110,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 116
+MOST_NAMES = 118
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -136,10 +136,16 @@ def full_names(table: dict[str, str]) -> list[str]:
 
 def exported(package: str) -> list[str]:
     """The names that the `__init__` of a package imports: all that it may contain beside its docstring."""
-    path = ROOT.joinpath(*package.split("."), "__init__.py")
-    _, *imports = ast.parse(path.read_text()).body
-    assert all(isinstance(node, ast.ImportFrom) for node in imports), f"{path} does more than import public names"
-    return [alias.asname or alias.name for node in imports for alias in node.names]  # type: ignore[attr-defined]
+    is_root = package == "flax_mesh"  # whose names are imported when they are used, and are listed for type checkers
+    path = ROOT.joinpath(*package.split("."), "__init__.pyi" if is_root else "__init__.py")
+    _, *nodes = ast.parse(path.read_text()).body
+    code = [ast.unparse(node) for node in nodes if not isinstance(node, ast.ImportFrom)]
+    assert code == ["__version__: str"] * is_root, f"{path} does more than import public names"
+    return [alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+
+
+# Names of other packages that the root has too, beside those that are used with them.
+ALSO_IN_ROOT: dict[str, str] = dict.fromkeys(("init_train_state", "make_train_step"), "flax_mesh.train")
 
 
 EXPORTED = {package: exported(package) for package in PUBLIC}
@@ -149,6 +155,16 @@ NAMES = [f"{package}.{name}" for package, names in EXPORTED.items() for name in 
 def public(name: str) -> Any:
     package, _, short = name.rpartition(".")
     return getattr(importlib.import_module(package), short)
+
+
+def test_the_names_of_the_root_are_those_of_its_stub():
+    assert fm.__all__ == EXPORTED["flax_mesh"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert {*fm.__all__, "__version__"} <= {*dir(fm)}  # pyright: ignore[reportAttributeAccessIssue]
+    names: dict[str, object] = {}
+    exec("from flax_mesh import *", names)
+    for item in read_imports((ROOT / "flax_mesh" / "__init__.pyi").read_text()):
+        short = item.name.rpartition(".")[2]
+        assert names[short] is getattr(fm, short) is getattr(importlib.import_module(item.source), short)
 
 
 def test_only_public_packages_export_names():
@@ -171,6 +187,9 @@ def test_every_public_name_has_one_home():
     homes: dict[object, set[str]] = {}
     for name in NAMES:
         package, _, short = name.rpartition(".")
+        if package == "flax_mesh" and (home := ALSO_IN_ROOT.get(short)):
+            assert public(name) is public(f"{home}.{short}")
+            package = home
         homes.setdefault(short, set()).add(package)
         homes.setdefault(id(public(name)), set()).add(package)
     assert not {name: packages for name, packages in homes.items() if len(packages) > 1}
@@ -195,6 +214,23 @@ def test_code_that_users_read_takes_public_names_alone():
     assert not {name: found for name, code in codes.items() if (found := foreign_names(code))}
     deep = "import flax_mesh as fm\nfrom flax_mesh.tree import map_named\nfm.tree.path_of\nfm.shard"
     assert foreign_names(deep) == ["flax_mesh.tree.map_named", "flax_mesh.tree"]
+
+
+def test_the_default_values_of_a_signature_are_short():
+    functions = {name: public(name) for name in NAMES if callable(public(name))}
+    for name, kind in [*functions.items()]:
+        functions |= {f"{name}.{k}": x for k, x in vars(kind).items() if inspect.isclass(kind) and inspect.isroutine(x)}
+    lengths = {name: sum(map(len, default_texts(function))) for name, function in functions.items()}
+    assert len(lengths) > 200 and not {name: length for name, length in lengths.items() if length > 300}
+
+
+def default_texts(function: Any) -> list[str]:
+    """As `help` shows them; [] for a function in C without a signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [repr(x.default) for x in parameters if x.default is not x.empty]
 
 
 @pytest.mark.parametrize("name", full_names(ENTRY_POINTS))

@@ -260,3 +260,16 @@ def test_files_of_users_are_read_by_read_file(tmp_path):
     for read in (*readers, lambda: with_files([f"@{pipe}"]), lambda: read_json(pipe)):
         with pytest.raises(ConfigError, match="cannot be read: it must be a regular file, but is a pipe"):
             read()
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("MeshConfig()", MeshConfig()),
+        ("PipelineConfig(num_microbatches=4, remat='full')", PipelineConfig(num_microbatches=4, remat="full")),
+        ("OptimizerConfig(clip_norm=1)", OptimizerConfig(clip_norm=1)),  # the default is 1.0, and types are checked
+    ],
+)
+def test_repr_of_a_config_contains_what_differs_from_the_defaults_and_can_be_evaluated(text, config):
+    assert repr(config) == text
+    assert eval(text) == config

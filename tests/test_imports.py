@@ -1,4 +1,4 @@
-"""The side effects of importing flax_mesh, in a new process, and the import of every module."""
+"""What importing flax_mesh and printing help imports, in a new process, and the import of every module."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ CODE = """
 import json, sys
 import jax, flax.nnx
 before, settings = set(sys.modules), dict(jax.config.values)
-import flax_mesh
+from flax_mesh import *
 changed = [name for name, value in jax.config.values.items() if settings[name] != value]
 print(json.dumps([sorted(set(sys.modules) - before), changed]))
 """
@@ -25,6 +25,23 @@ def test_importing_loads_only_its_own_modules_and_changes_no_settings():
     assert "flax_mesh.sharding.transfer" in modules and not changed
     assert not packages & {"orbax", "tensorstore", "rich"}
     assert packages <= {"flax_mesh", "jax", *sys.stdlib_module_names}, packages
+
+
+HELP = """
+import sys
+from contextlib import suppress
+from flax_mesh.cli import main
+for words in (["--help"], ["train", "--help"]):
+    with suppress(SystemExit):
+        main(words)
+    print(" ".join(words), "jax" in sys.modules)
+"""
+
+
+def test_help_does_not_import_jax():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    assert "\n--help False\n" in done.stdout and "\ntrain --help False\n" in done.stdout
+    assert "usage: flax-mesh [-h]" in done.stdout and "--print-config" in done.stdout
 
 
 def test_training_can_be_imported_without_xxhash():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import flax_mesh as fm
 from flax_mesh import jax_compat
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +57,12 @@ def test_every_python_of_the_classifiers_is_in_the_table():
 def test_private_names_were_tested_with_both_ends():
     for package, tested in jax_compat.TESTED.items():
         assert tuple(map(version, tested)) == (table()["oldest"][package], table()["newest"][package])
+
+
+def test_the_package_has_the_version_of_its_metadata():
+    assert fm.__version__ == PROJECT["version"] == metadata.version("flax-mesh")
+    with pytest.raises(AttributeError, match="module 'flax_mesh' has no attribute '__versions__'"):
+        getattr(fm, "__versions__")  # noqa: B009 (not in the types of the package)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

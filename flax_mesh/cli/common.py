@@ -57,17 +57,6 @@ def with_lost_output(code: int) -> int:
     return code or FAILED
 
 
-def add_recipe(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
-    parser.add_argument("recipe", nargs="?" if optional else None, metavar="RECIPE", help="FILE.py or FILE.py:function")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="section.key=value",
-        help="settings, such as run.steps=20; @FILE reads settings from a file",
-    )
-
-
 def config_of(recipe: str, overrides: Sequence[str]) -> TrainConfig:
     """The config of a recipe with these settings.
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from flax_mesh.cli.common import (
     DONE,
     FINDINGS,
-    add_recipe,
     check_writable,
     config_of,
     files_read,
     table_width,
     write_file,
 )
+from flax_mesh.cli.text.arguments import add_recipe
 from flax_mesh.recipe.explain import explain
 
 

@@ -11,31 +11,40 @@ import errno
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, NoReturn
 
-from flax_mesh.cli import checkpoint, evaluate, explain, generate, launch, mesh, plan, schedule, train
-from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
+from flax_mesh.cli.text.arguments import add_train
 from flax_mesh.errors import ConfigError
-from flax_mesh.processes.output import tolerant_output
-from flax_mesh.recipe.saved import versions
-from flax_mesh.text import shortened
+from flax_mesh.text import shortened, version_of
 
 COMMANDS = {
-    "train": (train, "train a recipe, or resume its run"),
-    "launch": (launch, "run train in several processes on this machine"),
-    "generate": (generate, "continue prompts with a trained decoder"),
-    "evaluate": (evaluate, "measure the loss and the perplexity of a trained decoder"),
-    "explain": (explain, "show the sharding of every array of a recipe, without devices"),
-    "plan": (plan, "forecast the memory and the time of a step, for devices that need not be here"),
-    "mesh": (mesh, "show how a mesh is placed on the available devices"),
-    "schedule": (schedule, "show or search a pipeline schedule"),
-    "checkpoint": (checkpoint, "list, inspect, verify, compare, export, import and reshard checkpoints"),
+    "train": "train a recipe, or resume its run",
+    "launch": "run train in several processes on this machine",
+    "generate": "continue prompts with a trained decoder",
+    "evaluate": "measure the loss and the perplexity of a trained decoder",
+    "explain": "show the sharding of every array of a recipe, without devices",
+    "plan": "forecast the memory and the time of a step, for devices that need not be here",
+    "mesh": "show how a mesh is placed on the available devices",
+    "schedule": "show or search a pipeline schedule",
+    "checkpoint": "list, inspect, verify, compare, export, import and reshard checkpoints",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    if {"-h", "--help"} & {*argv[:2]}:  # before JAX is imported, which takes a second
+        with suppress(ConfigError):  # which `_run` prints
+            _parse(argv)
+    return _run(argv)
+
+
+def _run(argv: Sequence[str]) -> int:
+    from flax_mesh.cli.common import EXIT_CODES, INTERRUPTED, report_failure, with_lost_output
+    from flax_mesh.processes.output import tolerant_output
+
     for name in ("absl", "asyncio"):  # Orbax logs every file, and every error several times
         logging.getLogger(name).setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:  # do not replace the hook of another program, such as pytest
@@ -43,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tolerant_output():
         try:
             arguments = _parse(argv)
-            return with_lost_output(arguments.command(arguments, argv))
+            command = import_module(f"flax_mesh.cli.{arguments.command}")
+            return with_lost_output(command.run(arguments, argv))
         except tuple(EXIT_CODES) as error:
             return report_failure(error)
         except OSError as error:
@@ -69,7 +79,7 @@ class _ArgumentParser(argparse.ArgumentParser):
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the command line. Settings may appear before, between and after options."""
-    parser = _parser()
+    parser = _parser(argv)
     arguments, rest = parser.parse_known_args(argv)
     if options := [text for text in rest if text.startswith("-")]:
         parser.error(f"unknown option: {' '.join(options)}")
@@ -81,18 +91,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _version_text() -> str:
-    found = versions()
-    return f"flax-mesh {found['flax-mesh']} (jax {found['jax']}, flax {found['flax']})"
+    return f"flax-mesh {version_of('flax-mesh')} (jax {version_of('jax')}, flax {version_of('flax')})"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """With the arguments of the commands in `argv` only: to know those of most commands imports JAX."""
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=_version_text())
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, (module, help) in COMMANDS.items():
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, help in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)
-        command.set_defaults(command=module.run)
-        module.add_arguments(command)
+        if name == "train":
+            add_train(command)
+        elif name in argv:
+            import_module(f"flax_mesh.cli.{name}").add_arguments(command)
     return parser

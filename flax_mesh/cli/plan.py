@@ -10,7 +10,6 @@ import jax
 from flax_mesh.cli.common import (
     DONE,
     FINDINGS,
-    add_recipe,
     check_writable,
     config_of,
     files_read,
@@ -19,6 +18,7 @@ from flax_mesh.cli.common import (
     with_files,
     write_file,
 )
+from flax_mesh.cli.text.arguments import add_recipe
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan import plan

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from flax_mesh.errors import Problem
-from flax_mesh.fields import MAX_SIZE, type_problems, value_problems
+from flax_mesh.fields import MAX_SIZE, changed_repr, type_problems, value_problems
 
 AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"
@@ -27,6 +27,8 @@ class DataConfig:
         eval_batches: Maximum number of held-out batches per evaluation.
         bin_dtype: dtype of the tokens in .bin files, which do not contain it: "uint16" or "uint32", little-endian.
     """
+
+    __repr__ = changed_repr
 
     source: str = field(default=STDLIB, metadata={"path": True})
     sequence_length: int = field(default=128, metadata=AT_LEAST_1)

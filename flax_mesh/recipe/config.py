@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from flax_mesh.data.config import DataConfig
-from flax_mesh.fields import MAX_SIZE, SAME_RESULT
+from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
@@ -36,6 +36,8 @@ class MeshConfig:
         axis_types: "auto": XLA chooses the shardings of activations. "explicit": the sharding of an array is part of
             its type, for models that are written so (`jax.sharding.AxisType`).
     """
+
+    __repr__ = changed_repr
 
     shape: str = field(default="fsdp:-1", metadata=SAME_RESULT)
     rules: str = field(default="", metadata=SAME_RESULT)
@@ -64,6 +66,8 @@ class PipelineConfig:
             it takes and also if the run is resumed; or "never".
     """
 
+    __repr__ = changed_repr
+
     num_microbatches: int = field(default=1, metadata=AT_LEAST_1)
     schedule: str = field(default="1f1b", metadata=SAME_RESULT)
     memory_limit: int | None = field(default=None, metadata=SAME_RESULT | AT_LEAST_1)
@@ -89,6 +93,8 @@ class CheckpointConfig:
         start_from: A run folder, a checkpoint or a folder of safetensors from which a new run takes its initial
             parameters, as far as their paths and shapes match. "": random initialization.
     """
+
+    __repr__ = changed_repr
 
     every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_1)
     keep: int = field(default=3, metadata=SAME_RESULT | AT_LEAST_1)
@@ -125,6 +131,8 @@ class RunConfig:
         compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
             run does not compile them again. A cache that JAX is configured with is used instead.
     """
+
+    __repr__ = changed_repr
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
     folder: str = field(default="runs/default", metadata=SAME_RESULT | {"path": True})

@@ -1,7 +1,6 @@
 """What runs record in the metadata of their checkpoints, as it is read back."""
 
 import dataclasses
-import importlib.metadata
 import json
 import re
 import reprlib
@@ -21,6 +20,7 @@ from flax_mesh.lora.config import LoraConfig
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings
 from flax_mesh.sharding.rules import PartitionRules
+from flax_mesh.text import version_of
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -128,14 +128,7 @@ RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def versions() -> dict[str, str]:
-    return {name: _version(name) for name in PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "not installed"
+    return {name: version_of(name) for name in PACKAGES}
 
 
 def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:

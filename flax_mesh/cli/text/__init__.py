@@ -1,1 +1,1 @@
-"""Text that commands print: tables of checkpoints, forecasts of a run, generated text."""
+"""Text that commands print: the help of train, tables of checkpoints, forecasts of a run, generated text."""

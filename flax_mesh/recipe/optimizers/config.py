@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flax_mesh.fields import MAX_SIZE, SAME_RESULT
+from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.recipe.optimizers.groups import parse_groups, parse_matrices, pattern_problem
 
 NAMES = ("adamw", "muon", "adafactor", "sgd")
@@ -58,6 +58,8 @@ class OptimizerConfig:
         memory: Where the moments are stored between steps: "device", or "pinned_host", the memory of the host. A step
             copies them to the devices and back.
     """
+
+    __repr__ = changed_repr
 
     name: str = field(default="adamw", metadata={"one_of": NAMES})
     schedule: str = field(default="cosine", metadata={"one_of": SCHEDULES})
