@@ -17,10 +17,10 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.text.generated import printable
-from flax_mesh.cli.train import _display, step_line
+from flax_mesh.cli.train import _display, _print_result, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.recipe.overrides import to_lines
-from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train import TrainResult, apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from tests.train import bigram
 from tests.train.bigram import count_compilations, snapshot, write_text
@@ -152,6 +152,18 @@ def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, t
     assert snapshot(tmp_path / "run") == before
     argv = printed_command(capsys.readouterr().out, "train on")
     assert f"run.folder={tmp_path / 'run-2'}" in argv and "--restart" not in argv
+
+
+def test_a_run_that_cannot_be_resumed_prints_the_command_that_starts_from_its_parameters(capsys):
+    config = apply_overrides(load_recipe(TINY), ["data.resumable=false", "run.steps=9"])
+    argv = ["train", TINY, "data.resumable=false", "run.steps=9", "checkpoint.start_from=other"]
+    for status in ("stopped", "finished"):
+        _print_result(TrainResult(status, 4, Path("runs/a")), argv, config, [])
+        out = capsys.readouterr().out
+        assert "resume: " not in out and "train on: " not in out
+        found = printed_command(out, "start from its parameters")
+        more = ["run.folder=runs/a", "--restart", "run.steps=9", "checkpoint.start_from=runs/a"]
+        assert found == ["train", TINY, "data.resumable=false", *more]
 
 
 def printed_command(out: str, label: str) -> list[str]:
