@@ -29,6 +29,7 @@ from flax_mesh.fields import parse_value
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
@@ -64,7 +65,7 @@ def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None,
     averaged = averages(found, arrays, record) if average else {}
     values = _with_averages(found, cast, averaged) if averaged else read_values(found, cast)  # a few at a time
     with new_folder(out, found, by_orbax=to == "orbax") as work:
-        more = {}
+        more: dict[str, Any] = {"notes": [f"note: these are {NOT_EVALUATED}"] if schedule_free_sources(arrays) else []}
         if to == "safetensors":
             more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
         else:
