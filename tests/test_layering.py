@@ -57,8 +57,7 @@ SHARED = """
     mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target
     plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space processes.launch
     processes.output processes.store recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
-    sharding.annotations
-    sharding.explicit sharding.memory step.loss step.parameter_flow train.export train.run_folder
+    sharding.annotations sharding.explicit sharding.memory step.loss step.parameter_flow train.export train.run_folder
 """
 
 

@@ -166,7 +166,7 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 
 
 class _Display:
-    """Prints one line per step, above a progress bar if the output is a terminal.
+    """Prints one line per step, above a progress bar if the output is a terminal and the run has one process.
 
     The remaining time follows from the steps after the first row: that of a resumed run is not step 1, and its time
     includes compilation.
@@ -215,7 +215,7 @@ def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
     with Progress(
         *columns,
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or jax.process_count() > 1,  # mpirun merges the output of its processes
         transient=True,
         speed_estimate_period=math.inf,  # not the last 30 s: a step may take longer
     ) as progress:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 import pytest
 
 from flax_mesh.cli import main
@@ -313,6 +314,14 @@ def test_a_character_that_the_terminal_does_not_have_is_escaped(tmp_path):
     with standard_output(open(tmp_path / "out", "w", encoding="ascii")):
         assert main(["train", TINY, "--print-config", "run.folder=läufe"]) == DONE
     assert "run.folder=l\\xe4ufe" in (tmp_path / "out").read_text().splitlines()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_progress_bar_is_drawn_in_a_terminal_by_a_run_of_one_process(count, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    with _display(3, ()) as display:
+        assert display._progress.disable == (count > 1)
 
 
 def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():
