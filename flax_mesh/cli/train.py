@@ -35,7 +35,7 @@ from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import to_lines
-from flax_mesh.train import TrainProgram, TrainResult, train
+from flax_mesh.train import TrainConfig, TrainProgram, TrainResult, train
 from flax_mesh.train.run_folder import COMPILED, Row
 
 STEP_TIMEOUT_S = 1800.0
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             watch=watch,
         )
     if first:
-        _print_result(result, same_command(argv, arguments.process), config.run.steps, forecast.measured())
+        _print_result(result, same_command(argv, arguments.process), config, forecast.measured())
     return {"stopped": STOPPED, "diverged": DIVERGED}.get(result.status, DONE)
 
 
@@ -121,7 +121,7 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 
 
 class _Display:
-    """Prints one line per step, above a progress bar if the output is a terminal.
+    """Prints one line per step, above a progress bar if the output is a terminal and the run has one process.
 
     The remaining time follows from the steps after the first row: that of a resumed run is not step 1, and its time
     includes compilation.
@@ -170,7 +170,7 @@ def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
     with Progress(
         *columns,
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or jax.process_count() > 1,  # mpirun merges the output of its processes
         transient=True,
         speed_estimate_period=math.inf,  # not the last 30 s: a step may take longer
     ) as progress:
@@ -207,17 +207,22 @@ def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _print_result(result: TrainResult, argv: Sequence[str], steps: int, measured: Sequence[str]) -> None:
+def _print_result(result: TrainResult, argv: Sequence[str], config: TrainConfig, measured: Sequence[str]) -> None:
     row, lines = result.last_row, [*measured]
     if row.get("bits_per_byte") is not None:
         lines.append(f"held-out: {row['bits_per_byte']:.3f} bits per byte at step {result.step}")
     if result.sample:
         lines.append(f"sample, after the first bytes of the held-out text:\n{printable(result.sample)}\n")
     left_out = ["run.on_nonfinite="] if result.status == "diverged" else []
+    left_out += [] if config.data.resumable else ["checkpoint.start_from="]
     repeated = [a for a in argv if a != "--restart" and not a.startswith(("run.folder=", "run.steps=", *left_out))]
     command = shlex.join(["flax-mesh", *repeated, f"run.folder={result.folder}"])
     lines.append(f"{result.status} at step {result.step}; metrics and checkpoints: {result.folder}")
-    if result.status == "stopped":
+    steps = config.run.steps
+    if not config.data.resumable:
+        start = shlex.join(["--restart", f"run.steps={steps}", f"checkpoint.start_from={result.folder}"])
+        lines.append(f"start from its parameters: {command} {start}")
+    elif result.status == "stopped":
         lines.append(f"resume: {command} run.steps={steps}")
     elif result.status == "diverged":
         lines.append(f"resume without such updates: {command} run.steps={steps} run.on_nonfinite=skip")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from flax_mesh.errors import Problem
-from flax_mesh.fields import MAX_SIZE, changed_repr, type_problems, value_problems
+from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr, type_problems, value_problems
 
 AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"
@@ -26,6 +26,8 @@ class DataConfig:
         seed: Seed of the order of the windows. None: the run's seed.
         eval_batches: Maximum number of held-out batches per evaluation.
         bin_dtype: dtype of the tokens in .bin files, which do not contain it: "uint16" or "uint32", little-endian.
+        resumable: false: `make_batches` returns an iterator without `get_state` and `set_state`, such as a generator.
+            The run saves checkpoints, but cannot be resumed.
     """
 
     __repr__ = changed_repr
@@ -37,6 +39,7 @@ class DataConfig:
     seed: int | None = field(default=None, metadata={"at_least": 0})
     eval_batches: int = field(default=4, metadata=AT_LEAST_1)
     bin_dtype: str = field(default="uint16", metadata={"one_of": ("uint16", "uint32")})
+    resumable: bool = field(default=True, metadata=SAME_RESULT)
 
 
 def check_data_config(config: DataConfig) -> list[Problem]:

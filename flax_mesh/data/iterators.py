@@ -1,4 +1,4 @@
-"""An iterator with `get_state` and `set_state` as a function of the step, and its state as JSON."""
+"""An iterator as a function of the step, and the state of one with `get_state` and `set_state` as JSON."""
 
 import base64
 import binascii
@@ -18,22 +18,55 @@ METHODS = ("__next__", "get_state", "set_state")
 WHAT = "the iterator of make_batches"
 KEPT = 3  # newest states: the prefetch thread is one batch ahead of the step that is saved
 
+ProblemsOf = Callable[[Any], Sequence[str]]  # of a batch
 State = dict[str, Any]  # {"json": value} or {"base64": text}
 
 
-class IteratorBatches:
-    """The batches of an iterator in order, with the state right after each of them.
-
-    The iterator is called in the order of the steps, one thread at a time. A state is encoded as soon as it is read:
-    the iterator may change the object that it returned.
-    """
+class StreamBatches:
+    """The batches of an iterator in order. It is called by one thread at a time."""
 
     def __init__(self, iterator: Any, place: str):
         self._iterator, self._place = iterator, place
         self._drawn = 0
+        self._kept: list[Any] = []  # the first batch, until its step
+
+    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> Any:
+        """The first batch, which is not consumed."""
+        self._kept = [self._draw()]
+        return self._kept[0]
+
+    def __call__(self, step: int) -> Any:
+        """The batch of `step`, which must be the one after that of the previous call."""
+        if step != self._drawn:
+            raise RuntimeError(f"batch {step} of an iterator is requested, but its next one is {self._drawn}")
+        batch = self._kept.pop() if self._kept else self._draw()
+        self._drawn += 1
+        return batch
+
+    def _draw(self) -> Any:
+        with user_code(f"make_batches: batch {self._drawn} of its iterator", self._place):
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                pass
+        problem = (
+            f"the iterator ended before batch {self._drawn}; it must return one batch for each of the run.steps. "
+            "Repeat the data (.repeat() in grain), or reduce run.steps"
+        )
+        raise ConfigError(joined("make_batches", self._place, problem))
+
+
+class IteratorBatches(StreamBatches):
+    """The batches of an iterator with `get_state` and `set_state`, and the state right after each of them.
+
+    A state is encoded as soon as it is read: the iterator may change the object that it returned.
+    """
+
+    def __init__(self, iterator: Any, place: str):
+        super().__init__(iterator, place)
         self._states = {0: self._read_state()}
 
-    def first(self, problems_of: Callable[[Any], Sequence[str]] = lambda batch: ()) -> Any:
+    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> Any:
         """The next batch, which is not consumed. ConfigError if `set_state` does not lead back to it.
 
         A batch with problems, which the caller reports, is not compared: its values may have no equality.
@@ -55,11 +88,7 @@ class IteratorBatches:
         return first
 
     def __call__(self, step: int) -> Any:
-        """The batch of `step`, which must be the one after that of the previous call."""
-        if step != self._drawn:
-            raise RuntimeError(f"batch {step} of an iterator is requested, but its next one is {self._drawn}")
-        batch = self._draw()
-        self._drawn += 1
+        batch = super().__call__(step)
         self._states[self._drawn] = self._read_state()
         self._states = {drawn: state for drawn, state in self._states.items() if drawn > self._drawn - KEPT}
         return batch
@@ -74,18 +103,6 @@ class IteratorBatches:
             self._set_state(state)
         self._drawn = step
         self._states = {step: self._read_state()}
-
-    def _draw(self) -> Any:
-        with user_code(f"make_batches: batch {self._drawn} of its iterator", self._place):
-            try:
-                return next(self._iterator)
-            except StopIteration:
-                pass
-        problem = (
-            f"the iterator ended before batch {self._drawn}; it must return one batch for each of the run.steps. "
-            "Repeat the data (.repeat() in grain), or reduce run.steps"
-        )
-        raise ConfigError(joined("make_batches", self._place, problem))
 
     def _read_state(self) -> State:
         with user_code(f"get_state of {WHAT}", self._place):

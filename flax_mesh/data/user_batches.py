@@ -1,7 +1,7 @@
 """Batches of a recipe's `make_batches`, checked against the first one."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
@@ -25,18 +25,17 @@ class UserBatches:
     Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for what is no batch.
     """
 
-    def __init__(self, make: Callable[[], Any], rows: int):
+    def __init__(self, make: Callable[[], Any], rows: int, *, resumable: bool = True):
         self.place = place_of(make)
         with user_code("make_batches", self.place):
             made = make()
         missing = [name for name in METHODS if not hasattr(made, name)]
-        if missing and (not callable(made) or "__next__" not in missing):
-            has_no = "" if len(missing) == len(METHODS) else f", which has no {' and no '.join(missing)}"
-            problem = "it must return a function of the step, or an iterator with get_state and set_state"
-            raise ConfigError(joined("make_batches", self.place, f"{problem}, got {type(made).__name__}{has_no}"))
+        if problem := _kind_problem(made, missing, resumable):
+            raise ConfigError(joined("make_batches", self.place, problem))
         self.iterator = None if missing else IteratorBatches(made, self.place)
-        self._function = made
-        first = self.iterator.first(batch_problems) if self.iterator else self._call(0)
+        stream = self.iterator if resumable else StreamBatches(made, self.place)
+        self._function, self._batch = made, stream or self._call
+        first = stream.first(batch_problems) if stream else self._call(0)
         self._checksums: dict[int, str] = {}  # of the newest batches
         if problems := [*batch_problems(first), *_row_problems(first, rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
@@ -52,11 +51,11 @@ class UserBatches:
     def description(self) -> str:
         """`make_batches of FILE, line N: 16 rows; images f32[16,8,8,1], labels i32[16]`."""
         arrays = [f"{path or 'one array'} {array_text(x)}" for path, x in _named(self.shapes)]
-        kind = "iterator of make_batches" if self.iterator else "make_batches"
+        kind = "make_batches" if self._batch == self._call else "iterator of make_batches"
         return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}"
 
     def __call__(self, step: int) -> Any:
-        batch, what = (self.iterator or self._call)(step), f"make_batches: batch {step}"
+        batch, what = self._batch(step), f"make_batches: batch {step}"
         found = batch_problems(batch) or self._differences(batch)
         if found:
             raise ConfigError([joined(what, self.place, problem) for problem in found])
@@ -114,6 +113,20 @@ class UserBatches:
             for path, x in mine.items()
             if (x.shape, x.dtype) != (first[path].shape, first[path].dtype)
         ]
+
+
+def _kind_problem(made: Any, missing: Sequence[str], resumable: bool) -> str:
+    """Why `made`, which lacks the METHODS `missing`, does not have the batches of a run, "" if it has."""
+    is_iterator, kind = "__next__" not in missing, type(made).__name__
+    if not missing or (callable(made) and not is_iterator):
+        needless = "its batches need no data.resumable=false; remove that, so that the run can be resumed"
+        return "" if resumable else needless
+    if is_iterator and not resumable:
+        return ""
+    has_no = f", which has no {' and no '.join(missing)}" if len(missing) < len(METHODS) else ""
+    repair = ". Set data.resumable=false for a run that need not be resumed" if is_iterator else ""
+    problem = "it must return a function of the step, or an iterator with get_state and set_state"
+    return f"{problem}, got {kind}{has_no}{repair}"
 
 
 def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> Any:

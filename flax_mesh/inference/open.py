@@ -26,6 +26,7 @@ from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.checks import check_model_on_mesh
+from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
 from flax_mesh.recipe.resolve import derive
 from flax_mesh.recipe.saved import averages
 from flax_mesh.recipe.target import local_target
@@ -189,6 +190,8 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
     found = averages(source.path, arrays, source.record) if average else {}
     scaled = {MODEL + path: (array.path, factor) for path, (array, factor) in found.items()}
     step = step_number(source.path)
+    what = ", moving average of the parameters" if scaled else ""
+    what += f", {NOT_EVALUATED}" if schedule_free_sources(arrays) else ""
     with Checkpointer(source.path.parent, layers=model_layers(Decoder) or None) as checkpointer:
         tree: Any = {"model": abstract}
         try:
@@ -200,4 +203,4 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
             raise type(error)(error.problems, head=head) from error
         # `find_source` has verified it.
         state = checkpointer.restore(tree, step, include=MODEL, cast=True, verify=False, scaled=scaled)["model"]
-    return state, f"step {step}" + (", moving average of the parameters" if scaled else "")
+    return state, f"step {step}{what}"

@@ -79,6 +79,8 @@ def _check_together(config: TrainConfig) -> list[str]:
     if config.make_batches is not None and config.sample is not None:
         found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
     found += _check_lora(config)
+    if config.make_batches is None and not config.data.resumable:
+        found.append("data.resumable=false is for iterators that make_batches returns; remove it")
     found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
         found.append(NO_SOURCE)

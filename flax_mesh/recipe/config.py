@@ -190,7 +190,8 @@ class TrainConfig:
             called with every row of metrics, in process 0 only.
         make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
             batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
-            of the step, equal in all processes. Or an iterator with `get_state` and `set_state`. None: the tokens of
+            of the step, equal in all processes. Or an iterator with `get_state` and `set_state` (see
+            `data.resumable`). None: the tokens of
             `data.source`.
         eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
             "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode

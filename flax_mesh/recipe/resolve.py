@@ -190,7 +190,7 @@ def _recipe(
     optimizer = optimizer_of_recipe(config, rules)
     own = None
     if config.make_batches is not None and batch is None:
-        own = UserBatches(partial(config.make_batches, config), config.data.batch_size)
+        own = UserBatches(partial(config.make_batches, config), config.data.batch_size, resumable=config.data.resumable)
     shapes = own.shapes if own else token_shapes(config.data) if batch is None else batch
     flops, run = config.flops_per_token, config.run
     loss_fn = config.loss_fn

@@ -30,6 +30,7 @@ from flax_mesh.lora.adapters import A, B
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import check, resolve_checked, rules_of
@@ -73,7 +74,7 @@ def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None,
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
     averaged = averages(found, arrays, record) if average else {}
     with new_folder(out, found, by_orbax=to == "orbax") as work:
-        more = {}
+        more: dict[str, Any] = {"notes": [f"note: these are {NOT_EVALUATED}"] if schedule_free_sources(arrays) else []}
         if to == "safetensors":
             values = _merged(found, cast, averaged, record)
             cast = {path: array for path, array in cast.items() if not path.endswith((A, B))}

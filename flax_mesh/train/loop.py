@@ -163,9 +163,13 @@ def train(
                     if start.step is None and data.kind == TEXT:
                         say(f"note: {start.folder} has no tokenizer, so data.source is read as bytes, one token each")
                 say(f"run: new run in {folder}, {config.run.steps} steps")
+                if not config.data.resumable:
+                    say("note: this run cannot be resumed (data.resumable=false)")
                 _check_stages(run, is_new=True)
                 return _steps(run, checkpointer, _initial(run, start), 0, {})
             saved = run_metadata(checkpointer.folder / str(step))
+            if step < config.run.steps and not config.data.resumable:
+                raise ConfigError(not_resumable(folder, step))
             for change in _changes(run, checkpointer, saved, allow_changes=allow_changes):
                 say(f"changed since the checkpoint: {change}")
             if step >= config.run.steps:
@@ -188,6 +192,14 @@ def train(
                 say(f"changed since the checkpoint: {problem}")
             state = checkpointer.restore(program.layout, step, verify=False)  # latest_step has verified it
             return _steps(run, checkpointer, state, step, saved)
+
+
+def not_resumable(folder: Path, step: int) -> str:
+    return (
+        f"{folder} has a checkpoint of step {step}, from which a run with data.resumable=false cannot resume: its "
+        "iterator has no set_state, and would repeat the batches from the first one. Start a new run (--restart, or "
+        f"another run.folder); checkpoint.start_from={folder} starts it from these parameters."
+    )
 
 
 def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:

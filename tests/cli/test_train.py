@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
 import pytest
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.text.generated import printable
-from flax_mesh.cli.train import _display, step_line
+from flax_mesh.cli.train import _display, _print_result, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.recipe.overrides import to_lines
-from flax_mesh.train import apply_overrides, load_recipe
+from flax_mesh.train import TrainResult, apply_overrides, load_recipe
 from flax_mesh.train.metrics import Row
 from tests.train import bigram
 from tests.train.bigram import count_compilations, snapshot, write_text
@@ -152,6 +153,18 @@ def test_a_run_prints_its_steps_and_the_command_that_extends_it(small, capsys, t
     assert snapshot(tmp_path / "run") == before
     argv = printed_command(capsys.readouterr().out, "train on")
     assert f"run.folder={tmp_path / 'run-2'}" in argv and "--restart" not in argv
+
+
+def test_a_run_that_cannot_be_resumed_prints_the_command_that_starts_from_its_parameters(capsys):
+    config = apply_overrides(load_recipe(TINY), ["data.resumable=false", "run.steps=9"])
+    argv = ["train", TINY, "data.resumable=false", "run.steps=9", "checkpoint.start_from=other"]
+    for status in ("stopped", "finished"):
+        _print_result(TrainResult(status, 4, Path("runs/a")), argv, config, [])
+        out = capsys.readouterr().out
+        assert "resume: " not in out and "train on: " not in out
+        found = printed_command(out, "start from its parameters")
+        more = ["run.folder=runs/a", "--restart", "run.steps=9", "checkpoint.start_from=runs/a"]
+        assert found == ["train", TINY, "data.resumable=false", *more]
 
 
 def printed_command(out: str, label: str) -> list[str]:
@@ -301,6 +314,14 @@ def test_a_character_that_the_terminal_does_not_have_is_escaped(tmp_path):
     with standard_output(open(tmp_path / "out", "w", encoding="ascii")):
         assert main(["train", TINY, "--print-config", "run.folder=läufe"]) == DONE
     assert "run.folder=l\\xe4ufe" in (tmp_path / "out").read_text().splitlines()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_progress_bar_is_drawn_in_a_terminal_by_a_run_of_one_process(count, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any output for a terminal
+    with _display(3, ()) as display:
+        assert display._progress.disable == (count > 1)
 
 
 def test_the_remaining_time_of_a_resumed_run_follows_from_its_own_steps():

@@ -181,6 +181,26 @@ def test_an_iterator_that_does_not_restore_its_state_is_found():
     assert iterator.resume(3, of_function.record(3)) == "" and iterator(3)["x"][0] == 1, "it starts at its beginning"
 
 
+def generator(config: Any = None) -> Any:
+    """Fills one array again and again."""
+    array = np.zeros(ROWS, np.int32)
+    for number in range(1, 100):
+        array[:] = number
+        yield {"x": array}
+
+
+def test_batches_of_a_generator_are_all_used_once_in_their_order_if_the_run_need_not_be_resumed():
+    with pytest.raises(ConfigError, match=r"got generator, which has no get_state .*Set data\.resumable=false"):
+        UserBatches(generator, ROWS)
+    own = UserBatches(generator, ROWS, resumable=False)
+    assert own.first["x"][0] == 1 and own.description.startswith("iterator of make_batches")
+    assert [own(step)["x"][0] for step in range(4)] == [1, 2, 3, 4]
+    assert own.record(4).keys() == {"last_batch"}
+    for needless in (Count, lambda: lambda step: IMAGES):
+        with pytest.raises(ConfigError, match=r"its batches need no data\.resumable=false; remove that"):
+            UserBatches(needless, ROWS, resumable=False)
+
+
 # --- arrays in memory ---
 
 
@@ -276,6 +296,27 @@ def test_other_batches_require_allow_changes(first, second, problem, tmp_path, t
     after = run(other, allow_changes=True)
     assert [row["step"] for row in after.rows] == [*range(3, STEPS + 1)]
     assert [line for line in after.lines if line.startswith("changed since the checkpoint: ")]
+
+
+@pytest.mark.slow
+def test_a_run_of_a_generator_cannot_be_resumed_but_can_be_started_from(tmp_path, text):
+    def make(config: TrainConfig) -> Any:
+        batches = token_batches(config)
+        return (batches(step) for step in range(100))
+
+    config = run_config(tmp_path / "run", text, make, "run.steps=2", "data.resumable=false")
+    first = run(config)
+    assert [line for line in first.lines if "resum" in line] == [
+        "note: this run cannot be resumed (data.resumable=false)"
+    ]
+    assert [row["loss"] for row in first.rows] == [
+        row["loss"] for row in run(run_config(tmp_path / "same", text, token_batches, "run.steps=2")).rows
+    ]
+    assert train(config).status == "already finished"
+    with pytest.raises(ConfigError, match=r"step 2, from which a run with data\.resumable=false cannot resume"):
+        run(apply_overrides(config, ["run.steps=4"]), allow_changes=True)
+    new = [f"run.folder={tmp_path / 'new'}", f"checkpoint.start_from={tmp_path / 'run'}"]
+    assert train(apply_overrides(config, new)).status == "finished"
 
 
 class Strict(Windows):

@@ -6,12 +6,16 @@ import random
 import re
 import resource
 import signal
+import sys
 import time
+import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+import flax_mesh_command
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, stored, train
@@ -229,6 +233,25 @@ def test_processes_with_different_settings_report_the_difference(tmp_path):
     for one in run_all([["-m", "flax_mesh.cli", *arguments, *more] for more in own], LIMIT_S):
         assert one.code == 2, one.output
         assert "config run.seed: 0 on process 0; 1 on process 1" in one.output
+
+
+def test_a_command_that_is_interrupted_while_it_imports_ends_with_code_130_and_no_traceback(monkeypatch, capfd):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> object:
+            signal.raise_signal(signal.SIGINT)
+
+    started: list[list[str]] = []
+    monkeypatch.setattr("flax_mesh.cli.launch.launch", lambda command, *_, **__: started.append(command) or 0)
+    assert main(["launch", "-n", "2", "--", "train", "x.py"]) == 0
+    assert started == [["-m", flax_mesh_command.__name__, "train", "x.py"]]
+    monkeypatch.setitem(sys.modules, "flax_mesh.cli", Interrupted("flax_mesh.cli"))
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit, match=r"^130$"):
+        flax_mesh_command.main()
+    assert capfd.readouterr().err == "flax-mesh: interrupted\n" and signal.getsignal(signal.SIGINT) is before
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"flax-mesh": "flax_mesh_command:main"}
 
 
 def test_launch_reports_invalid_arguments(capsys):

@@ -22,7 +22,7 @@ from flax import nnx
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import next_token_loss
 from flax_mesh.recipe.checks import check_config
-from flax_mesh.train import TrainConfig, apply_overrides, build_program, load_recipe, mean_metrics, train
+from flax_mesh.train import DataConfig, TrainConfig, apply_overrides, build_program, load_recipe, mean_metrics, train
 from tests.data import user_recipe
 from tests.train import bigram
 from tests.train.bigram import count_compilations
@@ -306,7 +306,12 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("sample", lambda model, prompt, count, key: 0, "sample continues text .* with make_batches, set sample=None$"),
     ("make_batches", lambda: None, WITH_ARGUMENTS + " .config."),
     ("make_batches", lambda config: None, "must return a function of the step, or an iterator .*, got NoneType"),
-    ("make_batches", lambda config: iter([1]), "got list_iterator, which has no get_state and no set_state"),
+    (
+        "make_batches",
+        lambda config: iter([1]),
+        "got list_iterator, which has no get_state and no set_state. .*data.resumable=f",
+    ),
+    ("data", DataConfig(resumable=False), r"data\.resumable=false is for iterators that make_batches returns; remove"),
     ("make_batches", lambda config: lambda step: {}["x"], "batch 0: .*KeyError: 'x'"),
     ("make_batches", UNKNOWN, "^make_batches: it must return a function of"),
     ("make_batches", Forgets, r"after set_state\(get_state\(\)\) the iterator returns another batch"),

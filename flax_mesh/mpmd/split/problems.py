@@ -186,7 +186,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
         among = frozenset().union(*(taken.get(v, ()) for v in inputs))
         of_layers = {ranks[layer] for v in among if (layer := leaf_of[v].layer) is not None}
         if any(rank in ends and max(of_layers) >= ends[rank] for rank in of_layers):
-            paths = paths_text(sorted(leaf_of[v].path for v in among))
+            paths = paths_text(sorted({leaf_of[v].path for v in among}))
             return (
                 f"{head}: {eqn.primitive.name}{_at(eqn)} takes the variables of several layers at once, {paths}, and "
                 "what follows depends on the last of them. Call the layers one after another, or scan a stack with "

@@ -16,6 +16,7 @@ from flax_mesh.recipe.optimizers.check import own_optimizer
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.optimizers.groups import parse_groups, trained_filter
 from flax_mesh.recipe.optimizers.make import make_optimizer, parameter_problems
+from flax_mesh.recipe.optimizers.schedule_free import schedule_free_sources, with_evaluated
 from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
@@ -78,7 +79,10 @@ class RecipeOptimizer:
             chosen = make_optimizer(settings, self._own_schedule(), self.layers)
         else:
             chosen = own_optimizer(self.make, parameters)
-        return optax.chain(chosen, average_parameters(settings.ema)) if settings.ema else chosen
+        if not settings.ema:
+            return chosen
+        _check_one_average(chosen, parameters, settings.ema)
+        return optax.chain(chosen, average_parameters(settings.ema))
 
     def learning_rate(self) -> optax.Schedule | None:
         """The schedule whose value is reported; None if it is not known, with an optimizer of the recipe."""
@@ -87,8 +91,9 @@ class RecipeOptimizer:
         return self._own_schedule() or make_learning_rate_schedule(self.settings)
 
     def evaluated(self, state: TrainState) -> TrainState:
-        """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters."""
-        return with_average(state, self.settings.ema) if self.settings.ema else state
+        """The state that evaluation and samples use: with `optimizer.ema`, the moving average of the parameters; with a
+        schedule-free optimizer, its average."""
+        return with_average(state, self.settings.ema) if self.settings.ema else with_evaluated(state)
 
     def _own_schedule(self) -> optax.Schedule | None:
         if self.make_schedule is None:
@@ -101,3 +106,13 @@ class RecipeOptimizer:
             problem = f"it must return a function of the step to a number, got {found}"
             raise ConfigError(joined("make_schedule", place, problem))
         return made
+
+
+def _check_one_average(chosen: optax.GradientTransformation, parameters: nnx.State, ema: float) -> None:
+    """ConfigError for optimizer.ema with a schedule-free optimizer, whose state has an average already."""
+    state = {"optimizer": nnx.as_pure(jax.eval_shape(chosen.init, parameters))}
+    if schedule_free_sources(path for path, _ in named_leaves(state)):
+        raise ConfigError(
+            f"optimizer.ema={ema} must be 0 with a schedule-free optimizer, which has an average of the parameters "
+            "that evaluation uses; remove the setting"
+        )

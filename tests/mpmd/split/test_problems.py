@@ -40,6 +40,19 @@ class Indexed(Plain):
         return x
 
 
+class IndexedStack(nnx.Module):
+    """Each range of layers of the stack is a variable with one path."""
+
+    def __init__(self):
+        make = nnx.vmap(lambda key: nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(key)))
+        self.layers = make(jax.random.split(jax.random.key(0), 4))
+
+    def __call__(self, x):
+        for i in range(4):
+            x = jnp.tanh(x @ self.layers.kernel[...][i])
+        return x
+
+
 class Entries(Model):
     def __init__(self):
         self.layers = nnx.Dict({name: Layer(nnx.Rngs(0)) for name in "abcd"})
@@ -109,6 +122,7 @@ REFUSED = {
         rf"^stages 0, 1 compute nothing: \w+ \({HERE}:\d+ \(Indexed.__call__\)\) takes the variables of several layers "
         r"at once, layers/\{0..3\}/kernel, .* do not stack or index their variables [^\n]*$",
     ),
+    "indexed stack": (IndexedStack, r"takes the variables of several layers at once, layers/kernel, and what follows"),
     "dict": (Entries, r"one layer, .* neither a list nor a stack, .*\('layers/a', 'layers/b', 'layers/c', 'layers/d'"),
     "no list": (Attributes, r"It has no list\. It has modules at 'first', 'norm', 'out', 'second'\. Each module may"),
     "uncalled": (Plain, r"4 layers, of which the loss uses none\. Name .* that the model calls\. .* lists at 'layers'"),

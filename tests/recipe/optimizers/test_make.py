@@ -4,21 +4,28 @@ import difflib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
+from optax.contrib import ScheduleFreeState
 
+from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import DecoderConfig
+from flax_mesh.inference import open_trained
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.explain import explain
 from flax_mesh.recipe.optimizers.average import with_average
 from flax_mesh.recipe.optimizers.make import make_optimizer
+from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED
 from flax_mesh.recipe.program import build_program
 from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
-from flax_mesh.tree import named_leaves
+from flax_mesh.train.export import export, read_values
+from flax_mesh.tree import map_named, named_leaves
 from tests.golden_text import golden_text
 from tests.recipe.optimizers.plain import (
     CLIP,
@@ -30,6 +37,7 @@ from tests.recipe.optimizers.plain import (
     assert_close,
     average_of,
     config_of,
+    host_batch,
     muon,
     parameters,
     plain,
@@ -210,6 +218,78 @@ def test_the_average_of_half_precision_parameters_is_in_float32():
     leaves = {path: x.dtype for path, x in named_leaves(state.to_nnx()["optimizer"]) if "/average/" in path}
     assert leaves and set(leaves.values()) == {jnp.dtype("float32")}
     assert {x.dtype for x in parameters(with_average(state, 0.999)).values()} == {jnp.dtype("bfloat16")}
+
+
+# --- schedule-free optimizers ---
+
+
+def by_kernels(optimizer):
+    def label(path, _):
+        return "free" if path.endswith("kernel") else "rest"
+
+    return optax.partition({"free": optimizer, "rest": optax.sgd(0.1)}, lambda params: map_named(label, params))
+
+
+WRAPPERS = {"alone": lambda one: one, "chain": lambda one: optax.chain(CLIP, one), "partition": by_kernels}
+
+
+def recipe_of(wrap, dtype=None):
+    one = optax.contrib.schedule_free_sgd(0.5, b1=0.8, state_dtype=dtype)
+    return replace(CONFIG, make_optimizer=lambda config, parameters: WRAPPERS[wrap](one))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("wrap", "mesh"),
+    [("partition", "mesh"), ("alone", "mesh"), ("chain", "mesh"), ("chain", "pp"), ("bfloat16", "mesh")],
+)
+def test_a_schedule_free_optimizer_is_evaluated_at_the_parameters_of_optax(wrap, mesh):
+    model = replace(MODEL, param_dtype="bfloat16" if wrap == "bfloat16" else "float32")
+    recipe = recipe_of("alone", "float32") if wrap == "bfloat16" else recipe_of(wrap)
+    program, state, _ = trained(config_of(mesh, recipe=recipe, model=model))
+    found, before = (parameters(x) for x in (program.recipe.optimizer.evaluated(state), state))
+    pure = nnx.as_pure(state.merge()[1].opt_state)
+    states = jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
+    (free,) = (jax.tree.map(np.asarray, x) for x in states if isinstance(x, ScheduleFreeState))
+    z = dict(named_leaves(free.z))
+    chosen = {path for path in before if wrap != "partition" or path.endswith("kernel")}
+    assert z.keys() == chosen
+    expected = optax.contrib.schedule_free_eval_params(free._replace(z=z), {path: before[path] for path in z})
+    for path, value in before.items():
+        wanted = jnp.asarray(expected[path]).astype(value.dtype) if path in z else value
+        np.testing.assert_allclose(found[path].astype("f4"), wanted.astype("f4"), rtol=1e-6, atol=1e-6, err_msg=path)
+        assert (found[path] != value).any() == (path in z) and found[path].dtype == value.dtype, path
+
+
+def test_a_schedule_free_optimizer_with_another_average_is_refused():
+    with pytest.raises(ConfigError, match=r"^optimizer.ema=0.7 must be 0 with a schedule-free optimizer"):
+        build_program(config_of("one", recipe=recipe_of("chain"), ema=DECAY))
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_a_schedule_free_run_is_that_of_optax_and_its_exports_say_what_they_are(tmp_path, text):
+    def eval_fn(config, evaluate):
+        sums = evaluate(host_batch(7))
+        return {"loss": sums["loss"] / sums["weight"]}
+
+    config = replace(run_config(tmp_path, text, ema=0.0), make_optimizer=recipe_of("chain").make_optimizer)
+    row = run(replace(config, eval_fns={"own": eval_fn})).rows[-1]
+    step = tmp_path / "run" / "checkpoints" / "4"
+    values = dict(read_values(step, read_tree(step, read_record(step))))
+    graphdef, model = nnx.split(make_decoder(config.model, nnx.Rngs(0)))
+    start = "optimizer/opt_state/1/"
+    b1, losses = values[f"{start}b1"], []
+    free = SimpleNamespace(b1=b1, z={path: values[f"{start}z/{path}"] for path, _ in named_leaves(model)})
+    training = {path: values[f"model/{path}"] for path in free.z}
+    for used in (optax.contrib.schedule_free_eval_params(free, training), training):
+        leaves = [jnp.asarray(used[path]) for path, _ in named_leaves(model)]
+        merged = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(model), leaves))
+        loss, weight = next_token_loss(merged, host_batch(7))[:2]
+        losses.append(float(loss / weight))
+    assert row["own/loss"] == pytest.approx(losses[0], abs=1e-5) and abs(losses[0] - losses[1]) > 1e-3
+    written = export(str(tmp_path / "run"), str(tmp_path / "out"), "orbax", None, None)
+    assert written["notes"] == [f"note: these are {NOT_EVALUATED}"]
+    assert open_trained(tmp_path / "run", ["mesh.shape=fsdp:1"]).description.endswith(f"step 4, {NOT_EVALUATED}")
 
 
 # --- runs ---
