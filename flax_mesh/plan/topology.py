@@ -1,8 +1,8 @@
 """The hardware of a plan, and how the collectives of each mesh axis travel over it.
 
 A topology is a text: `v5p:4x4x8` (chips along x, y, z), `v5p:16x16x16*2` (two slices), `h100:2x8` (hosts x GPUs),
-`cpu:8` or `cpu:2x4` (two hosts), or the name of a slice in the cloud, `v6e-8` or `v5p-128` (mesh/torus/shapes.py). Nothing
-is created for single devices, so thousands of them cost no more than eight.
+`cpu:8` or `cpu:2x4` (two hosts), or the name of a slice in the cloud, `v6e-8` or `v5p-128` (mesh/torus/shapes.py).
+Nothing is created for single devices, so thousands of them cost no more than eight.
 
 **Placement** is that of `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
 and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_assignment` factors the physical axes of
