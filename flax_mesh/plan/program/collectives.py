@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
     """One collective. `operand_bytes` is what one device passes to it, per execution."""
 
     kind: str
-    axes: tuple[str, ...]  # mesh axes, in the order of the mesh
+    axes: tuple[str, ...]  # mesh axes of several devices, in the order of the mesh
     operand_bytes: int
     operation: Operation  # that needs it
     times: int  # executions per step
@@ -63,7 +63,7 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
                 moved = array or operation.outputs[0]
                 if program.platform == "cpu" and (moved.kind, moved.bits) == ("f", 16):
                     size *= 2  # sent in float32
-                ordered = tuple(name for name in program.axis_sizes if name in names)
+                ordered = tuple(name for name, devices in program.axis_sizes.items() if name in names and devices > 1)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
                 yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
