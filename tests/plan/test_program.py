@@ -131,6 +131,20 @@ def test_collectives_do_not_name_axes_of_one_device():
     assert [(exchange.kind, exchange.axes) for exchange in one.exchanges] == [("all-reduce", ("fsdp",))]
 
 
+def test_a_chain_of_many_partial_sums_is_reduced_once():
+    """A deep model without a scan sums the gradients of all layers in one chain of additions."""
+    sizes = {"fsdp": 4}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh_of(sizes), P(None, "fsdp")))
+
+    def chain(x):
+        total = x @ x.T
+        for _ in range(600):
+            total += x @ x.T
+        return total
+
+    assert [exchange.kind for exchange in estimate(jax.jit(chain), (x,), sizes, "tpu").exchanges] == ["all-reduce"]
+
+
 def attention(implementation: Any, causal: bool = True) -> Estimate:
     mesh = mesh_of({"fsdp": 1})
     x = jax.ShapeDtypeStruct((2, 2048, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))

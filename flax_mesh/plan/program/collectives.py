@@ -110,6 +110,10 @@ class _Partial:
             for array in operation.inputs:
                 self.uses.setdefault(id(array), []).append(operation)
         self.results = set(map(id, block.results))
+        self.sums: set[int] = set()  # the ids of additions of partial sums
+        for operation in block.operations:  # producers first: a chain of additions is as long as the model is deep
+            if self._adds_partial(operation):
+                self.sums.add(id(operation))
 
     def reduce(self, operation: Operation, over: tuple[str, ...]) -> Iterator[Found]:
         waiting = [self.pending[id(array)] for array in operation.inputs if id(array) in self.pending]
@@ -156,11 +160,14 @@ class _Partial:
 
     def _is_partial(self, operation: Operation) -> bool:
         if operation.kind == "add":
-            return all(
-                x.producer is not None and len(self.uses.get(id(x), [])) == 1 and self._is_partial(x.producer)
-                for x in operation.inputs
-            )
+            return id(operation) in self.sums
         return operation.kind == "dot_general" and bool(sharding_needs(operation).partial)
+
+    def _adds_partial(self, operation: Operation) -> bool:
+        return operation.kind == "add" and all(
+            x.producer is not None and len(self.uses.get(id(x), [])) == 1 and self._is_partial(x.producer)
+            for x in operation.inputs
+        )
 
 
 def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:
