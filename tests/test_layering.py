@@ -55,7 +55,7 @@ SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
     data.batches data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions hlo.live
     hlo.program inference.memory inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign
-    mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
+    mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
     mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target
     plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space processes.launch
     processes.output processes.store recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved

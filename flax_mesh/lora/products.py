@@ -143,7 +143,7 @@ def _moved_in_context(eqn: Eqn, weight: Weight, outs: Sequence[Any]) -> list[Any
     name, params = eqn.primitive.name, eqn.params
     if name in CASTS:
         return [weight.changed(outs[0], lambda x: x)]
-    if name in ("reshard", "mesh_cast"):
+    if name == "reshard":
         return [weight.changed(outs[0], partial(_placed, like=outs[0]))]
     if name == "transpose":
         order = params["permutation"]

@@ -1,7 +1,8 @@
 """The hardware of a plan, and how the collectives of each mesh axis travel over it.
 
 A topology is a text: `v5p:4x4x8` (chips along x, y, z), `v5p:16x16x16*2` (two slices), `h100:2x8` (hosts x GPUs),
-`cpu:8` or `cpu:2x4` (two hosts). Nothing is created for single devices, so thousands of them cost no more than eight.
+`cpu:8` or `cpu:2x4` (two hosts), or the name of a slice in the cloud, `v6e-8` or `v5p-128` (mesh/torus/shapes.py).
+Nothing is created for single devices, so thousands of them cost no more than eight.
 
 **Placement** is that of `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
 and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_assignment` factors the physical axes of
@@ -44,10 +45,11 @@ from flax_mesh.hlo.collectives import ALL_TO_ALL, GATHER, KINDS, POINT_TO_POINT
 from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mesh.slices import find_granules, preferred_splits
 from flax_mesh.mesh.torus.assign import CORE_LINKS, choose_assignment
+from flax_mesh.mesh.torus.shapes import side_problem, without_cloud_name
 from flax_mesh.mesh.torus.torus import Assignment, Torus, physical_mesh
 from flax_mesh.text import count_text, listed, shortened
 
-EXAMPLES = "v5p:4x4x8, v5p:16x16x16*2 (two slices), h100:2x8 (hosts x GPUs) or cpu:8"
+EXAMPLES = "v5p:4x4x8, v5p:16x16x16*2 (two slices), v6e-8, h100:2x8 (hosts x GPUs) or cpu:8"
 TEXT = re.compile(r"([\w.-]+):([0-9]{1,12}(?:x[0-9]{1,12})*)(?:\*([0-9]{1,12}))?")
 
 
@@ -157,10 +159,10 @@ def parse_topology(text: str, chip: Chip | None = None) -> Topology:
     `chip` (of `run.hardware`) may be named too. Raises a ConfigError with all mistakes of the text in one line.
     """
     shown = repr(shortened(text, 80))
-    match = TEXT.fullmatch(text.strip().lower())
+    known = {other.name.lower(): other for other in (*CHIPS, *([chip] if chip else []))}
+    match = TEXT.fullmatch(without_cloud_name(text.strip().lower(), known))
     if match is None:
         raise ConfigError(f"topology {shown} must be a chip and its numbers, such as {EXAMPLES}")
-    known = {other.name.lower(): other for other in (*CHIPS, *([chip] if chip else []))}
     name, dims, slices = match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1)
     if name not in known:
         raise ConfigError(
@@ -357,6 +359,8 @@ def _problems(chip: Chip, dims: tuple[int, ...], slices: int, *, has_slices: boo
         found.append(
             f"{shape} is larger than a pod of {name}, {largest} chips; use several slices, such as {name}:{largest}*2"
         )
+    elif chip.torus and (problem := side_problem(chip, dims)):
+        found.append(problem)
     if chip.platform == "gpu" and chip.domain and dims[1] and chip.domain % dims[1]:
         sizes = [size for size in range(1, chip.domain + 1) if chip.domain % size == 0]
         found.append(

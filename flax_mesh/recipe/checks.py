@@ -27,6 +27,7 @@ from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.text import shown
 from flax_mesh.user_code import check_arguments
 
+MOST_UNROLLED = 1000  # layers that are traced one by one, each of which takes about half a second
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
 # Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
 MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
@@ -64,7 +65,7 @@ def _check_together(config: TrainConfig) -> list[str]:
     try:
         if (num_groups := axis_sizes(config.mesh)["pp"]) == -1:
             found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
-        found += _check_pipeline(config.pipeline, num_groups)
+        found += [*_check_pipeline(config.pipeline, num_groups), *_check_layers(config.model, num_groups)]
     except ValueError as error:
         found.append(f"mesh.shape: {error}")
     try:
@@ -174,6 +175,17 @@ def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
         except ConfigError as error:
             found += error.problems
     return found
+
+
+def _check_layers(model: Any, num_groups: int) -> list[str]:
+    """One line if a model has too many layers to trace them; only a scan over a stack traces one for all."""
+    count, scan = getattr(model, "num_layers", None), getattr(model, "scan", None)
+    if not isinstance(count, int) or count <= MOST_UNROLLED or (scan and num_groups == 1):
+        return []
+    reason = "the stages of a pipeline trace every layer" if num_groups > 1 else "every layer is traced"
+    repair = "" if scan or not isinstance(scan, bool) else ", or set model.scan=true"
+    where = " and a mesh without pp" if repair and num_groups > 1 else ""
+    return [f"model.num_layers={count} must be at most {MOST_UNROLLED:,}, because {reason}; use fewer{repair}{where}"]
 
 
 def check_start(folder: str, model: Any) -> list[str]:

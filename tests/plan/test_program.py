@@ -122,6 +122,29 @@ def test_explicit_axes_have_the_collectives_of_auto_axes():
     assert large and {axes: explicit[axes] for axes in large} == pytest.approx({axes: auto[axes] for axes in large})
 
 
+def test_collectives_do_not_name_axes_of_one_device():
+    sizes, axes = {"dp": 2, "fsdp": 4, "ep": 1}, ("fsdp", "ep")
+    split = NamedSharding(mesh_of(sizes), P(axes))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=split.mesh, in_specs=P(axes), out_specs=P())
+    one = estimate(jax.jit(summed), (x,), sizes, "tpu")
+    assert [(exchange.kind, exchange.axes) for exchange in one.exchanges] == [("all-reduce", ("fsdp",))]
+
+
+def test_a_chain_of_many_partial_sums_is_reduced_once():
+    """A deep model without a scan sums the gradients of all layers in one chain of additions."""
+    sizes = {"fsdp": 4}
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh_of(sizes), P(None, "fsdp")))
+
+    def chain(x):
+        total = x @ x.T
+        for _ in range(600):
+            total += x @ x.T
+        return total
+
+    assert [exchange.kind for exchange in estimate(jax.jit(chain), (x,), sizes, "tpu").exchanges] == ["all-reduce"]
+
+
 def attention(implementation: Any, causal: bool = True) -> Estimate:
     mesh = mesh_of({"fsdp": 1})
     x = jax.ShapeDtypeStruct((2, 2048, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P()))

@@ -85,11 +85,12 @@ def all_plans(config: TrainConfig, text: str, fixed: tuple[str, ...]) -> list[Pl
 CHIPS = {
     "v5p:512": "v5p:8x8x8", "v5p:128": "v5p:4x4x8", "v5p:4x4x8": "v5p:4x4x8", "v5p:17920": "v5p:16x20x28*2",
     "v5e:8": "v5e:2x4", "V5E:512": "v5e:16x16*2", "v7x:64": "v7x:4x4x4", "h100:16": "h100:2x8", "h100:4": "h100:1x4",
-    "cpu:8": "cpu:8",
+    "cpu:8": "cpu:8", "v5p-128": "v5p:4x4x4", "v5litepod-16": "v5e:4x4",
 }  # fmt: skip
 WRONG_CHIPS = {
-    "v5p:6": "no slice of v5p has 6 chips; name a topology",
-    "v5p:0": "no slice of v5p has 0 chips",
+    "v5p:6": r"no slice of v5p has 6 chips; the nearest: v5p:4, v5p:8\. Or name a topology",
+    "v5p:0": r"no slice of v5p has 0 chips; the nearest: v5p:1\.",
+    "v5e-9": r"the nearest: v5e-8, v5e-16",
     "v5e:768:1": "must be a chip and its numbers",
     "h100:12": "h100:12 must be a multiple of 8, the GPUs of a host",
     "h100:0": "h100:0 must be a multiple of 8",

@@ -51,11 +51,24 @@ def test_topology_of_a_text(text, devices, slices, shape, domains):
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("v6e-8", "v6e:2x4"), ("V6E-256", "v6e:16x16"), ("v5litepod-16", "v5e:4x4"), ("v5e-1", "v5e:1x1"),
+        ("v5p-8", "v5p:1x2x2"), ("v5p-128", "v5p:4x4x4"), ("v5p-17920", "v5p:16x20x28"), ("v4-32", "v4:2x2x4"),
+        ("v3-8", "v3:2x2"), ("v5litepod-256*2", "v5e:16x16*2"),
+    ],
+)  # fmt: skip
+def test_the_name_of_a_slice_in_the_cloud_is_a_topology(name, text):
+    """The names of v3, v4 and v5p count two TensorCores per chip, the others chips."""
+    assert parse_topology(name) == parse_topology(text)
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
         *((text, r"must be a chip and its numbers, such as v5p:4x4x8, .* or cpu:8") for text in
-          ("", "v5p", "v5p:", ":4", "v5p-128", "v5p:4x4x", "v5p:-4x4x4", "v5p:4x4x4*", "v5p:4*2x4", "cpu:8;rm",
-           "v5p:٣x4x4", "cpu:" + "9" * 5000, "v5p:4 x 4 x 4", "x\0:3")),
+          ("", "v5p", "v5p:", ":4", "v7x-128", "v5p-", "v5p-128x2", "v5p:4x4x", "v5p:-4x4x4", "v5p:4x4x4*", "v5p:4*2x4",
+           "cpu:8;rm", "v5p:٣x4x4", "cpu:" + "9" * 5000, "v5p:4 x 4 x 4", "x\0:3")),
         ("v9:4x4", r"unknown chip 'v9'; known: v3, v4, v5e, v5p, .*cpu\. .* run.hardware=FILE"),
         ("v5p:4x4", r"v5p needs 3 numbers \(chips along x, y, z\), such as v5p:4x4x8; got 4x4"),
         ("v5e:4x4x1", r"v5e needs 2 numbers \(chips along x, y\), such as v5e:4x8; got 4x4x1"),
@@ -68,6 +81,13 @@ def test_topology_of_a_text(text, devices, slices, shape, domains):
         ("h100:999999999999x8", r"at most 2,147,483,647 devices are possible"),
         ("h100:2x3", r"3 GPUs per host do not divide the 8 of an NVLink domain; use 1, 2, 4, 8"),
         ("h100:2x16", r"16 GPUs per host do not divide"),
+        ("v6e-7", r"no slice of v6e has the name v6e-7, whose number counts chips; the nearest: v6e-4, v6e-8$"),
+        ("v5p-127", r"v5p-127, whose number counts TensorCores, 2 per chip; the nearest: v5p-64, v5p-128$"),
+        ("v5litepod-512", r"the nearest: v5litepod-256$"),
+        ("v4-0", r"the nearest: v4-2$"),
+        ("v5p:3x5x7", r"sides of a slice of v5p must be 1, 2 or multiples of 4 chips, got 3, 5, 7; .* v5p:4x8x8$"),
+        ("v6e:2x6", r"must be 1, 2 or multiples of 4 chips, got 6; the next larger slice is v6e:2x8$"),
+        ("v4:15x15x17", r"must be 1, 2 or multiples of 4 chips, got 15, 15, 17$"),  # 16x16x20 is larger than a pod
         ("h100:2x8*2", r"\*2 is the number of TPU slices; write more hosts instead"),
     ],
 )  # fmt: skip

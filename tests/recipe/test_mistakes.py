@@ -46,6 +46,10 @@ SETTINGS: list[tuple[str, str]] = [
     ("mesh.rules=fdsp+tp", "mesh.rules: 'fdsp' is not a mesh axis; use dp, fsdp, ep, tp, sp, joined by"),
     ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
     ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
+    (
+        "model.num_layers=100000000",
+        "model.num_layers=100000000 must be at most 1,000, because every layer is traced; ",
+    ),
     ("model.head_dim=3", "model.head_dim must be even for rotary positions, got 3"),
     ("model.axes.batch_axis=nope", "model.axes.batch_axis: 'nope' is not a mesh axis; use dp, fsdp, .* or none"),
     ("model.axes.head_axis=tp,pp", "model.axes.head_axis: 'pp' is not a mesh axis"),
@@ -76,6 +80,10 @@ def test_an_invalid_value_is_reported_in_one_line(setting: str, problem: str):
 MUON, ADAFACTOR, BFLOAT16 = "optimizer.name=muon", "optimizer.name=adafactor", "optimizer.moment_dtype=bfloat16"
 WSD = "optimizer.decay_start={} must be at least optimizer.warmup_steps=20 and below"
 SEVERAL: list[tuple[tuple[str, ...], list[str]]] = [
+    (
+        ("model.num_layers=2000", "model.scan=true", "mesh.shape=pp:2,dp:4"),
+        ["model.num_layers=2000 must be at most 1,000, because the stages of a pipeline trace every layer; use fewer"],
+    ),
     (
         ("run.steps=0", "run.compiler_options=fast,xla_a=1,--xla_b=2,xla_a=3"),
         [

@@ -104,7 +104,7 @@ def test_an_override_becomes_a_value_of_the_field_s_type(key):
         ("run.stepz=3", "run.stepz is not a setting; did you mean run.steps?"),
         ("steps=3", "steps is not a setting; did you mean run.steps?"),
         ("model.iner.name=x", "model.iner.name is not a setting; did you mean model.inner.name?"),
-        ("qq=1", "qq is not a setting; sections are model, mesh, pipeline, data, optimizer, checkpoint, run"),
+        ("qq=1", "qq is not a setting; sections are model, lora, mesh, pipeline, data, optimizer, checkpoint, run"),
         ("run.steps", "'run.steps' is not an override; write section.key=value, such as run.steps=20"),
     ],
 )

@@ -25,7 +25,7 @@ class Exchange(NamedTuple):
     """One collective. `operand_bytes` is what one device passes to it, per execution."""
 
     kind: str
-    axes: tuple[str, ...]  # mesh axes, in the order of the mesh
+    axes: tuple[str, ...]  # mesh axes of several devices, in the order of the mesh
     operand_bytes: int
     operation: Operation  # that needs it
     times: int  # executions per step
@@ -63,7 +63,7 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
                 moved = array or operation.outputs[0]
                 if program.platform == "cpu" and (moved.kind, moved.bits) == ("f", 16):
                     size *= 2  # sent in float32
-                ordered = tuple(name for name in program.axis_sizes if name in names)
+                ordered = tuple(name for name, devices in program.axis_sizes.items() if name in names and devices > 1)
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
                 yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
@@ -110,6 +110,10 @@ class _Partial:
             for array in operation.inputs:
                 self.uses.setdefault(id(array), []).append(operation)
         self.results = set(map(id, block.results))
+        self.sums: set[int] = set()  # the ids of additions of partial sums
+        for operation in block.operations:  # producers first: a chain of additions is as long as the model is deep
+            if self._adds_partial(operation):
+                self.sums.add(id(operation))
 
     def reduce(self, operation: Operation, over: tuple[str, ...]) -> Iterator[Found]:
         waiting = [self.pending[id(array)] for array in operation.inputs if id(array) in self.pending]
@@ -156,11 +160,14 @@ class _Partial:
 
     def _is_partial(self, operation: Operation) -> bool:
         if operation.kind == "add":
-            return all(
-                x.producer is not None and len(self.uses.get(id(x), [])) == 1 and self._is_partial(x.producer)
-                for x in operation.inputs
-            )
+            return id(operation) in self.sums
         return operation.kind == "dot_general" and bool(sharding_needs(operation).partial)
+
+    def _adds_partial(self, operation: Operation) -> bool:
+        return operation.kind == "add" and all(
+            x.producer is not None and len(self.uses.get(id(x), [])) == 1 and self._is_partial(x.producer)
+            for x in operation.inputs
+        )
 
 
 def reshard(array: Array, wanted: Spec, sizes: Mapping[str, int]) -> Iterator[Found]:

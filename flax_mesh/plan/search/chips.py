@@ -2,15 +2,15 @@
 
 import math
 import re
-from collections.abc import Iterator
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.hardware import CHIPS, CUBE, Chip
+from flax_mesh.hardware import CHIPS, Chip
+from flax_mesh.mesh.torus.shapes import best_shape, nearest_counts
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
+from flax_mesh.text import listed
 
 COUNT = re.compile(r"([\w.-]+):([0-9]{1,7})")
 GPUS_PER_HOST = 8
-MOST_UNEQUAL = 4  # the longest side of a slice over its shortest
 
 
 def parse_chips(text: str, chip: Chip | None = None) -> Topology:
@@ -33,28 +33,13 @@ def parse_chips(text: str, chip: Chip | None = None) -> Topology:
             raise ConfigError(f"{text} must be a multiple of {per_host or GPUS_PER_HOST}, the GPUs of a host")
         return parse_topology(f"{match[1]}:{count // per_host}x{per_host}", chip)
     for slices in range(-(-count // math.prod(found.pod)) or 1, count + 1):
-        if count % slices == 0 and (shapes := list(_shapes(found, count // slices))):
-            shape = min(shapes, key=lambda shape: (not all(found.wraps(shape)), sum(shape), shape))
+        if count % slices == 0 and (shape := best_shape(found, count // slices)):
             sides = "x".join(map(str, shape))
             return parse_topology(f"{match[1]}:{sides}" + (f"*{slices}" if slices > 1 else ""), chip)
         if count <= math.prod(found.pod):
             break
-    raise ConfigError(f"no slice of {match[1]} has {count} chips; name a topology, such as {EXAMPLES}")
-
-
-def _shapes(chip: Chip, count: int) -> Iterator[tuple[int, ...]]:
-    """Ascending sides of slices with this number of chips: 1, 2, or multiples of 4 where they are more."""
-    largest = sorted(chip.pod)
-    sides = [side for side in range(1, largest[-1] + 1) if count % side == 0 and (side <= 2 or side % CUBE == 0)]
-
-    def extend(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        if len(shape) == chip.torus:
-            fits = all(a <= b for a, b in zip(shape, largest, strict=True)) or chip.wrap != "pod"
-            if math.prod(shape) == count and fits and shape[-1] <= MOST_UNEQUAL * shape[0]:
-                yield shape
-            return
-        for side in sides:
-            if not shape or side >= shape[-1]:
-                yield from extend((*shape, side))
-
-    yield from extend(()) if count <= math.prod(chip.pod) else ()
+    nearest = [f"{match[1]}:{number}" for number in nearest_counts(found, count)]
+    raise ConfigError(
+        f"no slice of {match[1]} has {count} chips; the nearest: {listed(nearest)}. "
+        f"Or name a topology, such as {EXAMPLES}"
+    )
