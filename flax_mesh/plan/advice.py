@@ -1,14 +1,17 @@
 """The words of a plan: what does not fit, what is surprising, what limits the run and what would help."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from flax_mesh.plan.forecast import Estimate, seconds_of
 from flax_mesh.plan.program.collectives import Exchange
 from flax_mesh.plan.program.read import Array, Operation
 from flax_mesh.plan.results import Memory, Time, Traffic
 from flax_mesh.plan.topology import Topology
+from flax_mesh.recipe.config import shard_over
+from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
 
 
@@ -67,45 +70,72 @@ def _is_weight(array: Array, depth: int = 8) -> bool:
     return array.producer is None
 
 
-def memory_findings(memory: Memory, model: Any) -> list[Finding]:
+class Given(NamedTuple):
+    """What a plan follows already, and need not be told; nothing is known of a step of one's own."""
+
+    model: Any = None
+    optimizer: OptimizerConfig | None = None
+    mesh: Mapping[str, int] = MappingProxyType({})
+
+    def setting(self, name: str, default: Any) -> Any:
+        """A field of the model's config."""
+        return getattr(self.model, name, default)
+
+
+def memory_findings(memory: Memory, given: Given) -> list[Finding]:
     if memory.fits is not False:
         return []
     problem = f"{memory.missing / 2**30:.1f} GiB more than a device has; most are {memory.largest}"
-    return [Finding("memory", problem, REPAIRS[memory.largest](model))]
+    return [Finding("memory", problem, REPAIRS[memory.largest](given))]
 
 
-def _less_activations(model: Any) -> str:
-    if getattr(model, "remat", "full") == "none":
+def _less_activations(given: Given) -> str:
+    if given.setting("remat", "full") == "none":
         return "Set model.remat=full, or reduce data.batch_size"
-    if getattr(model, "attention", "") == "xla":
+    if given.setting("attention", "") == "xla":
         return "Use an attention kernel that stores no scores, split heads over tp, or reduce data.batch_size"
     return "Reduce data.batch_size, raise pipeline.num_microbatches, or split the sequence over sp"
 
 
-def _more_shards(model: Any) -> str:
-    return "Split over more devices: raise fsdp in mesh.shape"
+def _more_shards(given: Given) -> str:
+    if given.mesh and given.mesh.get("fsdp", 1) == math.prod(given.mesh.values()):
+        return "Use more devices"
+    return "Raise fsdp in mesh.shape"
 
 
-REPAIRS: dict[str, Callable[[Any], str]] = {
+def _less_optimizer(given: Given) -> str:
+    found, optimizer = [_more_shards(given)], given.optimizer
+    if optimizer is not None and "dp" not in shard_over(optimizer) and given.mesh.get("dp", 1) > 1:
+        found.append("set optimizer.shard_over=dp")
+    if optimizer is not None and optimizer.memory == "device":
+        found.append("set optimizer.memory=pinned_host")
+    return ", or ".join(found)
+
+
+def _fewer_logits(given: Given) -> str:
+    if chunk := given.setting("loss_chunk", 0):
+        return f"Reduce model.loss_chunk={chunk}, or split the vocabulary over tp"
+    return "Set model.loss_chunk, so that the loss computes fewer logits at a time"
+
+
+REPAIRS: dict[str, Callable[[Given], str]] = {
     "parameters": _more_shards,
-    "optimizer": lambda model: (
-        "Raise fsdp in mesh.shape, or set optimizer.shard_over=dp or optimizer.memory=pinned_host"
-    ),
+    "optimizer": _less_optimizer,
     "other state": _more_shards,
-    "batch": lambda model: "Reduce data.batch_size",
+    "batch": lambda given: "Reduce data.batch_size",
     "gradients": _more_shards,
     "residuals": _less_activations,
-    "boundary": lambda model: "Reduce the rows of a microbatch: raise pipeline.num_microbatches",
-    "logits": lambda model: "Set model.loss_chunk, so that the loss computes fewer logits at a time",
+    "boundary": lambda given: "Reduce the rows of a microbatch: raise pipeline.num_microbatches",
+    "logits": _fewer_logits,
     "activations": _less_activations,
-    "collectives": lambda model: "Split weights over tp, so that less of them is gathered at a time",
+    "collectives": lambda given: "Split weights over tp, so that less of them is gathered at a time",
 }
 
 
-def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Traffic], model: Any) -> str:
+def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Traffic], given: Given) -> str:
     """What limits the run, and what would help."""
     if memory.fits is False:
-        finding = memory_findings(memory, model)[0]
+        finding = memory_findings(memory, given)[0]
         return f"It does not fit: {finding.problem}. {finding.repair}."
     weights: dict[str, float] = dict.fromkeys(("compute", "memory", "network", "bubble"), 0.0)
     for part in time.parts:
@@ -122,7 +152,7 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
     if largest == "memory":
         return f"The step is limited by the bandwidth of the memory ({share:.0%}); " + (
             "an attention kernel that stores no scores would help."
-            if getattr(model, "attention", "") == "xla"
+            if given.setting("attention", "") == "xla"
             else "fewer and larger operations would help, such as more rows per device."
         )
     if largest == "bubble":
@@ -130,6 +160,7 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
             f"The step is limited by the idle time of the pipeline ({time.bubble:.0%}); more microbatches would help."
         )
     free = (memory.capacity or 0) - memory.peak
-    if getattr(model, "remat", "none") == "full" and free > 0.3 * (memory.capacity or 0):
+    if given.setting("remat", "none") == "full" and free > 0.3 * (memory.capacity or 0):
         return f"The step is limited by compute ({share:.0%}); memory is free for less remat, which would compute less."
-    return f"The step is limited by compute ({share:.0%}); more devices or fewer recomputed layers would help."
+    fewer = "" if given.setting("remat", "none") == "none" else " or fewer recomputed layers"
+    return f"The step is limited by compute ({share:.0%}); more devices{fewer} would help."

@@ -22,7 +22,7 @@ from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.mpmd.split.jaxpr import flops, inline, trace
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.plan.advice import memory_findings, summary, surprises
+from flax_mesh.plan.advice import Given, memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
     Estimate,
     Roles,
@@ -101,7 +101,7 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
         one = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
     return replace(
-        _assemble(topology, recipe.target.sizes, one, roles, stated, recipe.model, limit), notes=recipe.notes
+        _assemble(topology, recipe.target.sizes, one, roles, stated, _given(recipe), limit), notes=recipe.notes
     )
 
 
@@ -154,7 +154,7 @@ def plan_step(
     sizes = resolve_mesh(found, dict(mesh.shape))
     one = estimate(step, arguments, dict(mesh.shape), found.chip.platform)
     limit = _limit(devices) if devices else None
-    return _assemble(found, sizes, one, _roles(arguments, 0), (tokens, flops), None, limit)
+    return _assemble(found, sizes, one, _roles(arguments, 0), (tokens, flops), Given(), limit)
 
 
 def _named(topology: Topology | str, hardware: str) -> Topology:
@@ -221,13 +221,17 @@ def _kind(path: str, leaf: Any) -> str:
     return "parameters" if path.startswith(MODEL) else "other state"
 
 
+def _given(recipe: Recipe) -> Given:
+    return Given(recipe.model, recipe.config.optimizer, recipe.target.sizes)
+
+
 def _assemble(
     topology: Topology,
     shape: Mapping[str, int],
     one: Estimate,
     roles: Roles,
     stated: Stated,
-    model: Any,
+    given: Given,
     limit: int | None,
 ) -> Plan:
     moments = timeline(one, roles)
@@ -238,8 +242,8 @@ def _assemble(
     seconds = math.fsum(part.seconds for part in parts)
     time = time_of(topology, seconds, parts, stated)
     traffic = tuple(traffic_of(one, topology))
-    findings = (*memory_findings(memory, model), *surprises(one, topology))
-    return Plan(topology, shape, memory, time, traffic, findings, summary(topology, memory, time, traffic, model))
+    findings = (*memory_findings(memory, given), *surprises(one, topology))
+    return Plan(topology, shape, memory, time, traffic, findings, summary(topology, memory, time, traffic, given))
 
 
 def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
@@ -263,7 +267,7 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     )
     time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / recipe.num_groups)
     traffic = stage_traffic(topology, shape, schedule, stages)
-    findings = [*memory_findings(memory, recipe.model)]
+    findings = [*memory_findings(memory, _given(recipe))]
     findings += surprises(stages[0].backward, topology)
     return Plan(
         topology,
@@ -272,7 +276,7 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
         time,
         tuple(traffic),
         tuple(findings),
-        summary(topology, memory, time, traffic, recipe.model),
+        summary(topology, memory, time, traffic, _given(recipe)),
         recipe.notes,
     )
 

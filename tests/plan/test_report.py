@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from flax_mesh.mesh.torus.torus import Torus, arrange
+from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
-from flax_mesh.plan.advice import summary
+from flax_mesh.plan.advice import Given, memory_findings, summary
 from flax_mesh.plan.forecast import thinned
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
 from flax_mesh.plan.topology import parse_topology, placement, torus_of
+from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
 
 GIB = 2**30
@@ -105,8 +107,40 @@ def test_the_summary_names_what_takes_the_most_time(bubble, limit):
     part = Part("step", 1, 1e12, 1e9, 1.0, 0.1, 0.1, 1.0)
     time = Time(1.0, (part,), None, None, 0.0, bubble)
     plan = make_plan()
-    text = summary(plan.topology, plan.memory, time, (), None)
+    text = summary(plan.topology, plan.memory, time, (), Given())
     assert text.startswith(f"The step is limited by {limit};"), text
+
+
+OFFLOADED = OptimizerConfig(shard_over="dp", memory="pinned_host")
+
+
+@pytest.mark.parametrize(
+    ("largest", "given", "repair"),
+    [
+        ("optimizer", Given(None, OptimizerConfig(), {"dp": 2, "fsdp": 4}),
+         "Raise fsdp in mesh.shape, or set optimizer.shard_over=dp, or set optimizer.memory=pinned_host"),
+        ("optimizer", Given(None, OptimizerConfig(), {"fsdp": 8}),
+         "Use more devices, or set optimizer.memory=pinned_host"),
+        ("optimizer", Given(None, OFFLOADED, {"dp": 2, "fsdp": 4}), "Raise fsdp in mesh.shape"),
+        ("parameters", Given(None, OFFLOADED, {"fsdp": 8, "tp": 1}), "Use more devices"),
+        ("logits", Given(DecoderConfig()), "Set model.loss_chunk, so that the loss computes fewer logits at a time"),
+        ("logits", Given(DecoderConfig(loss_chunk=64)), "Reduce model.loss_chunk=64, or split the vocabulary over tp"),
+        ("activations", Given(DecoderConfig()), "Set model.remat=full, or reduce data.batch_size"),
+    ],
+)  # fmt: skip
+def test_a_repair_is_nothing_that_the_plan_follows_already(largest, given, repair):
+    memory = Memory(1, 0, 0, 2, {largest: 2}, (), (2,))
+    assert [finding.repair for finding in memory_findings(memory, given)] == [repair]
+
+
+@pytest.mark.parametrize(
+    ("remat", "help"), [("none", "more devices"), ("dots_saveable", "more devices or fewer recomputed layers")]
+)
+def test_without_remat_fewer_recomputed_layers_are_no_advice(remat, help):
+    part = Part("step", 1, 1e12, 1e9, 1.0, 0.1, 0.1, 1.0)
+    plan, given = make_plan(), Given(DecoderConfig(remat=remat))
+    text = summary(plan.topology, plan.memory, Time(1.0, (part,), None, None, 0.0), (), given)
+    assert text.endswith(f"; {help} would help.")
 
 
 def test_the_verdict_names_what_is_missing():
