@@ -4,7 +4,6 @@ import difflib
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -278,13 +277,14 @@ def test_the_evaluation_of_a_schedule_free_run_is_that_of_optax_and_its_exports_
     values = dict(read_values(step, read_tree(step, read_record(step))))
     graphdef, model = nnx.split(make_decoder(config.model, nnx.Rngs(0)))
     start = "optimizer/opt_state/1/"
-    b1, losses = values[f"{start}b1"], []
-    free = SimpleNamespace(b1=b1, z={path: values[f"{start}z/{path}"] for path, _ in named_leaves(model)})
-    training = {path: values[f"model/{path}"] for path in free.z}
+    z = {path: values[f"{start}z/{path}"] for path, _ in named_leaves(model)}
+    free = ScheduleFreeState(values[f"{start}b1"], 0.0, 1, 0.0, (), z)
+    batch, losses = jax.tree.map(jnp.asarray, host_batch(7)), []
+    training = {path: values[f"model/{path}"] for path in z}
     for used in (optax.contrib.schedule_free_eval_params(free, training), training):
         leaves = [jnp.asarray(used[path]) for path, _ in named_leaves(model)]
         merged = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(model), leaves))
-        loss, weight = next_token_loss(merged, host_batch(7))[:2]
+        loss, weight = next_token_loss(merged, batch)[:2]
         losses.append(float(loss / weight))
     assert row["own/loss"] == pytest.approx(losses[0], abs=1e-5) and abs(losses[0] - losses[1]) > 1e-3
     written = export(str(tmp_path / "run"), str(tmp_path / "out"), "orbax", None, None)
