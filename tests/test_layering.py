@@ -55,12 +55,12 @@ SHARED = """
     checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept checkpoint.hf.safetensors checkpoint.read
     data.batches data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions hlo.live
     hlo.program inference.memory inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign
-    mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
-    mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target
-    plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space processes.launch
-    processes.output processes.store recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
-    sharding.annotations sharding.explicit sharding.follow sharding.memory step.loss step.parameter_flow train.export
-    train.run_folder
+    mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement
+    mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate
+    plan.compile.target plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space
+    processes.launch processes.output processes.store recipe.checks recipe.compiler_options
+    recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit sharding.follow sharding.memory
+    step.loss step.parameter_flow train.export train.run_folder
 """
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from flax_mesh.cli.main import main
+from flax_mesh.cli.main import command
 
-sys.exit(main())
+sys.exit(command())

@@ -35,4 +35,4 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     if problems:
         raise ConfigError(problems)
     extra = [] if devices is None else [f"--devices-per-process={devices}"]
-    return launch(["-m", "flax_mesh_command", *what], arguments.processes, extra, lost=LOST)
+    return launch(["-m", "flax_mesh.cli", *what], arguments.processes, extra, lost=LOST)

@@ -9,6 +9,8 @@ that ends early (`| head`) does not change the code of commands that only print.
 import argparse
 import errno
 import logging
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +32,26 @@ COMMANDS = {
     "schedule": "show or search a pipeline schedule",
     "checkpoint": "list, inspect, verify, compare, export, import and reshard checkpoints",
 }
+
+
+def command() -> int:
+    """`main` as a program of its own, which Ctrl-C ends without a traceback while it imports JAX."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # a signal that is ignored stays ignored
+        signal.signal(signal.SIGINT, _end)
+    try:
+        if not {"-h", "--help"} & {*sys.argv[1:3]}:
+            for name in ("common", *(name for name in COMMANDS if name in sys.argv[1:])):
+                import_module(f"flax_mesh.cli.{name}")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return main()
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """End at once: an extension module turns an exception during its import into an ImportError."""
+    os.write(2, b"flax-mesh: interrupted\n")
+    os._exit(128 + number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,14 +10,13 @@ import sys
 import time
 import tomllib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-import flax_mesh_command
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
+from flax_mesh.cli.main import command
 from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, stored, train
 from tests.multiprocess.processes import (
     ROOT,
@@ -236,22 +235,19 @@ def test_processes_with_different_settings_report_the_difference(tmp_path):
 
 
 def test_a_command_that_is_interrupted_while_it_imports_ends_with_code_130_and_no_traceback(monkeypatch, capfd):
-    class Interrupted(ModuleType):
-        def __getattr__(self, name: str) -> object:
-            signal.raise_signal(signal.SIGINT)
-
     started: list[list[str]] = []
     monkeypatch.setattr("flax_mesh.cli.launch.launch", lambda command, *_, **__: started.append(command) or 0)
     assert main(["launch", "-n", "2", "--", "train", "x.py"]) == 0
-    assert started == [["-m", flax_mesh_command.__name__, "train", "x.py"]]
-    monkeypatch.setitem(sys.modules, "flax_mesh.cli", Interrupted("flax_mesh.cli"))
+    assert started == [["-m", "flax_mesh.cli", "train", "x.py"]]
+    module = sys.modules["flax_mesh.cli.main"]  # `flax_mesh.cli.main` is the function
+    monkeypatch.setattr(module, "import_module", lambda name: signal.raise_signal(signal.SIGINT))
     monkeypatch.setattr(os, "_exit", sys.exit)
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit, match=r"^130$"):
-        flax_mesh_command.main()
+        command()
     assert capfd.readouterr().err == "flax-mesh: interrupted\n" and signal.getsignal(signal.SIGINT) is before
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"flax-mesh": "flax_mesh_command:main"}
+    assert scripts == {"flax-mesh": "flax_mesh.cli.main:command"}
 
 
 def test_launch_reports_invalid_arguments(capsys):
