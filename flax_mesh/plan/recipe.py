@@ -222,7 +222,7 @@ def _kind(path: str, leaf: Any) -> str:
 
 
 def _given(recipe: Recipe) -> Given:
-    return Given(recipe.model, recipe.config.optimizer, recipe.target.sizes)
+    return Given(recipe.model, recipe.optimizer.settings, recipe.target.sizes)
 
 
 def _assemble(
