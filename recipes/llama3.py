@@ -1,6 +1,7 @@
 """Llama 3.1 with 8, 70 and 405 billion parameters (Dubey et al. 2024), initialized randomly.
 
-The settings are those of one host with 8 devices. Only the 8B model fits one; plan the others for a pod:
+The batch is that of one host with 8 devices, and all devices are in fsdp. Only the 8B model fits a host; plan the others
+for a pod:
 
 flax-mesh plan recipes/llama3.py --topology v5p:2x2x2
 flax-mesh plan recipes/llama3.py mesh.shape=fsdp:64 data.batch_size=256 --topology v5p:4x4x4
@@ -13,7 +14,7 @@ The same settings after `flax-mesh train` run them: data.source=TOKENS.bin names
 """  # noqa: E501 (commands in one line)
 
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, next_token_loss, sample
-from flax_mesh.train import CheckpointConfig, DataConfig, MeshConfig, OptimizerConfig, RunConfig, TrainConfig
+from flax_mesh.train import CheckpointConfig, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def llama3_8b() -> TrainConfig:
@@ -61,7 +62,6 @@ def train_config(model: DecoderConfig, batch_size: int, folder: str) -> TrainCon
         sample=sample,
         flops_per_token=flops_per_token,
         model=model,
-        mesh=MeshConfig(shape="fsdp:8"),
         data=DataConfig(sequence_length=8192, batch_size=batch_size, bin_dtype="uint32"),
         optimizer=OptimizerConfig(
             learning_rate=3e-4, end_learning_rate=3e-5, warmup_steps=2000, decay_steps=100_000, weight_decay=0.1

@@ -32,7 +32,7 @@ INTERRUPTED = 128 + signal.SIGINT  # as a shell reports it
 EXIT_CODES = {CheckpointCorruptedError: FINDINGS, ConfigError: BAD_INPUT, ShardingError: BAD_INPUT, SaveError: FAILED}
 MOST_PRINTED = 2000  # characters of a line of an error, which may contain an argument of any length
 MOST_BYTES = 2**24  # of a file of settings
-PIPED_WIDTH = 100  # columns of a table if the output is not a terminal
+PIPED_WIDTH = 200  # columns of a table if the output is not a terminal
 NO_FILES: Mapping[str, str] = MappingProxyType({})
 
 

@@ -39,6 +39,8 @@ from flax_mesh.recipe.config import PLATFORM, TrainConfig
 from flax_mesh.recipe.overrides import setting_of
 from flax_mesh.text import shortened
 
+SEARCH_WIDTH = 100  # columns of the tables of a search, whose rows contain settings
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -172,7 +174,7 @@ def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
         print(json.dumps(search_report.to_dict(found, confirmed), indent=1))
     else:
         command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
-        print(search_report.to_text(found, command, table_width(), confirmed))
+        print(search_report.to_text(found, command, min(table_width(), SEARCH_WIDTH), confirmed))
     return FINDINGS if search_report.fits(found, confirmed) is False else DONE
 
 

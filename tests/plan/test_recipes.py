@@ -10,7 +10,10 @@ import pytest
 from flax import nnx
 
 from flax_mesh.plan import plan
+from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.topology import resolve_mesh
 from flax_mesh.recipe.resolve import maker
+from flax_mesh.recipe.target import axis_sizes, without_groups
 from flax_mesh.train import apply_overrides, load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +41,22 @@ def test_the_models_have_the_published_number_of_parameters(recipe, parameters):
     config = load_recipe(str(ROOT / "recipes" / recipe))
     state = nnx.eval_shape(lambda: nnx.state(maker(config)(), nnx.Param))
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(state)) == parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "batch", "topology"), [("llama3_70b", 256, "v5p-512"), ("llama3_405b", 512, "v5p:512")]
+)
+def test_a_large_model_is_planned_without_a_mesh(function, batch, topology):
+    config = load_recipe(str(ROOT / "recipes" / f"llama3.py:{function}"))
+    found = plan(apply_overrides(config, [f"data.batch_size={batch}"]), topology := parse_chips(topology))
+    assert found.fits and found.mesh["fsdp"] == topology.num_devices == batch
+
+
+@pytest.mark.parametrize("function", ["llama3_8b", "llama3_70b", "llama3_405b"])
+def test_the_mesh_of_a_recipe_is_all_devices_of_any_topology(function):
+    sizes = without_groups(axis_sizes(load_recipe(str(ROOT / "recipes" / f"llama3.py:{function}")).mesh))
+    assert resolve_mesh(parse_chips("v5p-512"), sizes) == {**sizes, "fsdp": 256}
 
 
 @pytest.mark.slow
