@@ -71,7 +71,7 @@ def _is_weight(array: Array, depth: int = 8) -> bool:
 
 
 class Given(NamedTuple):
-    """What a plan follows already, and need not be told; nothing is known of a step of one's own."""
+    """The settings that a plan has already, which are no advice; of a step without a recipe, none are known."""
 
     model: Any = None
     optimizer: OptimizerConfig | None = None
