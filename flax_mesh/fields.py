@@ -142,7 +142,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return _CONTAINERS[origin](value) and not (is_listed and items and not all(_fits(x, items[0]) for x in value))
     if origin is collections.abc.Callable:
         return callable(value)
-    if getattr(origin, "_is_protocol", False):
+    if typing.Protocol in getattr(origin, "__bases__", ()):
         return all(hasattr(value, name) for name in vars(origin) if name == "__call__" or name[0] != "_")
     return not _is_plain_class(hint) or isinstance(value, hint)
 
