@@ -158,7 +158,7 @@ def is_index(value: Any) -> bool:
     """Whether a value is an integer, as those of numpy are."""
     try:
         operator.index(value)
-    except TypeError:
+    except (TypeError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
         return False
     return True
 

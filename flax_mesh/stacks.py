@@ -54,7 +54,7 @@ def without_single_layers(
 def module_at(model: PyTree, path: str) -> PyTree:
     """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
     for part in path.split("/"):
-        model = model[int(part)] if part.isdigit() else getattr(model, part)
+        model = model[int(part)] if part.isdigit() and len(part) < 10 else getattr(model, part)
     return model
 
 

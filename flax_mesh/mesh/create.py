@@ -26,7 +26,7 @@ from flax_mesh.mesh.shape import (
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
 from flax_mesh.mesh.torus.torus import DeviceLike
-from flax_mesh.text import shown
+from flax_mesh.text import shortened, shown
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
 # Set by multislice TPU runs; the only environment variable that the library reads.
@@ -247,7 +247,7 @@ def _client(backend: str | None) -> Any:
     try:
         return get_backend(backend)
     except RuntimeError as error:
-        raise ValueError(f"backend={backend!r} has no devices here: {error}") from error
+        raise ValueError(f"backend={shown(backend)} has no devices here: {shortened(str(error))}") from error
 
 
 @lru_cache(maxsize=8)

@@ -124,7 +124,7 @@ def parse_mesh_shape(text: str, names: Sequence[str], *, omitted: int | None = N
     for item in items:
         name, colon, size = (part.strip() for part in item.replace("=", ":").partition(":"))
         if not colon or not name or not _is_int(size):
-            problems.append(f"{item!r} is malformed: write name:size with an integer size")
+            problems.append(f"{shown(item)} is malformed: write name:size with an integer size")
             malformed.add(name)
             continue
         if name not in names:
@@ -168,7 +168,7 @@ def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:
 
 
 def _positional(text: str, items: list[str], names: tuple[str, ...]) -> dict[str, int]:
-    problems = [f"{item!r} is malformed: write an integer" for item in items if not _is_int(item)]
+    problems = [f"{shown(item)} is malformed: write an integer" for item in items if not _is_int(item)]
     if len(items) != len(names):
         problems.append(f"{len(items)} sizes for {len(names)} axes {', '.join(names)}")
     sizes = {name: int(item) for name, item in zip(names, items, strict=False) if _is_int(item)}
@@ -183,7 +183,7 @@ def _checked(text: str, sizes: dict[str, int], problems: list[str], names: tuple
     if len(free) > 1:
         problems.append(f"only one size can be -1, found {len(free)} ({', '.join(free)})")
     if problems:
-        raise ValueError(f"Mesh string {shown(text)}: {'; '.join(problems)}. {_example(names)}")
+        raise ValueError(f"Mesh string {shown(text)}: {shortened('; '.join(problems), 1000)}. {_example(names)}")
     return sizes
 
 

@@ -44,6 +44,8 @@ def gather(
         raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {shown(remote)}.")
     check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
+    if classes := [x.__name__ for x in leaves if isinstance(x, type)]:
+        raise TypeError(f"the leaves of tree must be arrays, got the classes {', '.join(classes[:8])}.")
     partial = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not _is_local(x)]
     if partial and remote == "error":
         named = named_leaves(tree)

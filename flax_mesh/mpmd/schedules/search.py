@@ -13,7 +13,7 @@ from flax_mesh.mpmd.schedules.lower_bound import Problem, lower_bound, make_prob
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, Schedule, check_size, make_schedule
 from flax_mesh.mpmd.schedules.simulate import TOLERANCE, Simulation, StageCost, peak_memory, simulate, stage_costs
 from flax_mesh.mpmd.schedules.validate import activation_sizes_of, memory_limits
-from flax_mesh.text import count_text
+from flax_mesh.text import count_text, shown
 
 _WORK_PER_SECOND = 15_000  # partial schedules; an idle two-core machine of 2024 evaluates twice as many
 _WIDTHS = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000)
@@ -111,7 +111,7 @@ def search_schedule(
             f"stage_to_group must contain each of {num_groups} groups {virtual} times, got {stage_to_group}"
         )
     if objective not in _OBJECTIVES:
-        problems.append(f"objective must be {' or '.join(_OBJECTIVES)}, got {objective!r}")
+        problems.append(f"objective must be {' or '.join(_OBJECTIVES)}, got {shown(objective)}")
     if problems:
         raise ValueError("; ".join(problems))
     check_size(len(stages), num_microbatches)
@@ -264,7 +264,7 @@ def _plans(seed: int, several: bool) -> Iterator[tuple[int, bool, float, bool, b
     `several`: groups have several stages, so that reserving memory for the later ones, and waiting for an action that
     is more urgent, make a difference.
     """
-    choose = random.Random(seed)
+    choose = random.Random(int(seed))
     for width in _WIDTHS:
         for backwards, least in itertools.product((False, True), (0.01, 0.1)):
             for reserve in (True, False) if several else (False,):
