@@ -16,11 +16,14 @@ from flax_mesh.mpmd.split.jaxpr import Eqn, program_of
 from flax_mesh.step.state import check_same_structure
 from flax_mesh.tree import named_leaves
 
+MARK = "is_adapted"  # attribute of a function that `with_lora` returned
+
 
 def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function(model, *args)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
 
-    The gradient of W, an array of its shape, is never computed. Without adapters the result is that of `function`.
+    The gradient of W, an array of its shape, is never computed. Without adapters the result is that of `function`. A
+    function that `with_lora` returned is returned as it is: the low-rank part would be added twice.
 
     Raises:
         ValueError: An adapted weight is used by something else than a matrix product.
@@ -29,6 +32,9 @@ def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
         >>> from flax_mesh.lora import with_lora
         >>> step = make_train_step(with_lora(loss_fn), state)  # doctest: +SKIP
     """
+
+    if hasattr(function, MARK):
+        return function
 
     @functools.wraps(function)
     def adapted(model: Any, *args: Any) -> Any:
@@ -54,6 +60,7 @@ def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
         nnx.update(model, jax.tree.unflatten(tree, after))
         return result
 
+    setattr(adapted, MARK, True)
     return adapted
 
 

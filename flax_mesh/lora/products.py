@@ -1,6 +1,6 @@
 """Follows the weights of a model through its traced program to their matrix products."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -39,8 +39,24 @@ class Products:
         """The outputs of a program; Weights that it returns unchanged are Weights."""
         return evaluate_with(program, args, self._outputs)
 
-    def _plain(self, program: Program, *args: Any) -> list[Any]:
-        return [plain(x) for x in self.run(program, args)]
+    def _plain(self, program: Program, returned: dict[int, Weight], *args: Any) -> list[Any]:
+        """The outputs as arrays; `returned` receives those that were Weights."""
+        outs = self.run(program, args)
+        returned |= {at: x for at, x in enumerate(outs) if isinstance(x, Weight)}
+        return [plain(x) for x in outs]
+
+    def _same(self, eqn: Eqn, values: Sequence[Any], outs: Sequence[Any], returned: Mapping[int, Weight]) -> list[Any]:
+        """`outs`, with the Weights among the operands that a loop, a branch or a remat returns unchanged.
+
+        A Weight that it returns in another form, such as one of two Weights, would be lost: that is another use of it.
+        """
+        named = {atom: at for at, (atom, x) in enumerate(zip(eqn.invars, values, strict=True)) if isinstance(x, Weight)}
+        atoms = list(dict.fromkeys(filter(is_var, eqn.invars)))
+        flows = flow([eqn], atoms, eqn.outvars, [named.get(atom) for atom in atoms])
+        for at, weight in returned.items():
+            if not isinstance(flows[at], int):
+                self.on_other(eqn, weight)
+        return [values[at] if isinstance(at, int) else out for at, out in zip(flows, outs, strict=True)]
 
     def _outputs(self, eqn: Eqn, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
@@ -49,13 +65,16 @@ class Products:
         if name in JIT:
             return self.run(body(eqn), values)
         if name in REMAT:
+            returned: dict[int, Weight] = {}
             options = {key: eqn.params[key] for key in ("prevent_cse", "policy")}
-            return _same(eqn, values, jax.checkpoint(partial(self._plain, body(eqn)), **options)(*values))
+            outs = jax.checkpoint(partial(self._plain, body(eqn), returned), **options)(*values)
+            return self._same(eqn, values, outs, returned)
         if name == "scan":
-            return _same(eqn, values, self._scan(eqn, values))
+            return self._scan(eqn, values)
         if name == "cond":
-            branches = [partial(self._plain, program_of(each)) for each in eqn.params["branches"]]
-            return _same(eqn, values, jax.lax.switch(values[0], branches, *values[1:]))
+            returned = {}
+            branches = [partial(self._plain, program_of(each), returned) for each in eqn.params["branches"]]
+            return self._same(eqn, values, jax.lax.switch(values[0], branches, *values[1:]), returned)
         if name == "dot_general" and not all(isinstance(x, Weight) for x in values):
             return [self._product(eqn, values, evaluate(eqn, [plain(x) for x in values])[0])]
         if name in CUSTOM and (found := _only_product(eqn)) is not None:
@@ -82,6 +101,9 @@ class Products:
         split = num_consts + num_carry
         consts, carry, rows = values[:num_consts], values[num_consts:split], values[split:]
         program = program_of(eqn.params["jaxpr"])
+        for x in rows:  # a loop over a dim of the products, of which one factor has no rows
+            if isinstance(x, Weight) and any(f is not None and f.shape[0] != x.value.shape[0] for f in (x.a, x.b)):
+                self.on_other(eqn, x)
         given = [at if isinstance(x, Weight) else None for at, x in enumerate(values)]
         flows = flow(program.eqns, program.inputs, program.outputs, given)
         # A weight that every iteration passes on is a constant of the loop.
@@ -90,15 +112,17 @@ class Products:
             if isinstance(x, Weight) and at not in fixed:
                 self.on_other(eqn, x)
 
+        returned: dict[int, Weight] = {}
+
         def step(loop: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             loop = [fixed.get(at, x) for at, x in enumerate(loop)]
             rows = [x.row() if isinstance(x, Weight) else x for x in rows]
-            outs = self._plain(program, *consts, *loop, *rows)
+            outs = self._plain(program, returned, *consts, *loop, *rows)
             return outs[:num_carry], outs[num_carry:]
 
         options = {key: eqn.params[key] for key in ("reverse", "length", "unroll")}
         after, stacked = jax.lax.scan(step, [plain(x) for x in carry], list(rows), **options)
-        return [*after, *stacked]
+        return self._same(eqn, values, [*after, *stacked], returned)
 
 
 def plain(x: Any) -> Any:
@@ -112,17 +136,11 @@ def _axes_of(x: Any) -> AbstractContextManager[Any]:
     return nullcontext() if mesh.empty else jax.sharding.use_abstract_mesh(mesh)
 
 
-def _same(eqn: Eqn, values: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-    """`outs`, with the Weights among the operands that a loop, a branch or a remat returns unchanged."""
-    named = {atom: at for at, (atom, x) in enumerate(zip(eqn.invars, values, strict=True)) if isinstance(x, Weight)}
-    atoms = list(dict.fromkeys(filter(is_var, eqn.invars)))
-    flows = flow([eqn], atoms, eqn.outvars, [named.get(atom) for atom in atoms])
-    return [values[at] if isinstance(at, int) else out for at, out in zip(flows, outs, strict=True)]
-
-
 def _only_product(eqn: Eqn) -> tuple[Program, Eqn] | None:
     """The product of a function with a derivative of its own, and what computes its operands; None for any other."""
     inner = inline(program_of(eqn.params["call_jaxpr"]))
+    if not inner.eqns:
+        return None
     *before, last = inner.eqns
     if last.primitive.name != "dot_general" or tuple(last.outvars) != inner.outputs:
         return None

@@ -30,7 +30,9 @@ def followers(tree: PyTree) -> dict[str, Follower]:
         if isinstance(variable, nnx.Variable) and (follows := variable.get_metadata().get(FOLLOWS)):
             name, dims = follows
             found[path_of(path)] = Follower(path_of((*path[:-1], name)), tuple(dims))
-    return found
+    # A tree of the adapters alone has no weights; its Variables follow none.
+    paths = {path for path, _ in named_leaves(tree)} if found else set()
+    return {path: each for path, each in found.items() if each.leader in paths}
 
 
 def with_followers(tree: PyTree, found: Mapping[str, Follower], specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:

@@ -177,6 +177,38 @@ def test_another_use_of_an_adapted_weight_in_another_loss_is_an_error_and_not_lo
         with_lora(lambda model, x: loss_fn(model, x) + (model.up.kernel[...] ** 2).sum())(model, X)
 
 
+def lost(model: Any, x: jax.Array, how: str) -> jax.Array:
+    """A loss in which a loop, a branch, a remat or a derivative of its own returns the weight in another form."""
+    up = model.up.kernel[...]
+    forms: dict[str, Callable[[], jax.Array]] = {
+        "scan": lambda: jax.lax.scan(lambda c, w: (c, w.astype(jnp.bfloat16)), 0, up)[1].astype(jnp.float32),
+        "cond": lambda: jax.lax.cond(x.sum() > 0, lambda: up, lambda: jnp.ones(up.shape)),
+        "remat": lambda: jax.checkpoint(lambda w: w.T)(up).T,
+        "custom": lambda: identity(up),
+    }
+    return (x @ forms[how]()).sum()
+
+
+@jax.custom_vjp
+def identity(w: jax.Array) -> jax.Array:
+    return w
+
+
+identity.defvjp(lambda w: (w, None), lambda _, g: (g,))
+
+
+@pytest.mark.parametrize("how", ["scan", "cond", "remat", "custom"])
+def test_a_weight_that_comes_back_in_another_form_is_an_error_and_not_lost(how: str):
+    model = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")()
+    with pytest.raises(ValueError, match=f"up/kernel must be used by matrix products only, but it is used by .*{how}"):
+        with_lora(lambda model, x: lost(model, x, how))(model, X)
+
+
+def test_the_low_rank_part_is_added_once():
+    adapted = with_lora(loss_fn)
+    assert with_lora(adapted) is adapted
+
+
 def losses(make: Callable[[], Any], shape: str, **axes: Any) -> list[float]:
     devices = jax.devices()[: 1 if shape == "fsdp:1" else 8]
     state = init_train_state(make, abstract_state(make, create_mesh(shape, devices=devices, **axes)))
