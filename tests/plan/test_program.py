@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh.hardware import chip_of
 from flax_mesh.jax_compat import lower_without_devices
 from flax_mesh.models import DecoderConfig
 from flax_mesh.models.attention import attend
@@ -197,6 +198,34 @@ def test_an_attention_kernel_stores_no_scores_and_computes_half_of_them_if_causa
     assert flops(attention("cudnn", causal=False), "forward") == full
     assert flops(causal, "forward") == full / 2
     assert flops(causal, "backward") == 2.5 * full / 2
+
+
+def test_attention_with_heads_of_64_dims_takes_twice_the_time_of_its_flops():
+    """Half of the rows of a matrix unit are empty."""
+    (kernel,) = [cost for cost in attention("cudnn").costs if cost.phase == "forward" and cost.flops]
+    chip = chip_of("NVIDIA H200")
+    assert chip is not None and kernel.filled == 0.5
+    assert kernel.seconds(chip)[0] == 2 * kernel.flops / (chip.peak_flops["bfloat16"] * chip.matmul_fraction)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_the_bytes_of_a_layer_do_not_depend_on_the_number_of_layers(platform):
+    """Sums of gradients along the residual stream are stored, not computed again in every layer."""
+
+    def backward_bytes(layers):
+        step, arguments = decoder(mesh_of({"dp": 1}), base=TINY, num_layers=layers, batch=BATCH, seq=SEQ)
+        costs = estimate(step, arguments, {"dp": 1}, platform).costs
+        return math.fsum(cost.bytes * cost.times for cost in costs if cost.phase == "backward")
+
+    two, four, eight = map(backward_bytes, (2, 4, 8))
+    assert eight - four == pytest.approx(2 * (four - two), rel=0.02)
+
+
+@pytest.mark.parametrize(("platform", "reads"), [("tpu", [4]), ("gpu", [2, 2, 2])])
+def test_tpus_compute_what_is_around_a_product_with_it_and_gpus_in_other_kernels(platform, reads):
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    one = estimate(jax.jit(lambda a, b, c, d: (a * b) @ c + d), (x,) * 4, {}, platform)
+    assert [len(kernel.reads) for kernel in one.kernels] == reads
 
 
 def _small_vit(mesh):

@@ -6,6 +6,7 @@ import pytest
 
 from flax_mesh.plan import plan
 from flax_mesh.plan.topology import parse_topology
+from flax_mesh.train import load_recipe
 from tests.plan.published import MINIMAL, RUNS, fitted, held_out, num_parameters, with_bar
 
 BY_ID = {run.id: run for run in RUNS}
@@ -39,6 +40,17 @@ def test_most_published_step_times_that_were_not_fitted_are_predicted():
     within = [name for name, value in errors.items() if abs(value) <= LIMIT]
     assert len(within) >= SHARE * len(errors), errors
     assert max(map(abs, errors.values())) <= OUTLIER, errors
+
+
+# Seconds of a step and GiB at its peak, by `python -m tests.benchmarks gpu` with XLA's default, excess precision.
+MEASURED = {"recipes/llama_1b.py": (0.4447, 61.2), "recipes/llama_1b.py:llama_3_2_1b": (0.5320, 61.4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", MEASURED)
+def test_the_steps_of_unrolled_layers_that_were_measured_on_a_gpu_are_predicted(recipe):
+    found = plan(load_recipe(recipe), "h200:1x1")
+    assert (found.time.seconds, found.memory.peak / 2**30) == pytest.approx(MEASURED[recipe], rel=0.05)
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 The time of a kernel is that of the roofline model (Williams et al. 2009): the greater of its FLOPs over the reachable
 peak and its bytes over the bandwidth of the memory. Matrix products, convolutions and attention are counted; the
-arithmetic of all other operations is cheaper than reading their operands.
+arithmetic of all other operations is cheaper than reading their operands. Attention with a head dim below 128 fills a
+part of the matrix units: on an H200 cuDNN reaches 0.45 of the FLOP/s of other products with a head dim of 64
+(docs/benchmarks.md).
 """
 
 import math
@@ -17,6 +19,7 @@ from flax_mesh.plan.program.read import TRANSFERS, Operation, Program
 from flax_mesh.plan.program.rules import conv_labels, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
+MATRIX_UNIT = 128  # rows and columns of the matrix units of TPUs
 _STATED = re.compile(r'"?flops"?: ?(\d+)')
 
 
@@ -29,10 +32,11 @@ class Cost(NamedTuple):
     dtype: str  # of the operands
     times: int
     host_bytes: float = 0.0  # that are copied from or to the memory of the host
+    filled: float = 1.0  # part of the matrix units
 
     def seconds(self, chip: Chip) -> tuple[float, float]:
         """(compute, memory) of one execution."""
-        compute = self.flops / (chip.peak(self.dtype) * chip.matmul_fraction)
+        compute = self.flops / (chip.peak(self.dtype) * chip.matmul_fraction * self.filled)
         return compute, self.bytes / chip.memory_bandwidth + self.host_bytes / chip.host_bandwidth
 
 
@@ -48,7 +52,9 @@ def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterat
             if operation.inputs:
                 dtype = DTYPES.get((operation.inputs[0].bits, operation.inputs[0].kind), "bfloat16")
         copied = sum(x.outputs[0].stored_bytes for x in kernel.computes if x.kind in TRANSFERS)
-        yield Cost(kernel.phase, flops, kernel.read_bytes + kernel.written_bytes, dtype, times, copied)
+        filled = min([x.inputs[0].shape[-1] / MATRIX_UNIT for x in kernel.computes if _is_attention(x)], default=1.0)
+        size = kernel.read_bytes + kernel.written_bytes
+        yield Cost(kernel.phase, flops, size, dtype, times, copied, min(filled, 1.0))
 
 
 def _flops_of(operation: Operation, program: Program) -> float:
@@ -79,13 +85,17 @@ def _scattered(operation: Operation, program: Program) -> float:
 def _kernel_flops(operation: Operation) -> float:
     """Attention: two products forward, five backward, half of each if causal. Others: what the kernel states."""
     text = operation.attributes.get("backend_config", "")
-    if ATTENTION not in operation.attributes.get("call_target_name", ""):
+    if not _is_attention(operation):
         return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0
     query, key = operation.inputs[:2]
     direction, mask, window = text.strip('"').split()
     keys = _attended_keys(query.shape[1], key.shape[1], "CAUSAL" in mask, int(window))
     products = 2 if direction == "forward" else 5
     return products * 2.0 * query.size * keys
+
+
+def _is_attention(operation: Operation) -> bool:
+    return operation.kind == "custom_call" and ATTENTION in operation.attributes.get("call_target_name", "")
 
 
 def _attended_keys(queries: int, keys: int, causal: bool, window: int) -> float:

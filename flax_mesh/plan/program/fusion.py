@@ -3,12 +3,14 @@
 Most operations are computed inside of those that use their results. These values are stored:
 
 - results of matrix products, convolutions, reductions, collectives, lookups, loops and kernels, and what they read;
-  but a reduction computes its operand itself, and on accelerators so does a product;
+  but a reduction computes its operand itself, and on TPUs so does a product;
 - results that are expensive to compute (exp, tanh ...) and have several uses;
+- on accelerators, results with several uses that take fewer bytes to store and read than to compute again;
 - results of the program and of loops.
 
-On accelerators a product includes the operations that follow it elementwise. On CPUs it reads operands whose last dims
-are not those of a matrix product from a transposed copy.
+On TPUs a product includes the operations that follow it elementwise; on GPUs, where cuBLAS computes most products, only
+a conversion of its result. On CPUs it reads operands whose last dims are not those of a matrix product from a
+transposed copy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,7 +104,7 @@ class _Fusion:
     ):
         self.block, self.program, self.exchanges = block, program, exchanges
         self.in_place = in_place
-        self.cpu = program.platform == "cpu"
+        self.cpu, self.tpu = program.platform == "cpu", program.platform == "tpu"
         self.buffers = dict(given)
         self.known = dict(outside)
         self.gathered: dict[object, Array] = {}
@@ -150,6 +152,8 @@ class _Fusion:
             (use,) = uses
             if use not in inside or use.kind in CONSTANTS | MOVES or self._is_root(use):
                 break
+            if not self.tpu and use.kind != "convert":
+                break
             if len(use.outputs) != 1 or use.outputs[0].size != array.size:
                 break
             if id(use.outputs[0]) in self.absorbed or id(use.outputs[0]) in self.chains:
@@ -171,15 +175,23 @@ class _Fusion:
                     stored.add(id(array))
         return stored
 
+    def _saves_reads(self, array: Array) -> bool:
+        """Whether accelerators read and write fewer bytes if they store a value than if each use computes it again."""
+        uses = len(self.uses.get(id(array), ()))
+        if self.cpu or uses < 2:
+            return False
+        operands = sum(read.bytes for read in self.read(array).values())
+        return (uses - 1) * operands > (uses + 1) * array.bytes
+
     def _is_expensive(self, operation: Operation) -> bool:
         """Accelerators compute some functions again that CPUs store."""
         return _is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
-        if use.kind == "reduce" or (use.kind in PRODUCTS and not self.cpu):
+        if use.kind == "reduce":
             return False
         if use.kind in PRODUCTS:
-            return _matrix_order(use, array) is None
+            return not self.tpu and (not self.cpu or _matrix_order(use, array) is None)
         return use.kind == "optimization_barrier" or self._is_root(use)
 
     # What a value is computed from
@@ -248,7 +260,7 @@ class _Fusion:
         elif operation.kind not in CONSTANTS:
             self._gathered(operation)
             for array in operation.outputs:
-                if id(array) in self.stored:
+                if id(array) in self.stored or self._saves_reads(array):
                     self._fused(operation, array)
 
     def _add(
