@@ -237,7 +237,7 @@ def ceilings(size: int) -> dict[str, float]:
     """Speed of the device for a product of bf16 matrices and for a copy."""
     # Random, since products of equal numbers take less power, and a higher clock. An argument, since XLA compiles each
     # product with the constants that it reads: with one of 128 MiB for more than 5 minutes.
-    x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32).astype(jnp.bfloat16))
     values = jnp.zeros((8 * size, size), jnp.float32)
     nbytes, multiply = 2 * values.nbytes, jax.jit(lambda a: (a @ a) * size**-0.5)
     product, copy = best_of(multiply, x), best_of(jax.jit(lambda a: a + 1, donate_argnums=0), values)
