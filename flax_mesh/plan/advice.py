@@ -137,7 +137,7 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
     if memory.fits is False:
         finding = memory_findings(memory, given)[0]
         return f"It does not fit: {finding.problem}. {finding.repair}."
-    weights: dict[str, float] = dict.fromkeys(("compute", "memory", "network", "bubble"), 0.0)
+    weights: dict[str, float] = dict.fromkeys(("compute", "memory", "network", "host", "bubble"), 0.0)
     for part in time.parts:
         weights[part.limit] += part.seconds * part.times
     weights["bubble"] = time.bubble / (1 - time.bubble) * math.fsum(weights.values())
@@ -155,6 +155,8 @@ def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Tr
             if given.setting("attention", "") == "xla"
             else "fewer and larger operations would help, such as more rows per device."
         )
+    if largest == "host":
+        return f"The step is limited by copies from and to the host ({share:.0%}); fewer values there would help."
     if largest == "bubble":
         return (
             f"The step is limited by the idle time of the pipeline ({time.bubble:.0%}); more microbatches would help."

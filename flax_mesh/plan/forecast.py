@@ -2,7 +2,8 @@
 
 **Time** of a phase (forward, backward, update): kernels run one after another, each for the time of its roofline.
 Collectives use another unit of the chip; the share `overlap_fraction` of the shorter one of both sums is hidden behind
-the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min(kernels, collectives).
+the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min(kernels, collectives). Copies from and
+to the memory of the host use a third unit, and are hidden completely: a phase takes at least their time.
 """
 
 import math
@@ -84,6 +85,7 @@ def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology,
         a, b = cost.seconds(chip)
         compute, memory, kernels = compute + a * cost.times, memory + b * cost.times, kernels + max(a, b) * cost.times
     hidden = chip.overlap_fraction * min(kernels, network)
+    host = math.fsum(cost.host_bytes * cost.times for cost in chosen) / chip.host_bandwidth
     return Part(
         name=name,
         times=times,
@@ -92,7 +94,8 @@ def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology,
         compute_seconds=compute,
         memory_seconds=memory,
         network_seconds=network,
-        seconds=kernels + network - hidden,
+        seconds=max(kernels + network - hidden, host),
+        host_seconds=host,
     )
 
 

@@ -161,9 +161,10 @@ def update_part(
     moved = float(max(found))
     if topology.chip.platform == "cpu":
         copied = 0  # as in the programs of stages
-    memory = moved / topology.chip.memory_bandwidth + copied / topology.chip.host_bandwidth
-    compute = flops / topology.chip.peak("float32")
-    return Part("update", 1, flops, moved, compute, memory, 0.0, max(compute, memory))
+    chip = topology.chip
+    compute, memory = flops / chip.peak("float32"), moved / chip.memory_bandwidth
+    host = copied / chip.host_bandwidth
+    return Part("update", 1, flops, moved, compute, memory, 0.0, max(compute, memory, host), host)
 
 
 def stage_traffic(

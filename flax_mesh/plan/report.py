@@ -192,11 +192,12 @@ def part_table(parts: Sequence[Part]) -> Table:
     """One row for all parts that differ only in a number of their names. Of more rows, those with the most time."""
     flops, size = unit_of([part.flops for part in parts], FLOPS), unit_of([part.hbm_bytes for part in parts], BYTES)
     time = unit_of([part.seconds for part in parts], TIMES)
-    heads = ["part", "times", flops.name, f"HBM {size.name}", "compute", "memory", "network", time.name, "limit"]
+    units = ["compute", "memory", "network", *["host"] * any(part.host_seconds for part in parts)]
+    heads = ["part", "times", flops.name, f"HBM {size.name}", *units, time.name, "limit"]
     groups = group_parts(parts)
     rows = []
     for name, part in groups:
-        seconds = (part.compute_seconds, part.memory_seconds, part.network_seconds, part.seconds)
+        seconds = [*(getattr(part, f"{unit}_seconds") for unit in units), part.seconds]
         amounts = [part.flops / flops.size, part.hbm_bytes / size.size, *(value / time.size for value in seconds)]
         rows.append([name, f"{part.times:,}", *map(number, amounts), part.limit])
     if len(rows) > MOST_ROWS:

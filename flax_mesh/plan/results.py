@@ -94,11 +94,13 @@ class Part(NamedTuple):
     memory_seconds: float
     network_seconds: float
     seconds: float
+    host_seconds: float = 0.0  # of copies from and to the memory of the host
 
     @property
     def limit(self) -> str:
-        """What takes most of the time: "compute", "memory" or "network"."""
-        found = {"compute": self.compute_seconds, "memory": self.memory_seconds, "network": self.network_seconds}
+        """What takes most of the time: "compute", "memory", "network" or "host"."""
+        found = {"compute": self.compute_seconds, "memory": self.memory_seconds}
+        found |= {"network": self.network_seconds, "host": self.host_seconds}
         return max(found, key=lambda name: found[name])
 
 

@@ -37,7 +37,7 @@ class Cost(NamedTuple):
     def seconds(self, chip: Chip) -> tuple[float, float]:
         """(compute, memory) of one execution."""
         compute = self.flops / (chip.peak(self.dtype) * chip.matmul_fraction * self.filled)
-        return compute, self.bytes / chip.memory_bandwidth + self.host_bytes / chip.host_bandwidth
+        return compute, self.bytes / chip.memory_bandwidth
 
 
 def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterator[Cost]:

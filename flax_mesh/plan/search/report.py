@@ -96,7 +96,8 @@ def _cause(one: Planned, name: str, mine: float, best: float) -> str:
     if name == "network" and one.plan.traffic:
         traffic = one.plan.traffic[0]
         return f"network{times}, most {traffic.kind} over {listed(traffic.axes)}"
-    return {"memory": f"memory traffic{times}"}.get(name, f"{name}{times}")
+    words = {"memory": f"memory traffic{times}", "host": f"copies from and to the host{times}"}
+    return words.get(name, f"{name}{times}")
 
 
 def _seconds(one: Planned) -> dict[str, float]:
@@ -104,10 +105,9 @@ def _seconds(one: Planned) -> dict[str, float]:
     time = one.plan.time
     groups = time.schedule.num_groups if time.schedule else 1
     parts = [(part, part.times / groups / one.tokens) for part in time.parts]
+    units = ("compute", "memory", "network", "host")
     return {
-        "compute": math.fsum(part.compute_seconds * times for part, times in parts),
-        "memory": math.fsum(part.memory_seconds * times for part, times in parts),
-        "network": math.fsum(part.network_seconds * times for part, times in parts),
+        **{unit: math.fsum(getattr(part, f"{unit}_seconds") * times for part, times in parts) for unit in units},
         "bubble": time.bubble * time.seconds / one.tokens,
     }
 
