@@ -40,7 +40,7 @@ SOURCES = {
     "nvidia": "NVIDIA's datasheets: nvidia.com/en-us/data-center/{h100,grace-hopper-superchip}",
     "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
     "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
-    "fitted": "fitted to half of the published runs in tests/plan/published.py; see docs/plan.md",
+    "fitted": "fitted to published runs in tests/plan/published.py; see docs/plan.md",
     "measured": "python -m tests.benchmarks gpu --ceilings on one H200: a copy reaches 87% of the datasheet's 4.8 TB/s",
     "as H200": "inferred: 87% of the datasheet's 3.35 TB/s, as measured on an H200",
     "pcie": "inferred: 16 lanes of PCI Express in one direction, of generation 4 (A100) or 5; the faster links between "
@@ -76,7 +76,7 @@ class Chip:
         domain_spans_hosts: Whether NVLink connects hosts, as in a rack of GB200.
         devices_per_chip: Number of JAX devices of a chip.
         matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
-        overlap_fraction: The part of the transfers that can overlap with compute. Fitted, see docs/plan.md.
+        overlap_fraction: The part of the transfers that can overlap with compute. Of TPUs one figure is fitted to all.
         clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is unknown.
         sources: Key of SOURCES (or the path of the file) of every figure; those of `peak_flops` by dtype.
     """
@@ -200,25 +200,25 @@ CHIPS = (
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.7, overlap_fraction=0.2, clock=1.05e9),
+         matmul_fraction=0.71, overlap_fraction=0.7, clock=1.05e9),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.75, overlap_fraction=0.7, clock=1.5e9),
+         matmul_fraction=0.78, overlap_fraction=0.7, clock=1.5e9),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.8, overlap_fraction=0.8, clock=1.75e9),
+         matmul_fraction=0.78, overlap_fraction=0.7, clock=1.75e9),
     _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),
          wrap="pod",
-         matmul_fraction=0.57, overlap_fraction=0.5),
+         matmul_fraction=0.54, overlap_fraction=0.7),
     _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed"}, kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10,
          pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
-         matmul_fraction=0.6, overlap_fraction=0.9),
+         matmul_fraction=0.65, overlap_fraction=0.7),
     _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
          peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),

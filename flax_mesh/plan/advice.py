@@ -70,6 +70,32 @@ def _is_weight(array: Array, depth: int = 8) -> bool:
     return array.producer is None
 
 
+# Errors of the step times of runs that no constant was fitted to, by what is in a forecast: the lowest, the highest and
+# their number. docs/plan.md has the runs.
+ERRORS = {
+    "experts": (-0.61, 0.0, 7),
+    "several TPU slices": (-0.13, 0.17, 12),
+    "dense models on one TPU slice": (-0.19, 0.19, 14),
+    "one GPU": (-0.03, 0.0, 2),
+}
+
+
+def certainty(topology: Topology, time: Time, *, experts: bool) -> str:
+    """How far forecasts of this kind were from measured steps."""
+    platform = topology.chip.platform
+    if time.schedule is not None:
+        kind = "pipelines"
+    elif platform == "tpu":
+        kind = "several TPU slices" if topology.num_slices > 1 else "dense models on one TPU slice"
+        kind = "experts" if experts else kind
+    else:
+        kind = "CPUs" if platform == "cpu" else "one GPU" if topology.num_devices == 1 else "several GPUs"
+    if kind not in ERRORS:
+        return f"no measured step of {kind} was compared with its forecast"
+    low, high, count = ERRORS[kind]
+    return f"of {count} measured steps of {kind}, forecasts were off by {low:+.0%} to {high:+.0%}"
+
+
 class Given(NamedTuple):
     """The settings that a plan has already, which are no advice; of a step without a recipe, none are known."""
 

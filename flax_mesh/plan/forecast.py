@@ -3,7 +3,8 @@
 **Time** of a phase (forward, backward, update): kernels run one after another, each for the time of its roofline.
 Collectives use another unit of the chip; the share `overlap_fraction` of the shorter one of both sums is hidden behind
 the longer one: seconds = max(kernels, collectives) + (1 - overlap_fraction) min(kernels, collectives). Copies from and
-to the memory of the host use a third unit, and are hidden completely: a phase takes at least their time.
+to the memory of the host use a third unit, and are hidden completely: a phase takes at least their time. Slices wait
+for the slowest of them: the share `SLICES` of the step for every doubling of their number.
 """
 
 import math
@@ -28,6 +29,7 @@ MOMENTS = 240  # of a timeline, at most
 # Share of the memory that a step cannot use: the runtime, the programs and fragmentation. JAX reserves more on GPUs
 # by default.
 RESERVE = {"tpu": 0.02, "gpu": 0.06, "cpu": 0.0}
+SLICES = 0.02  # fitted to published runs with 1 to 32 slices, as the constants of a chip
 Stated = tuple[int | None, float | None]  # tokens and FLOPs per step
 
 
@@ -97,6 +99,12 @@ def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology,
         seconds=max(kernels + network - hidden, host),
         host_seconds=host,
     )
+
+
+def waiting(topology: Topology, seconds: float) -> list[Part]:
+    """The part of a step of so many seconds in which slices wait for one another: stragglers, and a shared network."""
+    wait = SLICES * math.log2(topology.num_slices) * seconds
+    return [Part("wait for slices", 1, 0.0, 0.0, 0.0, 0.0, wait, wait)] if wait else []
 
 
 def _exchange_seconds(found: Sequence[Exchange], program: Program, topology: Topology) -> float:

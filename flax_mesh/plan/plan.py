@@ -30,7 +30,8 @@ class Plan:
         traffic: Collectives by kind and mesh axes, most seconds first.
         findings: What is surprising or wrong: a subject, the problem and a repair.
         summary: One sentence: what limits the run, and what would help.
-        notes: What the model config reports about this mesh, such as the kernel of its attention.
+        notes: What the model config reports about this mesh, such as the kernel of its attention, and how far forecasts
+            of this kind were from measured steps.
     """
 
     topology: Topology

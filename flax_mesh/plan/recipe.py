@@ -22,7 +22,7 @@ from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.mpmd.split.jaxpr import flops, inline, trace
 from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.plan.advice import Given, memory_findings, summary, surprises
+from flax_mesh.plan.advice import Given, certainty, memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
     Estimate,
     Roles,
@@ -33,6 +33,7 @@ from flax_mesh.plan.forecast import (
     time_of,
     timeline,
     traffic_of,
+    waiting,
 )
 from flax_mesh.plan.pipeline import (
     StageEstimate,
@@ -43,6 +44,7 @@ from flax_mesh.plan.pipeline import (
     update_part,
 )
 from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.results import Time
 from flax_mesh.plan.stages import MakeProgram, Stages, visit_stages
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.recipe.config import TrainConfig
@@ -100,9 +102,8 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
             program.step.eval_shape(*arguments)  # `estimate` reuses the trace
         one = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
-    return replace(
-        _assemble(topology, recipe.target.sizes, one, roles, stated, _given(recipe), limit), notes=recipe.notes
-    )
+    found = _assemble(topology, recipe.target.sizes, one, roles, stated, _given(recipe), limit)
+    return replace(found, notes=_notes(recipe, topology, found.time))
 
 
 def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
@@ -239,11 +240,16 @@ def _assemble(
         topology, moments, one.argument_bytes, (one.argument_bytes + one.profile.peak,), limit, one.host_bytes
     )
     parts = parts_of(one, topology)
-    seconds = math.fsum(part.seconds for part in parts)
-    time = time_of(topology, seconds, parts, stated)
+    parts += waiting(topology, math.fsum(part.seconds for part in parts))
+    time = time_of(topology, math.fsum(part.seconds for part in parts), parts, stated)
     traffic = tuple(traffic_of(one, topology))
     findings = (*memory_findings(memory, given), *surprises(one, topology))
     return Plan(topology, shape, memory, time, traffic, findings, summary(topology, memory, time, traffic, given))
+
+
+def _notes(recipe: Recipe, topology: Topology, time: Time) -> tuple[str, ...]:
+    experts = getattr(recipe.model, "num_experts", 0) > 0
+    return (*recipe.notes, certainty(topology, time, experts=experts))
 
 
 def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
@@ -256,10 +262,12 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     memory = pipeline_memory(topology, schedule, stages, sizes, limit, split.host)
     update = update_part(topology, schedule, stages, sizes, split.host, split.update_flops / topology.num_devices)
     simulated = simulate(schedule, costs)
+    seconds = simulated.makespan + update.seconds
+    wait = waiting(topology, seconds)
     time = time_of(
         topology,
-        simulated.makespan + update.seconds,
-        [*parts, update],
+        seconds + math.fsum(part.seconds for part in wait),
+        [*parts, update, *wait],
         _stated(recipe, split.num_parameters),
         bubble=simulated.bubble,
         schedule=schedule,
@@ -277,7 +285,7 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
         tuple(traffic),
         tuple(findings),
         summary(topology, memory, time, traffic, _given(recipe)),
-        recipe.notes,
+        _notes(recipe, topology, time),
     )
 
 

@@ -1,7 +1,7 @@
 """Predicted step times of published training runs; needs no devices, and measures nothing here.
 
-Of the rows with a bar, sorted by id, two constants per chip were fitted to the odd ones; the even ones are held out.
-`--fit` fits them again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
+Two constants per chip were fitted to a random half of its rows with a bar; the others are held out. `--fit` fits them
+again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
 of tests/plan/cases.py, as Markdown; `--tpu` includes those on TPU topologies, which need libtpu and a minute each.
 `--ranking` compares the plans of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
 
@@ -9,8 +9,9 @@ of tests/plan/cases.py, as Markdown; `--tpu` includes those on TPU topologies, w
 """
 
 import argparse
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +22,21 @@ from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.plan import plan
 from flax_mesh.plan.calibrate import calibrate
-from flax_mesh.plan.forecast import Estimate, estimate, parts_of
+from flax_mesh.plan.forecast import SLICES, Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
-from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.plan.topology import parse_topology
 from flax_mesh.recipe.resolve import derive
 from flax_mesh.recipe.target import target_of
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
-from tests.plan.published import RUNS, Run, fitted, held_out
+from tests.plan.published import RUNS, SMALL, Run, fitted, held_out, of_chips
 from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
 
 LIMIT = 0.15
+MATMUL, OVERLAP = [n / 100 for n in range(45, 100)], [n / 10 for n in range(11)]  # fractions that are tried
+SHARES = [n / 1000 for n in range(0, 41, 5)]  # of SLICES
+RUN = {run.id: run for run in RUNS}
 HEADER = "| Case | Mesh | XLA, MiB | Estimate, MiB | Error | Operand bytes, error by mesh axes | Remark |"
 
 
@@ -70,30 +74,44 @@ def estimate_of(run: Run) -> Estimate:
 
 
 def fit(arguments: Sequence[str] | None) -> int:
-    found = {run.id: (run, estimate_of(run), parse_topology(run.topology)) for run in fitted()}
-    rows = []
-    for name in dict.fromkeys(topology.chip.name for _, _, topology in found.values()):
-        of_chip = [each for each in found.values() if each[2].chip.name == name]
-        (_, matmul, overlap), chip = fit_chip(of_chip), of_chip[0][2].chip
-        constants = {"matmul, fitted": matmul, "in the table": chip.matmul_fraction}
-        constants |= {"overlap, fitted": overlap, "in the table ": chip.overlap_fraction}
-        rows.append({"chip": name, "runs": len(of_chip)} | constants)
+    """The fraction of products of every chip, and the overlap and SLICES of all, by least squares of log ratios.
+
+    Of a chip with few runs, also the error of each with the fraction that the others give.
+    """
+    ratios = {run.id: ratios_of(run) for run in fitted()}
+    slices = {run.id: math.log2(parse_topology(run.topology).num_slices) for run in fitted()}
+    chips = {name: [run.id for run in runs if run.id in ratios] for name, runs in of_chips().items()}
+
+    def error(one: str, matmul: float, overlap: float, share: float) -> float:
+        return math.log(ratios[one][matmul, overlap] * (1 + share * slices[one]))
+
+    def best(ids: Sequence[str], overlap: float, share: float) -> tuple[float, float]:
+        return min((math.fsum(error(i, m, overlap, share) ** 2 for i in ids), m) for m in MATMUL)
+
+    def squares(common: tuple[float, float]) -> float:
+        return math.fsum(best(ids, *common)[0] for ids in chips.values())
+
+    common = min(((overlap, share) for overlap in OVERLAP for share in SHARES), key=squares)
+    rows: list[dict[str, Any]] = []
+    for name, ids in chips.items():
+        chip = parse_topology(RUN[ids[0]].topology).chip
+        found = (best(ids, *common)[1], *common)
+        rows.append({"chip": name, "runs": len(ids)} | dict(zip(("matmul", "overlap", "slices"), found, strict=True)))
+        rows[-1]["in the table"] = f"{chip.matmul_fraction:g}, {chip.overlap_fraction:g}, {SLICES:g}"
+        for one in ids if len(of_chips()[name]) < SMALL else ():
+            matmul = best([i for i in ids if i != one], *common)[1]
+            rows.append({"chip": f"{name}, without {one}", "error": f"{math.expm1(error(one, matmul, *common)):+.1%}"})
     return report("plan", arguments, rows)
 
 
-def fit_chip(runs: Iterable[tuple[Run, Estimate, Topology]]) -> tuple[float, float, float]:
-    """The least squares of the logarithms of the ratios, on a grid, and the fractions of products and of overlap."""
-    grid = ((m / 100, o / 10) for m in range(45, 100) for o in range(11))
-    return min((squares(runs, *constants), *constants) for constants in grid)
-
-
-def squares(runs: Iterable[tuple[Run, Estimate, Topology]], matmul: float, overlap: float) -> float:
-    found = []
-    for run, one, topology in runs:
+def ratios_of(run: Run) -> dict[tuple[float, float], float]:
+    """Predicted over published seconds for all constants, without the wait for other slices."""
+    one, topology, found = estimate_of(run), parse_topology(run.topology), {}
+    for matmul, overlap in itertools.product(MATMUL, OVERLAP):
         chip = replace(topology.chip, matmul_fraction=matmul, overlap_fraction=overlap)
-        seconds = sum(part.seconds for part in parts_of(one, replace(topology, chip=chip)))
-        found.append(math.log(seconds / run.seconds) ** 2)
-    return math.fsum(found)
+        seconds = math.fsum(part.seconds for part in parts_of(one, replace(topology, chip=chip)))
+        found[matmul, overlap] = seconds / run.seconds
+    return found
 
 
 def compare_compiled(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:

@@ -5,10 +5,12 @@ that was current then; see `docs/plan.md`.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from flax_mesh.text import grouped
 from flax_mesh.train import DataConfig, MeshConfig, TrainConfig
 from tests.plan.shapes import Shape, loss_fn, make_model
 
@@ -123,14 +125,20 @@ def _older() -> Iterator[Run]:
 RUNS = sorted([*NEW, *_older()], key=lambda run: run.id)
 
 
-def with_bar(runs: Sequence[Run] = RUNS) -> list[Run]:
-    return [run for run in runs if not run.no_bar]
+SEED = 20261126  # of the split; drawn before anything was fitted to it
+SMALL = 8  # rows of a chip; of fewer, every row is compared with the constants that the others give
 
 
-def fitted(runs: Sequence[Run] = RUNS) -> list[Run]:
-    """The rows that the constants of the chips were fitted to: the odd ones, sorted by id."""
-    return with_bar(runs)[::2]
+def of_chips() -> dict[str, list[Run]]:
+    """The rows with a bar by chip, in the random order of SEED."""
+    runs = [run for run in RUNS if not run.no_bar]
+    return grouped(random.Random(SEED).sample(runs, len(runs)), lambda run: run.topology.partition(":")[0])
 
 
-def held_out(runs: Sequence[Run] = RUNS) -> list[Run]:
-    return with_bar(runs)[1::2]
+def fitted() -> list[Run]:
+    """The rows that the constants of the chips are fitted to: half of those of a chip, or all if they are few."""
+    return [run for runs in of_chips().values() for run in runs[: len(runs) // 2 if len(runs) >= SMALL else None]]
+
+
+def held_out() -> list[Run]:
+    return [run for runs in of_chips().values() if len(runs) >= SMALL for run in runs[len(runs) // 2 :]]

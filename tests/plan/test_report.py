@@ -11,8 +11,8 @@ import pytest
 from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
-from flax_mesh.plan.advice import Given, memory_findings, summary
-from flax_mesh.plan.forecast import thinned
+from flax_mesh.plan.advice import Given, certainty, memory_findings, summary
+from flax_mesh.plan.forecast import SLICES, thinned, waiting
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
 from flax_mesh.plan.topology import parse_topology, placement, torus_of
@@ -100,6 +100,27 @@ def test_the_text_of_a_pipeline_has_all_numbers():
         r"1 finding:",
         r"- data\.batch_size=8: too small .*",
     )
+
+
+@pytest.mark.parametrize(
+    ("topology", "experts", "text"),
+    [
+        ("v5p:4x4x4", False, "dense models on one TPU slice, forecasts were off by -19% to +19%"),
+        ("v5e:16x16*2", False, "12 measured steps of several TPU slices"),
+        ("v5e:16x16*2", True, "7 measured steps of experts"),
+        ("h200:1x1", False, "2 measured steps of one GPU"),
+        ("h100:1x8", True, "no measured step of several GPUs"),
+        ("cpu:8", False, "no measured step of CPUs"),
+    ],
+)
+def test_a_plan_states_how_far_forecasts_of_its_kind_were_off(topology, experts, text):
+    time = Time(1.0, (), None, None, 0.0)
+    assert text in certainty(parse_topology(topology), time, experts=experts)
+
+
+def test_slices_wait_for_one_another_longer_the_more_they_are():
+    waits = [waiting(parse_topology(text), 10.0) for text in ("v5e:16x16", "v5e:16x16*2", "v5e:16x16*32")]
+    assert [part.seconds for parts in waits for part in parts] == pytest.approx([10 * SLICES, 50 * SLICES])
 
 
 @pytest.mark.parametrize(("bubble", "limit"), [(0.4, "compute (60%)"), (0.6, "the idle time of the pipeline (60%)")])
