@@ -163,8 +163,8 @@ def update_part(
         copied = 0  # as in the programs of stages
     chip = topology.chip
     compute, memory = flops / chip.peak("float32"), moved / chip.memory_bandwidth
-    host = copied / chip.host_bandwidth
-    return Part("update", 1, flops, moved, compute, memory, 0.0, max(compute, memory, host), host)
+    copies = copied / chip.host_bandwidth
+    return Part("update", 1, flops, moved, compute, memory, 0.0, max(compute, memory, copies), copies)
 
 
 def stage_traffic(
