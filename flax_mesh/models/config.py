@@ -95,10 +95,11 @@ class DecoderConfig:
     def remat_names(self) -> tuple[str, ...]:
         """The values of a layer that `remat` may name, in the order in which they are computed.
 
-        "q", "k" and "v" are those that attention reads, "attention" its weighted sums of values, "attention_out" what
-        it adds to the residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
+        "layer_input" is saved in any case, and is named to save it in the memory of the host. "q", "k" and "v" are
+        those that attention reads, "attention" its weighted sums of values, "attention_out" what it adds to the
+        residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
         """
-        return ("q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
+        return ("layer_input", "q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
 
     def matrices(self) -> str:
         """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""

@@ -65,6 +65,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None
     ) -> tuple[jax.Array, Aux]:
+        x_BSD = named(x_BSD, "layer_input", self.config.remat)
         return self._rest(x_BSD, self.attention(self.attention_norm(x_BSD), mode, segment_ids_BS), mode)
 
     def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:

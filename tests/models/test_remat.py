@@ -19,7 +19,7 @@ from tests.train.support.decoder import config_of
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = dataclasses.replace(SMALL, hidden_size=16, num_layers=4, num_heads=2, num_kv_heads=1, mlp_size=40, scan=True)
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, experts_per_token=2)
-ALL_NAMES = "q+k+v+attention+attention_out+mlp_gate+mlp_up"
+ALL_NAMES = "layer_input+q+k+v+attention+attention_out+mlp_gate+mlp_up"
 
 
 def loss_and_state(config: DecoderConfig) -> tuple[Any, Any]:
@@ -61,7 +61,7 @@ def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
 
     least, rows = saved("full"), 4 * 2 * 12  # layers, batch, sequence
     sizes = dict.fromkeys(("q", "attention", "attention_out"), 16) | {"k": 8, "v": 8}
-    sizes |= {"mlp_gate": 40, "mlp_up": 40}
+    sizes |= {"mlp_gate": 40, "mlp_up": 40, "layer_input": 0}  # the input is saved in any case
     assert set(sizes) == set(CONFIG.remat_names())
     for name, size in sizes.items():
         assert saved(name) - least == rows * size * 4, name
@@ -76,11 +76,12 @@ def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
 
 
 def test_names_on_the_host_are_saved_there():
-    loss, state = loss_and_state(dataclasses.replace(CONFIG, remat="attention+mlp_up@host"))
+    loss, state = loss_and_state(dataclasses.replace(CONFIG, remat="attention+mlp_up@host+layer_input@host"))
     residuals = jax.make_jaxpr(lambda state: jax.tree.leaves(jax.vjp(loss, state)[1]))(state).out_avals
     on_host = [x.shape for x in residuals if x.memory_space == jax.memory.Space.Host]
-    assert on_host == [(4, 2, 12, 40)]  # of the stack
-    assert (4, 2, 12, 2, 8) in [x.shape for x in residuals]
+    assert sorted(on_host) == [(4, 2, 12, 16), (4, 2, 12, 40)]  # of the stack
+    on_device = [x.shape for x in residuals if x.memory_space != jax.memory.Space.Host]
+    assert (4, 2, 12, 2, 8) in on_device and (4, 2, 12, 16) not in on_device
 
 
 def test_runs_are_parsed():
@@ -109,7 +110,7 @@ def test_a_stack_is_split_into_consecutive_layers():
         ("full:\N{SUPERSCRIPT TWO},none", "must have a number of layers after the colon"),
         ("", "must be none, full or a policy of JAX .*, got ''"),
         ("full:2,", "must be none, full or a policy of JAX .*, got ''"),
-        ("attention+heads", r"or names joined by \+ \(q, k, .*\), got 'attention\+heads'"),
+        ("attention+heads", r"or names joined by \+ \(layer_input, q, .*\), got 'attention\+heads'"),
         ("attention+attention@host", r"model\.remat: 'attention\+attention@host' has attention twice"),
         ("full+attention", r"got 'full\+attention'"),
         ("full@host", "got 'full@host'"),
@@ -120,7 +121,7 @@ def test_wrong_texts_are_one_line(remat, problem):
         Decoder(dataclasses.replace(CONFIG, remat=remat), rngs=nnx.Rngs(0))
     assert len(error.value.problems) == 1
     (line,) = dataclasses.replace(EXPERTS, remat="mlp_up").problems()  # which experts do not have
-    assert line.endswith("(q, k, v, attention, attention_out), got 'mlp_up'")
+    assert line.endswith("(layer_input, q, k, v, attention, attention_out), got 'mlp_up'")
 
 
 @pytest.mark.slow

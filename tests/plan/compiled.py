@@ -130,8 +130,8 @@ def estimated(case: Case) -> Programs:
 
 
 def estimates(case: Case) -> dict[str, Estimate]:
-    sizes = {name: size for name, size in case.sizes.items() if name != "pp"}
-    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    target = Target(case.sizes, platform=case.platform)  # on which the kernel of the attention depends
+    mesh, sizes = target.abstract_mesh("auto"), {name: size for name, size in case.sizes.items() if name != "pp"}
     if case.is_pipeline:
         found = _split(case, mesh).estimates(case.platform)
         return {f"{kind}{k}": one for k, stage in enumerate(found) for kind, one in stage.programs.items()}
