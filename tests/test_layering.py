@@ -58,7 +58,7 @@ SHARED = """
     mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement
     mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat mpmd.transport.ordered plan.calibrate
     plan.compile.target plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space
-    processes.launch processes.output processes.store recipe.checks recipe.compiler_options
+    processes.launch processes.launchers processes.output processes.store recipe.checks recipe.compiler_options
     recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit sharding.follow sharding.memory
     step.loss step.parameter_flow train.export train.run_folder
 """

@@ -20,6 +20,7 @@ from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer
 from flax_mesh.inference.trained import TrainedModel
+from flax_mesh.processes.launchers import check_single_process
 from flax_mesh.processes.output import output_failure, reader_has_ended
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
@@ -226,6 +227,8 @@ class TrainedRequest:
         self.source: Source | None = None
         self.settings: Settings | None = None
         self._mistakes, self._average = mistakes, not arguments.no_average
+        with mistakes:
+            check_single_process(f"flax-mesh {arguments.command}")
         with mistakes:
             self.source = find_source(arguments.source, arguments.step)
             self.settings = read_settings(self.source, with_files(arguments.overrides))

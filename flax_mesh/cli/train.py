@@ -54,7 +54,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         problems = [*problems, *trace_problems(arguments.trace, files)]
     if problems:
         raise ConfigError(problems)
-    count = start_processes(parse_processes(arguments.process) if arguments.process else None)
+    given = parse_processes(arguments.process) if arguments.process else None
+    count = start_processes(given, coordinator=arguments.coordinator)
     use_platform(devices_of_process(config.run.platform, count, arguments.devices_per_process))
     atexit.register(gc.freeze)  # otherwise the garbage collection at exit takes most of a second
     first, limit = jax.process_index() == 0, arguments.step_timeout or (STEP_TIMEOUT_S if count > 1 else None)

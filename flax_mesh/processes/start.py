@@ -2,16 +2,19 @@
 
 import re
 import socket
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
-from flax_mesh.text import says
+from flax_mesh.processes.launchers import Launched, detect_launcher
+from flax_mesh.text import says, shown
 
 PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
 _NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
+_NO_MPI4PY = "requires mpi4py"  # part of JAX's error if it detects Open MPI 5
 
 
 class Processes(NamedTuple):
@@ -22,11 +25,14 @@ class Processes(NamedTuple):
     coordinator: str
 
 
-def parse_processes(text: str) -> Processes:
-    """Parses "2/4@127.0.0.1:1234"; raises a ConfigError for any other format."""
+FORM = "--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234"
+
+
+def parse_processes(text: str, form: str = FORM) -> Processes:
+    """Parses "2/4@127.0.0.1:1234"; raises a ConfigError, which states the `form`, for any other format."""
     match = PROCESS.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
-        raise ConfigError(f"--process must be I/N@HOST:PORT with I in 0..N-1, such as 2/4@10.0.0.1:1234, got {text!r}")
+        raise ConfigError(f"{form}, got {text!r}")
     if not 0 < int(match[4]) < 2**16:
         raise ConfigError(f"--process must have a port in 1..65535, got {match[4]} in {text!r}")
     return Processes(int(match[1]), int(match[2]), f"{match[3]}:{match[4]}")
@@ -54,27 +60,66 @@ def check_coordinator(coordinator: str) -> None:
         ) from error
 
 
-def start_processes(given: Processes | None) -> int:
+def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
     """Initializes jax.distributed and returns the number of processes. Call it before the first use of a device.
 
-    With `given=None` JAX detects the cluster: SLURM, Open MPI, Kubernetes or Cloud TPU. If there is none, or if the
+    With `given=None` the processes are detected: by JAX, which knows Cloud TPU, Slurm, Open MPI 4 and Kubernetes, or by
+    the variables of another launcher (`LAUNCHERS` in flax_mesh/processes/launchers.py). If there is none, or if the
     backends of JAX are already initialized (for example in a notebook), the process runs alone.
+
+    Args:
+        given: The number of this process, of all processes, and the address of process 0.
+        coordinator: HOST:PORT of process 0, for launchers that set the two numbers only.
+
+    Raises:
+        ConfigError: A launcher has started several processes, but JAX has one; or process 0 cannot listen.
     """
+    launched = None if given is not None else detect_launcher()
+    if coordinator and given is not None:
+        raise ConfigError("--process has the address of process 0 already; remove --coordinator")
+    if coordinator:
+        given = _at(coordinator, launched)
     if given is not None:
-        if given.index == 0:  # the others wait until the address has a host
-            check_coordinator(given.coordinator)
-        # The coordinator listens only at the given address; JAX's default is all network interfaces.
-        jax.distributed.initialize(
-            given.coordinator,
-            given.count,
-            given.index,
-            coordinator_bind_address=given.coordinator,
-            cluster_detection_method="deactivate",
-        )
+        _initialize(given)
     elif not jax.distributed.is_initialized() and not backends_are_initialized():
         try:
             jax.distributed.initialize()
-        except ValueError as error:
-            if not says(error, _NO_CLUSTER):
+        except (ValueError, RuntimeError) as error:
+            if not says(error, _NO_CLUSTER) and not says(error, _NO_MPI4PY):
                 raise
-    return distributed_state().num_processes or 1
+            if launched is not None and launched.coordinator:
+                _initialize(Processes(launched.index, launched.count, launched.coordinator))
+            elif launched is not None and find_spec("mpi4py") is not None:
+                jax.distributed.initialize(cluster_detection_method="mpi4py")
+    count = distributed_state().num_processes or 1
+    if launched is not None and count == 1:
+        variable = launched.launcher.count
+        raise ConfigError(
+            f"{variable}={launched.count}: {launched.launcher.name} has started {launched.count} processes, but JAX "
+            "has one, so that each would train alone. Pass --coordinator HOST:PORT, a free port on the machine of "
+            "process 0 (start_processes(None, coordinator=...) in Python, before the first use of a device), or "
+            f"install mpi4py. For a run of one process, unset {variable}"
+        )
+    return count
+
+
+def _at(coordinator: str, launched: Launched | None) -> Processes:
+    if launched is None:
+        raise ConfigError(
+            f"--coordinator={shown(coordinator)} needs a launcher that numbers the processes, but no variable of one "
+            "is set; pass --process I/N@HOST:PORT, or use flax-mesh launch"
+        )
+    return parse_processes(f"{launched.index}/{launched.count}@{coordinator}", "--coordinator must be HOST:PORT")
+
+
+def _initialize(given: Processes) -> None:
+    if given.index == 0:  # the others wait until the address has a host
+        check_coordinator(given.coordinator)
+    # The coordinator listens only at the given address; JAX's default is all network interfaces.
+    jax.distributed.initialize(
+        given.coordinator,
+        given.count,
+        given.index,
+        coordinator_bind_address=given.coordinator,
+        cluster_detection_method="deactivate",
+    )

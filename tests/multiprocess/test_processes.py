@@ -4,13 +4,17 @@ import re
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
 import pytest
 
+from flax_mesh.cli.main import main
 from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
-from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, stop_together
+from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, start, stop_together
 from flax_mesh.processes.agree import Phases
+from flax_mesh.processes.launchers import detect_launcher
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
 from tests.multiprocess.cases import error_of, put_and_get_all
 from tests.multiprocess.in_threads import in_threads
@@ -101,6 +105,92 @@ def test_processes_are_parsed_from_text():
     for port in ("0", "65536", "99999"):
         with pytest.raises(ConfigError, match=rf"must have a port in 1\.\.65535, got {port}"):
             parse_processes(f"0/1@host:{port}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ("", None),
+        ("OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4", ("Open MPI", 1, 4, "")),
+        ("PMI_RANK=0 PMI_SIZE=2", ("MPICH or Intel MPI", 0, 2, "")),
+        ("MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4", ("MVAPICH", 3, 4, "")),
+        ("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", ("srun", 1, 2, "")),
+        ("SLURM_PROCID=0 SLURM_NTASKS=4", None),  # the script of a job, which runs once
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500", ("torchrun", 1, 2, "node0:29500")),
+        (
+            "RANK=1 WORLD_SIZE=2 MASTER_ADDR=node0 MASTER_PORT=29500 TORCHELASTIC_USE_AGENT_STORE=True",
+            ("torchrun", 1, 2, "node0:29501"),
+        ),
+        ("RANK=1 WORLD_SIZE=2", ("torchrun", 1, 2, "")),
+        (
+            "SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
+            ("SkyPilot", 1, 2, "10.0.0.1:8476"),
+        ),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 PMI_RANK=1 PMI_SIZE=2", ("MPICH or Intel MPI", 1, 2, "")),
+    ],
+)
+def test_launchers_are_detected_by_their_variables(variables, expected):
+    environment = dict(text.split("=", 1) for text in variables.split(" ") if text)
+    found = detect_launcher({name: text.replace("\\n", "\n") for name, text in environment.items()})
+    assert expected == (found and (found.launcher.name, *found[1:]))
+
+
+@pytest.mark.parametrize("variables", [{"PMI_RANK": "x", "PMI_SIZE": "2"}, {"PMI_RANK": "2", "PMI_SIZE": "2"}])
+def test_numbers_of_a_launcher_that_are_none_are_an_error(variables):
+    with pytest.raises(ConfigError, match=r"MPICH or Intel MPI: PMI_RANK and PMI_SIZE must be .* got PMI_RANK="):
+        detect_launcher(variables)
+
+
+NO_CLUSTER = ValueError("coordinator_address should be defined.")
+OPEN_MPI_5 = RuntimeError("Open MPI 5 or newer requires mpi4py for distributed initialization.")
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "detected", "has_mpi4py", "coordinator", "expected"),
+    [
+        ({}, NO_CLUSTER, False, "", [{}]),
+        (MPI, None, False, "", [{}]),  # JAX knows Open MPI 4
+        (TORCHRUN, NO_CLUSTER, False, "", [{}, ("10.0.0.1:1234", 2, 1)]),
+        (MPI, OPEN_MPI_5, False, "10.0.0.1:55", [("10.0.0.1:55", 2, 1)]),
+        (MPI, NO_CLUSTER, True, "", [{}, {"cluster_detection_method": "mpi4py"}]),
+        (MPI, OPEN_MPI_5, False, "", r"OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2 processes, but JAX has one"),
+        (MPI, NO_CLUSTER, False, "10.0.0.1", "--coordinator must be HOST:PORT, got '1/2@10.0.0.1'"),
+        ({}, NO_CLUSTER, False, "10.0.0.1:55", "needs a launcher that numbers the processes"),
+    ],
+)
+def test_processes_of_a_launcher_are_joined_or_refused(
+    monkeypatch, variables, detected, has_mpi4py, coordinator, expected
+):
+    calls, state = [], SimpleNamespace(num_processes=None)
+
+    def initialize(*args, **options):
+        calls.append(args or options)
+        if not args and not options and detected is not None:
+            raise detected
+        state.num_processes = 2
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(start, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(start, "distributed_state", lambda: state)
+    monkeypatch.setattr(start, "find_spec", lambda name: has_mpi4py or None)
+    monkeypatch.setattr(start, "detect_launcher", lambda: detect_launcher(variables))
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            start.start_processes(None, coordinator=coordinator)
+    else:
+        assert start.start_processes(None, coordinator=coordinator) == (2 if variables else 1)
+        assert calls == expected
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command):
+    for name, text in MPI.items():
+        monkeypatch.setenv(name, text)
+    assert main([command, "no such folder"]) == 2
+    found = capsys.readouterr().err
+    assert f"flax-mesh {command} runs in one process, but OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2" in found
 
 
 def test_an_address_at_which_process_0_cannot_listen_is_refused():

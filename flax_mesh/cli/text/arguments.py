@@ -44,6 +44,12 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         help="run as process I of N, with process 0 listening at HOST:PORT (default: detected by JAX on a cluster)",
     )
     parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        default="",
+        help="process 0 listens there; the number of each process is that of the launcher, such as MPI",
+    )
+    parser.add_argument(
         "--devices-per-process",
         type=int,
         metavar="K",

@@ -1,0 +1,81 @@
+"""The launchers that start several processes, by the environment variables that they set.
+
+JAX detects Cloud TPU, Slurm, Open MPI 4 and Kubernetes. Of the launchers here it knows nothing, or too little: the
+table has the variables with the number of a process and of all processes and, where the launcher states it, the address
+of process 0.
+"""
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.text import shown
+
+
+class Launcher(NamedTuple):
+    """Names of variables. `hosts` contains the host of process 0 in its first line; without `port`, PORT is used."""
+
+    name: str
+    index: str
+    count: str
+    hosts: str = ""
+    port: str = ""
+
+
+# An earlier launcher starts the later ones: torchrun and MPI run in the processes of Slurm.
+LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    Launcher("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    Launcher("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
+    Launcher("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+PORT = 8476  # which JAX uses on Cloud TPU
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
+
+
+class Launched(NamedTuple):
+    """This process is number `index` of `count`, says the launcher. `coordinator` is "" if it states no address."""
+
+    launcher: Launcher
+    index: int
+    count: int
+    coordinator: str
+
+
+def detect_launcher(environment: Mapping[str, str] = os.environ) -> Launched | None:
+    """The launcher of this process; None if there is none that started several processes."""
+    for launcher in LAUNCHERS:
+        texts = {name: environment[name] for name in (launcher.index, launcher.count) if name in environment}
+        if len(texts) < 2:
+            continue
+        wrong = [f"{name}={shown(text)}" for name, text in texts.items() if not (text.isascii() and text.isdecimal())]
+        index, count = (0, 0) if wrong else map(int, texts.values())
+        if wrong or (index >= count and count > 1):
+            found = ", ".join(wrong or [f"{name}={text}" for name, text in texts.items()])
+            raise ConfigError(
+                f"{launcher.name}: {launcher.index} and {launcher.count} must be the number of a process, from 0, and "
+                f"of all processes, got {found}; unset them for a run of one process"
+            )
+        if count > 1:
+            return Launched(launcher, index, count, _address(launcher, environment))
+    return None
+
+
+def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
+    hosts, port = environment.get(launcher.hosts, "").split(), environment.get(launcher.port, str(PORT))
+    if not hosts or not (port.isascii() and port.isdecimal()):
+        return ""
+    return f"{hosts[0]}:{int(port) + (environment.get(AGENT) == 'True')}"
+
+
+def check_single_process(command: str) -> None:
+    """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
+    if (found := detect_launcher()) is not None:
+        name, count = found.launcher.name, found.count
+        raise ConfigError(
+            f"{command} runs in one process, but {found.launcher.count}={count}: {name} has started {count} processes, "
+            f"each of which would do all of the work; run the command without {name}"
+        )
