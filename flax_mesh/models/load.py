@@ -1,6 +1,7 @@
 """A decoder from a folder in Hugging Face's format, directly sharded over a mesh."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,33 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, path_problem
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
 from flax_mesh.tree import check_dtype
+
+
+@check_types
+def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
+    """`config` with the sizes, the rotary positions and the other settings in the config.json of a Hugging Face folder.
+
+    To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
+    those of `config`. `config` itself is returned for a folder of a run, and for one with mistakes, which a run reports
+    with those of all settings.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, pretrained_config
+        >>> pretrained_config(DecoderConfig(num_layers=3), "runs/tiny").num_layers
+        3
+    """
+    try:
+        settings = open_decoder(folder).settings if not path_problem(folder) and is_huggingface(folder) else {}
+    except (ConfigError, OSError):
+        settings = {}
+    return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})
 
 
 @check_types
