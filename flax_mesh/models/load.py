@@ -22,21 +22,15 @@ from flax_mesh.tree import check_dtype
 
 @check_types
 def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
-    """`config` with the sizes, the rotary positions and the other settings in the config.json of a Hugging Face folder.
+    """`config` with the settings of the model in a Hugging Face folder; to be used as `model_from` of a recipe.
 
-    To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
-    those of `config`. `config` itself is returned for a folder of a run, and for one with mistakes, which a run reports
-    with those of all settings.
-
-    Example:
-        >>> from flax_mesh.models import DecoderConfig, pretrained_config
-        >>> pretrained_config(DecoderConfig(num_layers=3), "runs/tiny").num_layers
-        3
+    The dtypes and options of the computation, such as `remat` and `scan`, stay those of `config`. A folder of a run
+    does not change it, and neither does one with mistakes, which the run reports with those of all settings.
     """
     try:
         settings = open_decoder(folder).settings if not path_problem(folder) and is_huggingface(folder) else {}
     except (ConfigError, OSError):
-        settings = {}
+        return config
     return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})
 
 

@@ -57,15 +57,13 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 
     If they set `checkpoint.start_from`, those of the model are applied to the model that `model_from` returns for it.
     """
-    given = list(overrides)
+    given, make = list(overrides), config.model_from
     changed, problems = _apply(config, given)
-    make, folder = config.model_from, changed.checkpoint.start_from
-    if make is None or not folder or "checkpoint.start_from" not in map(setting_of, given):
+    if make is None or "checkpoint.start_from" not in map(setting_of, given):
         return changed, problems
     check_arguments("model_from", make, "model", "folder")
     with user_code("model_from", place_of(make)):
-        model = make(config.model, folder)
-    return _apply(replace(config, model=model), given)
+        return _apply(replace(config, model=make(config.model, changed.checkpoint.start_from)), given)
 
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
