@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import ConfigError, Problem
@@ -16,7 +17,6 @@ from flax_mesh.text import first_line, listed
 
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ASSISTANT = "assistant"
 EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 
 
@@ -37,34 +37,29 @@ def open_tokenizer(folder: str, vocab_size: int) -> Any:
     Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
     """
     path = user_path(folder) if folder and not path_problem(folder) else None
-    found = next((x for x in (path, path / "checkpoints" / KEPT) if tokenizer_file(x)), None) if path else None
+    found = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
     if found is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
         raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
     logger, quiet = logging.getLogger("transformers"), lambda record: "PyTorch was not found" not in record.getMessage()
     logger.addFilter(quiet)
     try:
+        import jinja2  # noqa: F401 # pyright: ignore[reportMissingImports] (of chat templates)
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(f"the tokenizer of {found} {EXTRA.format('transformers')}") from error
+
+        tokenizer = AutoTokenizer.from_pretrained(str(found), local_files_only=True, trust_remote_code=False)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the tokenizer of {found} {EXTRA.format(error.name)}") from error
+    except (ValueError, OSError, TypeError, LookupError, AttributeError, ImportError) as error:
+        problem = f"the tokenizer of {found} cannot be read: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(f"{problem}; replace its files by those of the model") from error
     finally:
         logger.removeFilter(quiet)
-    tokenizer = AutoTokenizer.from_pretrained(str(found), local_files_only=True, trust_remote_code=False)
     tokenizer.model_max_length = 2**31  # data.sequence_length is the limit
     if (size := max(tokenizer.get_vocab().values(), default=-1) + 1) > vocab_size:
         text = f"must be at least {size}, the number of ids of the tokenizer in {found}"
         raise ConfigError(Problem("model.vocab_size", text, value=vocab_size))
     return tokenizer
-
-
-def parse_row(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadRowError(f"is no JSON: {first_line(error)}") from error
-    if not isinstance(row, dict):
-        raise BadRowError(f"must be a JSON object, got {type(row).__name__}")
-    return row
 
 
 class Encoder:
@@ -74,7 +69,13 @@ class Encoder:
         self.names: tuple[str, ...] = ()
         self._tokenizer, self._all, self._has_marks = tokenizer, train_on == "all", False
 
-    def __call__(self, row: dict[str, Any]) -> Tokens:
+    def __call__(self, line: bytes) -> Tokens:
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadRowError(f"is no JSON: {first_line(error)}") from error
+        if not isinstance(row, dict):
+            raise BadRowError(f"must be a JSON object, got {type(row).__name__}")
         self.names = self.names or self._format_of(row)
         if missing := [name for name in self.names if name not in row]:
             raise BadRowError(f"has no {' and no '.join(map(repr, missing))}, which the first row has")
@@ -129,7 +130,7 @@ class Encoder:
         ids = found["input_ids"]
         trained = np.array(found["assistant_masks"] if self._has_marks else np.zeros(len(ids)), bool) | self._all
         for i, message in enumerate(messages):
-            if message["role"] == ASSISTANT and not self._has_marks and not self._all:
+            if message["role"] == "assistant" and not self._has_marks and not self._all:
                 trained[self._part(messages, i, ids, tools)] = True
         return Tokens(np.array(ids, np.int32), trained)
 

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.data.chat_tokens import EXTRA, BadRowError, Encoder, Tokens, open_tokenizer, parse_row
+from flax_mesh.data.chat_tokens import EXTRA, BadRowError, Encoder, Tokens, open_tokenizer
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, path_problem
 from flax_mesh.text import count_text
 
+OPEN_ROWS = 64  # that documents are packed into at a time: 90% are filled by lengths up to a row, 99% by short ones
 Arrays = dict[str, np.ndarray]
 
 
@@ -66,7 +67,7 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
         try:
             if not line.strip():
                 continue
-            ids, trained = encode(parse_row(line))
+            ids, trained = encode(line)
             if len(ids) > most and config.on_long_row == "stop":
                 repair = "raise data.sequence_length, or set data.on_long_row=truncate"
                 stop.append(f"{path}, row {number}: has {len(ids)} tokens, but at most {most} fit; {repair}")
@@ -111,7 +112,7 @@ def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None =
     packed = FirstFitPackIterDataset(
         rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
         length_struct=dict.fromkeys(("inputs", "targets", "trained"), config.sequence_length),
-        num_packing_bins=config.batch_size,
+        num_packing_bins=OPEN_ROWS,
         max_sequences_per_bin=None if config.packing else 1,
         shuffle_bins=False,  # the documents are shuffled
     )

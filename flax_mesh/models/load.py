@@ -10,8 +10,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.kept import is_huggingface
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, path_problem
 from flax_mesh.models.config import DecoderConfig
@@ -22,13 +24,14 @@ from flax_mesh.tree import check_dtype
 
 @check_types
 def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
-    """`config` with the settings of the model in a Hugging Face folder; to be used as `model_from` of a recipe.
+    """`config` with the settings in the config.json of a Hugging Face folder, or of a run that started from one.
 
-    The dtypes and options of the computation, such as `remat` and `scan`, stay those of `config`. A folder of a run
-    does not change it, and neither does one with mistakes, which the run reports with those of all settings.
+    To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
+    those of `config`. A folder with mistakes, which the run reports with those of all settings, does not change it.
     """
     try:
-        settings = open_decoder(folder).settings if not path_problem(folder) and is_huggingface(folder) else {}
+        paths = [] if path_problem(folder) else [user_path(folder), user_path(folder) / CHECKPOINTS / KEPT]
+        settings = next((open_decoder(path).settings for path in paths if (path / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config
     return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})

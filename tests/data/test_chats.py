@@ -19,7 +19,7 @@ from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safeten
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.data import chats
-from flax_mesh.data.chat_tokens import Encoder, open_tokenizer
+from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, next_token_loss
@@ -79,7 +79,7 @@ TEXTS = [
 
 
 def masked(tokenizer: Any, row: dict[str, Any], train_on: str = "assistant") -> str:
-    return shown(*Encoder(tokenizer, train_on)(row))
+    return shown(*Encoder(tokenizer, train_on)(json.dumps(row).encode()))
 
 
 @pytest.mark.parametrize("name", MASKED)
@@ -146,20 +146,20 @@ def documents_of(batch: dict[str, np.ndarray]) -> list[tuple[int, np.ndarray]]:
 def test_documents_are_drawn_equally_often_and_none_continues_in_another(packing, tmp_path):
     rows = texts(24)
     iterator = read(config_of(tmp_path / "a.jsonl", rows, packing=packing, held_out=0.01)).batches(0)
-    found = []
-    for batch in itertools.islice(iterator, 20):
+    found, most = [], 0
+    for batch in itertools.islice(iterator, 32):
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == dict.fromkeys(
             ("inputs", "targets", "segment_ids"), ((4, 31), np.int32)
         )
         assert (batch["targets"][batch["segment_ids"] == 0] == -1).all()
-        assert packing == (batch["segment_ids"].max() > 1)
+        most = max(most, batch["segment_ids"].max())
         for row, columns in documents_of(batch):
             inputs, targets = batch["inputs"][row, columns], batch["targets"][row, columns]
             assert (inputs[1:] == targets[:-1]).all()
             found.append((*map(int, inputs), int(targets[-1])))
     counts, expected = Counter(found), [(0, *ids_of(row["text"]), 1) for row in rows]
     assert sorted(counts) == sorted(expected) and max(counts.values()) - min(counts.values()) <= 1
-    assert found[:4] != expected[:4]
+    assert found[:4] != expected[:4] and packing == (most > 1)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -264,6 +264,9 @@ def test_a_run_of_the_recipe_learns_and_resumes_bit_for_bit(tmp_path):
     expected, found = (rows_of(tmp_path / name) for name in ("whole", "killed"))
     assert [row["loss"] for row in found] == [row["loss"] for row in expected]
     assert found[-1]["held_out/loss"] == expected[-1]["held_out/loss"] < found[2]["held_out/loss"]
+    later = [x for x in settings if not x.startswith(("checkpoint.start_from", "lora"))]
+    later += [f"checkpoint.start_from={tmp_path / 'whole'}", "optimizer.learning_rate=0.05"]
+    assert apply_overrides(load_recipe(str(RECIPE)), later).model == config("whole").model
 
 
 @pytest.mark.slow
@@ -415,16 +418,26 @@ def test_a_folder_without_a_tokenizer_and_a_missing_package_are_one_line(tmp_pat
             open_tokenizer(folder, 100)
         assert len(caught.value.lines) == 1
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ConfigError, match=r'requires the package transformers.*: pip install "flax-mesh\[finetune\]"$'):
-        open_tokenizer(str(tmp_path), 100)
+    for package in ("transformers", "jinja2"):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(
+            ConfigError, match=rf'requires the package {package}.*"flax-mesh\[finetune\]"$'
+        ):
+            open_tokenizer(str(tmp_path), 100)
+    monkeypatch.setitem(sys.modules, "grain", None)
+    documents = [Tokens(np.arange(3), np.ones(3, bool))]
+    with pytest.raises(ConfigError, match=r"^packing requires the package grain"):
+        chats.Chats(ChatConfig(), documents, "").batches(0)
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_transformers_with_more_ids_than_the_model_is_one_line(tmp_path):
+def test_a_tokenizer_of_transformers_with_too_many_ids_or_damage_is_one_line(tmp_path):
     pytest.importorskip("transformers", reason="comes with the extra finetune")
-    write_tokenizer(tmp_path, CHATML)
-    with pytest.raises(
-        ConfigError, match=rf"^model.vocab_size=50 must be at least {len(VOCABULARY)}, the number of ids"
-    ):
+    kept = tmp_path / "checkpoints" / "huggingface"  # of a run
+    write_tokenizer(kept, CHATML)
+    assert len(open_tokenizer(str(tmp_path), len(VOCABULARY)).get_vocab()) == len(VOCABULARY)
+    with pytest.raises(ConfigError, match=rf"^model.vocab_size=50 must be at least {len(VOCABULARY)}, the number"):
+        open_tokenizer(str(tmp_path), 50)
+    (kept / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: JSONDecodeError: "):
         open_tokenizer(str(tmp_path), 50)
