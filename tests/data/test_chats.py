@@ -3,6 +3,8 @@
 import gzip
 import itertools
 import json
+import re
+import shlex
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -270,8 +272,8 @@ def test_a_run_of_the_recipe_learns_and_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_of_a_packed_batch_equal_those_of_transformers(tmp_path, capsys):
-    """The documents of a batch one by one in PyTorch; and the command of the docs runs on the same folder."""
+def test_loss_and_gradients_of_a_packed_batch_equal_those_of_transformers(tmp_path):
+    """The documents of a batch one by one in PyTorch."""
     torch = pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")
     folder = tmp_path / "llama"
@@ -316,11 +318,25 @@ def test_loss_and_gradients_of_a_packed_batch_equal_those_of_transformers(tmp_pa
     for name, x in expected.items():
         np.testing.assert_allclose(found[name], x, atol=1e-5, err_msg=name)
 
-    settings = [*settings_of(folder, path), "run.steps=3", f"run.folder={tmp_path / 'run'}"]
-    settings.remove("run.steps=6")
-    assert main(["train", str(RECIPE), *settings]) == 0
+
+@pytest.mark.slow
+def test_the_example_of_the_docs_runs_with_transformers_and_learns(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")
+    monkeypatch.chdir(tmp_path)
+    example = (RECIPE.parents[1] / "docs" / "finetune.md").read_text().partition("## An example")[2]
+    exec("\n".join(line[4:] for line in example.partition("```")[0].splitlines() if line.startswith("    ")), {})
+    train, generate, export = re.findall(r"^flax-mesh (.*)$", example, re.MULTILINE)
+    capsys.readouterr()
+    assert main(shlex.split(train.replace("recipes/finetune.py", str(RECIPE)))) == 0
     printed = capsys.readouterr()
-    assert "chats.jsonl: 40 rows of messages" in printed.out and "PyTorch" not in printed.err
+    assert "chats.jsonl: 200 rows of messages, 10 of them held out; " in printed.out and printed.err == ""
+    losses = [row["loss"] for row in rows_of(tmp_path / "runs" / "finetune")]
+    assert losses[-1] < losses[0] / 2
+    assert main(shlex.split(generate)) == 0 and main(shlex.split(export)) == 0
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(name) for name in ("tiny", "tuned")]
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template
+    transformers.AutoModelForCausalLM.from_pretrained("tuned")
 
 
 # --- mistakes ---
@@ -420,9 +436,7 @@ def test_a_folder_without_a_tokenizer_and_a_missing_package_are_one_line(tmp_pat
     (tmp_path / "tokenizer.json").write_text("{}")
     for package in ("transformers", "jinja2"):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(
-            ConfigError, match=rf'requires the package {package}.*"flax-mesh\[finetune\]"$'
-        ):
+        with pytest.raises(ConfigError, match=rf'requires the package {package}.*"flax-mesh\[finetune\]"$'):
             open_tokenizer(str(tmp_path), 100)
     monkeypatch.setitem(sys.modules, "grain", None)
     documents = [Tokens(np.arange(3), np.ones(3, bool))]
