@@ -30,7 +30,9 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
     those of `config`. A folder with mistakes, which the run reports with those of all settings, does not change it.
     """
     try:
-        paths = [] if path_problem(folder) else [user_path(folder), user_path(folder) / CHECKPOINTS / KEPT]
+        paths = (
+            [] if not folder or path_problem(folder) else [user_path(folder), user_path(folder) / CHECKPOINTS / KEPT]
+        )
         settings = next((open_decoder(path).settings for path in paths if (path / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config

@@ -53,11 +53,15 @@ def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 
 
-def test_the_config_of_a_folder_has_its_sizes_and_keeps_how_it_is_computed(folder, copy):
+def test_the_config_of_a_folder_has_its_sizes_and_keeps_how_it_is_computed(folder, copy, monkeypatch):
     own = DecoderConfig(dtype="bfloat16", remat="full", scan=True)
     assert pretrained_config(own, str(folder)) == replace(CONFIG, dtype="bfloat16", remat="full", scan=True)
+    kept = copy.parent / "run" / "checkpoints" / "huggingface"
+    shutil.copytree(copy, kept)
+    assert pretrained_config(own, str(copy.parent / "run")) == pretrained_config(own, str(folder))
     change_config(copy, model_type="gpt2")
-    assert {pretrained_config(own, str(name)) for name in (copy, copy / "absent", "a\0b")} == {own}
+    monkeypatch.chdir(copy)
+    assert {pretrained_config(own, str(name)) for name in (copy, copy / "absent", "a\0b", "")} == {own}
 
 
 @pytest.mark.sampled
