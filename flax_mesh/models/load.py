@@ -30,10 +30,9 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
     those of `config`. A folder with mistakes, which the run reports with those of all settings, does not change it.
     """
     try:
-        paths = (
-            [] if not folder or path_problem(folder) else [user_path(folder), user_path(folder) / CHECKPOINTS / KEPT]
-        )
-        settings = next((open_decoder(path).settings for path in paths if (path / CONFIG).is_file()), {})
+        path = user_path(folder) if folder and not path_problem(folder) else None
+        paths = [path, path / CHECKPOINTS / KEPT] if path else []
+        settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config
     return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})
