@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -108,6 +109,26 @@ def test_tokens_and_masks_of_transformers_are_the_same(name, tmp_path, capsys):
     for row, text in TEXTS:
         assert masked(tokenizer, row) == text
     assert capsys.readouterr().err == ""
+
+
+WITHOUT_TORCH = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.startswith("torch") else find(name, package)
+from flax_mesh.data.chat_tokens import Encoder, open_tokenizer
+tokens = Encoder(open_tokenizer(sys.argv[1], 1000), "assistant")(sys.argv[2].encode())
+import transformers
+print(transformers.utils.is_torch_available(), tokens.trained.sum())
+"""
+
+
+@pytest.mark.slow
+def test_transformers_encodes_without_torch_and_without_a_warning(tmp_path):
+    pytest.importorskip("transformers", reason="comes with the extra finetune")
+    write_tokenizer(tmp_path, CHATML)
+    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path), json.dumps({"messages": CHAT})]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("False 8\n", "")
 
 
 # --- batches ---
