@@ -59,14 +59,9 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
     encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on)
-    documents: list[Tokens] = []
-    stop: list[str] = []
-    skipped: list[str] = []
-    truncated = 0
-    for number, line in enumerate(_lines(path), 1):
+    documents, stop, skipped, truncated = [], [], [], 0
+    for number, line in ((i, line) for i, line in enumerate(_lines(path), 1) if line.strip()):
         try:
-            if not line.strip():
-                continue
             ids, trained = encode(line)
             if len(ids) > most and config.on_long_row == "stop":
                 repair = "raise data.sequence_length, or set data.on_long_row=truncate"
@@ -100,7 +95,6 @@ def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None =
     """A dataset of grain: batches without end; without a seed each document once, in order, and rows of padding."""
     try:
         import grain
-        from grain.experimental import FirstFitPackIterDataset, batch_and_pad
     except ImportError as error:
         raise ConfigError(f"packing {EXTRA.format('grain')}") from error
     # The first token of a document is no target, so that it is not predicted from another one.
@@ -109,15 +103,15 @@ def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None =
     )
     if seed is not None:
         rows = rows.seed(seed).shuffle().repeat()
-    packed = FirstFitPackIterDataset(
+    packed = grain.experimental.FirstFitPackIterDataset(
         rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
         length_struct=dict.fromkeys(("inputs", "targets", "trained"), config.sequence_length),
         num_packing_bins=OPEN_ROWS,
         max_sequences_per_bin=None if config.packing else 1,
         shuffle_bins=False,  # the documents are shuffled
     )
-    size = config.batch_size
-    return packed.batch(size, batch_fn=partial(batch_and_pad, batch_size=size)).map(_batch)
+    pad = partial(grain.experimental.batch_and_pad, batch_size=config.batch_size)
+    return packed.batch(config.batch_size, batch_fn=pad).map(_batch)
 
 
 def _batch(packed: Arrays) -> Arrays:
