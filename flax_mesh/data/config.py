@@ -42,6 +42,25 @@ class DataConfig:
     resumable: bool = field(default=True, metadata=SAME_RESULT)
 
 
+@dataclass(frozen=True)
+class ChatConfig(DataConfig):
+    """The `data` section of a recipe that trains on the rows of a .jsonl file; see `read_chats`.
+
+    Attributes:
+        train_on: The tokens that the loss counts: those of the "assistant" (also of completions and texts), or "all".
+        packing: Whether several documents share a row. They do not attend to each other.
+        on_bad_row: "stop" before the run if there are rows without valid tokens, with a line for each, or "skip" them.
+        on_long_row: "stop" before it if documents have more than sequence_length + 1 tokens, or "truncate" them.
+    """
+
+    __repr__ = changed_repr
+
+    train_on: str = field(default="assistant", metadata={"one_of": ("assistant", "all")})
+    packing: bool = True
+    on_bad_row: str = field(default="stop", metadata={"one_of": ("stop", "skip")})
+    on_long_row: str = field(default="stop", metadata={"one_of": ("stop", "truncate")})
+
+
 def check_data_config(config: DataConfig) -> list[Problem]:
     """One line for every invalid setting. Does not access files."""
     problems = [*type_problems(config, "data."), *value_problems(config, "data.")]

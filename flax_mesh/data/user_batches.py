@@ -52,7 +52,8 @@ class UserBatches:
         """`make_batches of FILE, line N: 16 rows; images f32[16,8,8,1], labels i32[16]`."""
         arrays = [f"{path or 'one array'} {array_text(x)}" for path, x in _named(self.shapes)]
         kind = "make_batches" if self._batch == self._call else "iterator of make_batches"
-        return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}"
+        own = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
+        return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{own and '; '}{own}"
 
     def __call__(self, step: int) -> Any:
         batch, what = self._batch(step), f"make_batches: batch {step}"

@@ -10,3 +10,4 @@ from flax_mesh.models.generate import Sampling as Sampling
 from flax_mesh.models.generate import generate as generate
 from flax_mesh.models.generate import sample as sample
 from flax_mesh.models.load import load_decoder as load_decoder
+from flax_mesh.models.load import pretrained_config as pretrained_config

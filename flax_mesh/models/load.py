@@ -1,6 +1,7 @@
 """A decoder from a folder in Hugging Face's format, directly sharded over a mesh."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,32 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, path_problem
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
 from flax_mesh.tree import check_dtype
+
+
+@check_types
+def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
+    """`config` with the settings in the config.json of a Hugging Face folder, or of a run that started from one.
+
+    To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
+    those of `config`. A folder with mistakes, which the run reports with those of all settings, does not change it.
+    """
+    try:
+        path = user_path(folder) if folder and not path_problem(folder) else None
+        paths = [path, path / CHECKPOINTS / KEPT] if path else []
+        settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
+    except (ConfigError, OSError):
+        return config
+    return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})
 
 
 @check_types

@@ -193,6 +193,9 @@ class TrainConfig:
             of the step, equal in all processes. Or an iterator with `get_state` and `set_state` (see
             `data.resumable`). None: the tokens of
             `data.source`.
+        model_from: `model_from(model, folder) -> model`, called when an override sets `checkpoint.start_from`: the
+            config of the model in this folder, such as `flax_mesh.models.pretrained_config`. Overrides of `model.*` are
+            applied to its result. None: `model` must be that of the folder.
         eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
             "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
             as floats. Called every `run.eval_every` steps and at the end.
@@ -223,6 +226,7 @@ class TrainConfig:
     wrt: Any = nnx.Param
     hooks: tuple[Callable[..., Any], ...] = ()
     make_batches: Callable[["TrainConfig"], Any] | None = None
+    model_from: Callable[[Any, str], Any] | None = None
     eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
 
 

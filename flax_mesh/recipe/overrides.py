@@ -4,12 +4,14 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
+from flax_mesh.user_code import check_arguments, place_of, user_code
 
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
 # too). They are accepted wherever settings are parsed from text, and never written.
@@ -40,7 +42,7 @@ def to_texts(config: TrainConfig) -> dict[str, str]:
 
 @check_types
 def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfig:
-    """Return `config` with `section.key=value` strings applied.
+    """Return `config` with `section.key=value` strings applied, and with the model of `model_from`.
 
     Raises one ConfigError with a line for every unknown or repeated setting and for every value of the wrong type.
     """
@@ -51,7 +53,20 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
 
 
 def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[TrainConfig, list[str]]:
-    """`config` with those of the `section.key=value` strings applied that are valid, and one line for each other."""
+    """`config` with those of the `section.key=value` strings applied that are valid, and one line for each other.
+
+    If they set `checkpoint.start_from`, those of the model are applied to the model that `model_from` returns for it.
+    """
+    given, make = list(overrides), config.model_from
+    changed, problems = _apply(config, given)
+    if make is None or "checkpoint.start_from" not in map(setting_of, given):
+        return changed, problems
+    check_arguments("model_from", make, "model", "folder")
+    with user_code("model_from", place_of(make)):
+        return _apply(replace(config, model=make(config.model, changed.checkpoint.start_from)), given)
+
+
+def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     fields, problems, values = flat_fields(config), [], {}
     for text in overrides:
         given, equals, value = text.partition("=")

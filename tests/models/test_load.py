@@ -1,6 +1,7 @@
 """`load_decoder`: a folder in Hugging Face's format becomes a decoder whose arrays are sharded over any mesh."""
 
 import shutil
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 
 from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
-from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder
+from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, pretrained_config
 from tests.models.folders import change_arrays, change_config
 from tests.models.reference import small
 
@@ -50,6 +51,18 @@ def folder(source, tmp_path_factory):
 @pytest.fixture
 def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_the_config_of_a_folder_has_its_sizes_and_keeps_how_it_is_computed(folder, copy, monkeypatch):
+    own = DecoderConfig(dtype="bfloat16", remat="full", scan=True)
+    assert pretrained_config(own, str(folder)) == replace(CONFIG, dtype="bfloat16", remat="full", scan=True)
+    kept = copy.parent / "run" / "checkpoints" / "huggingface"
+    shutil.copytree(copy, kept)
+    assert pretrained_config(own, str(copy.parent / "run")) == pretrained_config(own, str(folder))
+    monkeypatch.chdir(copy)
+    assert pretrained_config(own, "") == own
+    change_config(copy, model_type="gpt2")
+    assert {pretrained_config(own, str(name)) for name in (copy, copy / "absent", "a\0b")} == {own}
 
 
 @pytest.mark.sampled

@@ -62,6 +62,22 @@ def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
     return caught.value.lines
 
 
+# --- the model of a folder ---
+
+
+def test_the_model_of_a_folder_is_found_when_an_override_names_it_and_other_overrides_replace_its_settings():
+    config = config_of(Model(), model_from=lambda model, folder: dataclasses.replace(model, text=folder, count=5))
+    assert apply_overrides(config, ["run.steps=2"]).model == Model()
+    found = apply_overrides(config, ["model.count=7", "checkpoint.start_from=a"])
+    assert found.model == Model(text="a", count=7)
+    assert apply_overrides(found, ["run.steps=2"]).model == found.model, "it is not replaced again"
+    config = config_of(Model(), model_from=lambda model, folder: model.size)
+    (line,) = problems_of(config, "checkpoint.start_from=a")
+    assert line.startswith("model_from: ") and "has no attribute 'size'" in line
+    (line,) = problems_of(config_of(Model(), model_from=lambda model: model), "checkpoint.start_from=a")
+    assert "must be callable with the arguments (model, folder)" in line
+
+
 # --- one value ---
 
 
