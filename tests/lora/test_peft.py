@@ -14,6 +14,8 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
+from flax_mesh.cli.common import DONE
+from flax_mesh.cli.main import main
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.overrides import to_texts
@@ -35,8 +37,8 @@ CASES: dict[str, tuple[str, str, bool, list[str]]] = {  # folder, lora.modules, 
 }
 
 
-def save(folder: Path, start_from: str, modules: str, scan: bool, rank: int = 2) -> None:
-    """Step 0 with the parameters of a folder of `DATA` and random adapters."""
+def save(folder: Path, start_from: str, modules: str, scan: bool, rank: int = 2, base: Path | None = None) -> None:
+    """Step 0 with the parameters of a folder of `DATA` and random adapters; `base` is another checkpoint.start_from."""
     source = open_decoder(DATA / start_from)
     model = DecoderConfig(**source.settings, scan=scan)
     lora, make = LoraConfig(rank, SCALE * rank, modules), lambda: make_decoder(model, nnx.Rngs(0))
@@ -49,7 +51,7 @@ def save(folder: Path, start_from: str, modules: str, scan: bool, rank: int = 2)
         frozen[path] if path in frozen else jax.numpy.asarray(draw.standard_normal(x.shape, np.float32) / 8)
         for path, x in named_leaves(shapes)
     ]
-    checkpoint = CheckpointConfig(start_from=str(DATA / start_from))
+    checkpoint = CheckpointConfig(start_from=str(base or DATA / start_from))
     config = TrainConfig(make_decoder, next_token_loss, model, lora=lora, checkpoint=checkpoint)
     with Checkpointer(folder, layers=("layers",)) as checkpointer:
         state = {"model": jax.tree.unflatten(jax.tree.structure(shapes), leaves)}
@@ -94,6 +96,17 @@ def test_runs_without_adapters_and_weights_that_are_no_linear_layers_are_refused
             export(str(tmp_path / name), str(tmp_path / "out"), "peft", None, None)
         assert text in f"{caught.value}\n" and "q_proj" not in str(caught.value)
         assert not (tmp_path / "out").exists()
+
+
+def test_a_base_that_is_no_hugging_face_folder_is_not_named_and_adapters_can_be_cast(tmp_path, capsys):
+    save(tmp_path / "run", "qwen2", "attention/q/kernel", True, base=tmp_path)
+    command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "peft"]
+    assert main([*command, "--dtype", "bfloat16"]) == DONE
+    out = capsys.readouterr().out
+    assert out.startswith(f"note: base_model_name_or_path is null: the run started from {tmp_path}, which is no")
+    assert "adapters for PEFT, 4 arrays, " in out
+    assert json.loads((tmp_path / "out" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] is None
+    assert {x.dtype.name for x in open_safetensors(tmp_path / "out" / ADAPTER).values()} == {"bfloat16"}
 
 
 @pytest.mark.slow
