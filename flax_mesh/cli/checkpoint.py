@@ -86,9 +86,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating-point arrays to this dtype"}
     to = {
-        "choices": ("safetensors", "orbax"),
+        "choices": ("safetensors", "orbax", "peft"),
         "required": True,
-        "help": "safetensors with Hugging Face names, or a plain Orbax checkpoint",
+        "help": "safetensors with Hugging Face names, a plain Orbax checkpoint, or the adapters alone for PEFT",
     }
     no_average = {
         "action": "store_true",
@@ -96,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     kind(
         "export",
-        "write the parameters as safetensors or as a plain Orbax checkpoint",
+        "write the parameters as safetensors or as a plain Orbax checkpoint, or the adapters for PEFT",
         *(folder, out, ("--to", to), valid_step, ("--dtype", dtype), ("--no-average", no_average)),
         fails=damage,
     )

@@ -20,8 +20,8 @@ from flax_mesh.modes import user_modes
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
-from flax_mesh.text import array_text, group_paths
-from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves
+from flax_mesh.text import array_text, at_most, group_paths, listed
+from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves, path_of
 from flax_mesh.user_code import check_arguments
 
 Batch = PyTree  # of arrays whose first dim is the batch
@@ -98,16 +98,21 @@ def _eager_sharding(model: object) -> dict[object, tuple[nnx.Variable, bool]]:
     return {path: (x, x.get_metadata("eager_sharding")) for path, x in variables}
 
 
-def traced_loss(loss_of: Callable[[nnx.State], _Result], params: nnx.State) -> Callable[[nnx.State], _Result]:
+def traced_loss(
+    loss_of: Callable[[nnx.State], _Result], params: nnx.State, *, trains: bool = False
+) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)`, whose results are those of `run_loss`.
 
-    Raises a ValueError if the weight depends on `params`. A parameter that the call did not change is the argument
-    itself, also if it went through a loop of NNX.
+    Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. A parameter
+    that the call did not change is the argument itself, also if it went through a loop of NNX.
     """
     closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
     flows = flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, range(len(jaxpr.invars)))
-    check_weight(jax.tree.unflatten(tree, flows)[1][0])
+    loss, (weight, _, *_) = jax.tree.unflatten(tree, flows)
+    check_weight(weight)
+    if trains:
+        check_trains(loss, params)
 
     def evaluate(params: nnx.State) -> _Result:
         leaves = jax.tree.leaves(params)
@@ -125,6 +130,24 @@ def check_weight(weight: object) -> None:
             "the weight that loss_fn returns must not depend on trained parameters, but it does; it is the number of "
             f"tokens or examples. A metric belongs into a dict, {{'accuracy': ...}}. {_FORMS}"
         )
+
+
+def check_trains(loss: object, params: nnx.State) -> None:
+    """Raises a ValueError if `loss`, its `flow` from the trained parameters, depends on none of them."""
+    found = [(path_of(path), x) for path, x in nnx.to_flat_state(params)]
+    if loss is not None or not found:
+        return
+    groups = group_paths([path for path, _ in found], [None] * len(found))
+    of_lora = any(isinstance(x, nnx.LoRAParam) for _, x in found)
+    repair = (
+        "Adapters are used by with_lora(loss_fn) of flax_mesh.lora only: pass it in the place of loss_fn."
+        if of_lora
+        else "Use them in loss_fn, or select others by wrt= of the optimizer."
+    )
+    raise ValueError(
+        "the loss must depend on a trained parameter, since all gradients would be 0, but it depends on none of "
+        f"{listed(at_most([pattern for pattern, _ in groups]))}. {repair}"
+    )
 
 
 def apply_gradients(

@@ -94,7 +94,8 @@ def make_train_step(
     Raises:
         ValueError: When the step is traced: the rows of the batch are not divisible by `num_microbatches` and the mesh
             axes of the batch, the return value of `loss_fn` has another form, its weight depends on trained parameters,
-            or the call of the model adds or removes variables or changes the shape or dtype of a parameter.
+            its loss on none of them, or the call of the model adds or removes variables or changes the shape or dtype
+            of a parameter.
 
     Example:
         >>> from flax_mesh.train import init_train_state, make_train_step
@@ -146,7 +147,7 @@ def make_train_step(
             def loss_of(params: nnx.State):
                 return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
 
-            traced = traced_loss(loss_of, params)
+            traced = traced_loss(loss_of, params, trains=True)
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 

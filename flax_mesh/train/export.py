@@ -1,9 +1,10 @@
-"""Conversion of checkpoints: export to safetensors or to a plain Orbax checkpoint, import, and resharding.
+"""Conversion of checkpoints: export to safetensors, a plain Orbax checkpoint or PEFT, import, and resharding.
 
 The output folder must not exist. It is written under a temporary name and renamed, so that it is complete or absent.
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,16 @@ from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, keep_files, other_files, read_kept_config, updated_config
+from flax_mesh.checkpoint.hf.kept import (
+    CONFIG,
+    KEPT,
+    is_huggingface,
+    keep_files,
+    other_files,
+    read_kept_config,
+    updated_config,
+)
+from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG, adapted_arrays, adapter_config, peft_factors
 from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
@@ -58,7 +68,7 @@ HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
 def export(
     folder: str, out: str, to: str, step: int | None, dtype: str | None, *, average: bool = True
 ) -> dict[str, Any]:
-    """Write the parameters of the newest valid step, or of `step`, in the format `to`: "safetensors" or "orbax".
+    """Write the newest valid step, or `step`: parameters as "safetensors", as "orbax", or the adapters as "peft".
 
     If the run has a moving average of its parameters (`optimizer.ema`), the average is written, unless `average` is
     False.
@@ -79,6 +89,9 @@ def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None,
             values = _merged(found, cast, averaged, record)
             cast = {path: array for path, array in cast.items() if not path.endswith((A, B))}
             more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
+        elif to == "peft":
+            more["notes"] += _export_peft(found, work, cast, averaged, record)
+            cast = {path: array for path, array in cast.items() if path.endswith((A, B))}
         else:
             _export_orbax(work, _values(found, cast, averaged))
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
@@ -248,6 +261,39 @@ def _export_safetensors(
     pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
     write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
     return config["model_type"]
+
+
+def _export_peft(
+    step: Path,
+    work: Path,
+    tree: Mapping[str, Array],
+    averaged: Mapping[str, tuple[Array, float]],
+    record: Mapping[str, Any],
+) -> list[str]:
+    """Write the adapters and their adapter_config.json, with notes as the result."""
+    weights = {path: array for path, array in tree.items() if not path.endswith((A, B))}
+    if not (adapted := [path for path in weights if path + A in tree]):
+        raise ConfigError(f"{step} has no adapters, since lora.rank is 0; --to safetensors writes all parameters")
+    names = DECODER_NAMES[_huggingface_config(record["config"], None, {}, None)["model_type"]]
+    params = map_params(nest((path, jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in weights.items()), names)
+    arrays = adapted_arrays(params, adapted)
+    factors = dict(_values(step, {path: x for path, x in tree.items() if path not in weights}, averaged))
+    written: dict[str, np.ndarray] = {}
+    for path, array in arrays.items():
+        written |= peft_factors(array, factors[path + A], factors[path + B])
+    lora, start = saved_lora(record), str(record["config"].get("checkpoint.start_from", ""))
+    base = str(user_path(start).absolute()) if start and is_huggingface(start) else None
+    all_names = [one.name for param in params for one in param.arrays]
+    config = adapter_config([one.name for one in arrays.values()], all_names, lora.rank, lora.scale, base)
+    write_safetensors(
+        work, written, written.items(), json_files={ADAPTER_CONFIG: config}, file=ADAPTER, max_file_bytes=sys.maxsize
+    )
+    if base:
+        return []
+    return [
+        f"note: base_model_name_or_path is null: the run started from {start or 'no checkpoint'}, which is no Hugging "
+        "Face folder; load the adapters on --to safetensors of the checkpoint that it started from"
+    ]
 
 
 def read_values(step: Path, tree: Mapping[str, Array]) -> Iterator[tuple[str, np.ndarray]]:

@@ -14,6 +14,7 @@ from flax_mesh.inference import open_trained
 from flax_mesh.lora.adapters import A, B
 from flax_mesh.recipe import abstract_target, resolve
 from flax_mesh.recipe.checks import check_config
+from flax_mesh.recipe.explain import explain
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.export import export
@@ -43,11 +44,14 @@ def test_settings_that_adapters_leave_without_a_meaning_are_errors():
         resolve(config, abstract_target(config.mesh, "tpu"))
 
 
-def test_only_adapters_have_moments():
+def test_only_adapters_have_moments_and_gradients():
     config = config_of(*LORA)
     recipe = resolve(config, abstract_target(config.mesh, "tpu"))
     moments = [path for path, _ in named_leaves(abstract_split(recipe.make)[1]) if "/mu/" in path]
     assert moments and all(path.endswith((A, B)) for path in moments)
+    report = explain(config).report
+    factors = [leaf for leaf in report.leaves if leaf.kind == "parameter" and leaf.path.endswith((A, B))]
+    assert report.gradient_bytes == sum(leaf.device_bytes for leaf in factors) < report.parameter_bytes / 4
 
 
 @pytest.mark.slow

@@ -118,6 +118,14 @@ def test_a_weight_that_depends_on_a_parameter_is_refused(name, call):
         call(lambda model, b: (jnp.mean(model(b["x"]) ** 2), WEIGHTS[name](model, b)))
 
 
+@pytest.mark.parametrize("call", [train, split])
+def test_a_loss_that_depends_on_no_trained_parameter_is_refused(call):
+    text = r"depends on none of layers/\{0\.\.\d\}/bias.*Use them in loss_fn"
+    for total in (lambda model, b: jnp.sum(b["x"]), lambda model, b: jnp.sum(b["x"] + jnp.zeros_like(model(b["x"])))):
+        with pytest.raises(ValueError, match=text):
+            call(total)
+
+
 def loss_and_count(y, w):
     """A loss and a weight from one loop over the rows, as chunked losses compute them."""
 

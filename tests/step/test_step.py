@@ -98,7 +98,10 @@ def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
             return nnx.vmap(lambda drop: drop(x))(self.layers) * self.scale
 
     create = lambda: (model := Drops(), nnx.Optimizer(model, optax.sgd(0.0), wrt=nnx.Param))  # noqa: E731
-    mask = lambda model, b: (0.0, 1.0, {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])})  # noqa: E731
+    mask = lambda model, b: (  # noqa: E731
+        *(model.scale[...], 1.0),
+        {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])},
+    )
     seen = lambda **kinds: float(run(mask, start(create), [batch()], **kinds)[1][0]["mask"])  # noqa: E731
     assert seen() == seen(layers="layers") == seen(layers=["layers"])
     assert seen() != seen(layers=())

@@ -56,7 +56,7 @@ class ParamMapping(NamedTuple):
     dims: str
 
 
-class _MappedArray(NamedTuple):
+class MappedArray(NamedTuple):
     """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter."""
 
     name: str
@@ -66,13 +66,13 @@ class _MappedArray(NamedTuple):
     order: tuple[int, ...]
 
 
-class _MappedParam(NamedTuple):
+class MappedParam(NamedTuple):
     """A parameter and the arrays that it consists of; in a `stacked` one the first dim is the layer."""
 
     path: str
     value: Any
     stacked: bool
-    arrays: tuple[_MappedArray, ...]
+    arrays: tuple[MappedArray, ...]
 
 
 @check_types
@@ -158,7 +158,7 @@ def save_safetensors(
     )
 
 
-def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[_MappedParam]:
+def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam]:
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params = tuple(names), []
     named = named_leaves(state)
@@ -177,7 +177,7 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[_MappedPara
     return params
 
 
-def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> _MappedParam:
+def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> MappedParam:
     base, start = path_and_start(path)
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
@@ -203,8 +203,8 @@ def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> _Mapp
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
         where |= {key: where[key] + start for key in layers}
-        arrays.append(_MappedArray(name.format(**where), at, shape, split, order))
-    return _MappedParam(path, value, bool(layers), tuple(arrays))
+        arrays.append(MappedArray(name.format(**where), at, shape, split, order))
+    return MappedParam(path, value, bool(layers), tuple(arrays))
 
 
 @functools.cache
@@ -233,7 +233,7 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
     return groups, here
 
 
-def _differences(params: Sequence[_MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
+def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
     problems, used = [], set()
     for param in params:
         for one in param.arrays:
@@ -248,7 +248,7 @@ def _differences(params: Sequence[_MappedParam], stored: Mapping[str, np.ndarray
     return problems + [f"{name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
 
-def _sharding_problems(params: Sequence[_MappedParam]) -> list[str]:
+def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     found = []
     for param in params:
         sharding = getattr(param.value, "sharding", None)
@@ -257,7 +257,7 @@ def _sharding_problems(params: Sequence[_MappedParam]) -> list[str]:
     return found
 
 
-def _load(param: _MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
+def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
     value, slices = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -270,7 +270,7 @@ def _load(param: _MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
 
 
 def read_slice(
-    arrays: Iterable[_MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[_Bounds], dtype: DTypeLike
+    arrays: Iterable[MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[_Bounds], dtype: DTypeLike
 ) -> np.ndarray:
     """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -303,17 +303,17 @@ def _copy_transposed(out: np.ndarray, values: np.ndarray) -> None:
         np.copyto(out[columns], values[columns])
 
 
-def stored_value(array: _MappedArray, value: np.ndarray) -> np.ndarray:
+def stored_value(array: MappedArray, value: np.ndarray) -> np.ndarray:
     """The array as stored in the file, from `value[array.at]` of its parameter."""
     out = np.empty(array.split, value.dtype)
     copy_slice(out, np.asarray(value).transpose(np.argsort(array.order)))
     return out.reshape(array.shape)
 
 
-def _stored_values(params: Iterable[_MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
+def _stored_values(params: Iterable[MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array as stored) of all parameters; one parameter of one layer is on the host at a time."""
     for param in params:
-        groups: dict[int | None, list[_MappedArray]] = {}
+        groups: dict[int | None, list[MappedArray]] = {}
         for one in param.arrays:
             groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
         for layer, arrays in groups.items():

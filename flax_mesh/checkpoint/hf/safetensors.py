@@ -71,6 +71,7 @@ def write_safetensors(
     *,
     json_files: Mapping[str, object] | None = None,
     copies: Iterable[Path] = (),
+    file: str = SINGLE_FILE,
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Write a folder atomically: it appears complete, with its data synced to disk, or not at all.
@@ -80,6 +81,7 @@ def write_safetensors(
     values: (name, array) for each of them, once, in any order; only one at a time is in memory
     json_files: further files, such as {"config.json": {...}}
     copies: files to copy, under the names that they have
+    file: the name of the file, if all arrays are in one
     max_file_bytes: limit for the data in a file, unless a single array is larger
 
     After an error the folder is unchanged. A process that is killed leaves a hidden folder beside it.
@@ -89,23 +91,23 @@ def write_safetensors(
         raise ConfigError(f"{folder} exists; nothing was overwritten. Pass a folder that does not exist, or remove it.")
     if max_file_bytes < 1:
         raise ConfigError(f"max_file_bytes must be at least 1, got {max_file_bytes}.")
-    files = _plan(arrays, max_file_bytes)
+    files = _plan(arrays, max_file_bytes, file)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         work = Path(temporary) / folder.name
         work.mkdir()
         places = {}
-        for file, entries in files.items():
+        for name, entries in files.items():
             header = _header(entries)
-            (work / file).write_bytes(header)
-            places |= {name: (work / file, len(header), stored) for name, stored in entries.items()}
+            (work / name).write_bytes(header)
+            places |= {array: (work / name, len(header), stored) for array, stored in entries.items()}
         _write_values(places, values)
-        for file, data in {**_index(files), **(json_files or {})}.items():
-            (work / file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        for file in copies:
-            shutil.copyfile(file, work / file.name)
-        for file in [*work.iterdir(), work]:
-            _sync(file)
+        for name, data in {**_index(files), **(json_files or {})}.items():
+            (work / name).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        for path in copies:
+            shutil.copyfile(path, work / path.name)
+        for path in [*work.iterdir(), work]:
+            _sync(path)
         work.rename(folder)
     _sync(folder.parent)
 
@@ -264,7 +266,7 @@ def _refuse(path: Path, problems: Sequence[str]) -> NoReturn:
     raise CheckpointCorruptedError(path_lines(problems), head=f"{path} is damaged, or not in the expected format:")
 
 
-def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int) -> dict[str, dict[str, _FileSlice]]:
+def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int, single: str) -> dict[str, dict[str, _FileSlice]]:
     """The entries of every file: names in natural order, a new file where the next array would exceed the limit."""
     sizes = {name: math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for name, x in arrays.items()}
     wrong = [f"{name}: {x.dtype}" for name, x in arrays.items() if jnp.dtype(x.dtype) not in CODES]
@@ -286,7 +288,7 @@ def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int) -> dict[str, dict[s
         for name in sorted(names, key=lambda name: -jnp.dtype(arrays[name].dtype).itemsize):
             begin, end = end, end + sizes[name]
             entries[name] = _FileSlice(jnp.dtype(arrays[name].dtype), tuple(arrays[name].shape), begin, end)
-        planned[SINGLE_FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
+        planned[single if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"] = entries
     return planned
 
 

@@ -116,7 +116,8 @@ def written_text(data: Mapping[str, Any]) -> str:
         for name, problems in data.get("passed_over", {}).items()
     ]
     lines += [plain(note) for note in data.get("notes", ())]
-    what = {"checkpoint": "a checkpoint", "orbax": "a plain Orbax checkpoint"}.get(data["to"], data["to"])
+    texts = {"checkpoint": "a checkpoint", "orbax": "a plain Orbax checkpoint", "peft": "adapters for PEFT"}
+    what = texts.get(data["to"], data["to"])
     kind = f" of {data['model_type']}" if "model_type" in data else ""
     if data.get("averaged"):
         kind += " with the moving average of the parameters"

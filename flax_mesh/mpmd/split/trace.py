@@ -33,7 +33,7 @@ from flax_mesh.mpmd.split.jaxpr import (
 from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_spec
-from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_weight, run_loss, sums_of
+from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
 
@@ -112,7 +112,8 @@ def trace_forward(
         # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
-    kinds = [named_leaves(part) for part in nnx.split_state(state, wrt, nnx.RngState, ...)]
+    params, *parts = nnx.split_state(state, wrt, nnx.RngState, ...)
+    kinds = [named_leaves(part) for part in (params, *parts)]
     check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
     with around, user_modes():
@@ -129,6 +130,8 @@ def trace_forward(
     given = [*trained, *[None] * (len(program.inputs) - len(found))]
     flows = flow(program.eqns, program.inputs, program.outputs, given)
     check_weight(flows[1])
+    if train:
+        check_trains(flows[0], params)
     num_sums = len(names)
     new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
     changed = [(source, atom) for source, atom, name in new if name != source]

@@ -1,6 +1,7 @@
 """Parameters by path: parameter groups, what is trained, and the matrices of Muon, from the text of settings."""
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,8 +34,9 @@ class Matrices(NamedTuple):
 def pattern_problem(pattern: str) -> str:
     """Why a text is not a pattern of paths, "" if it is one."""
     try:
-        re.compile(pattern)
-    except re.error as error:
+        with warnings.catch_warnings(action="error", category=FutureWarning):  # such as "possible nested set"
+            re.compile(pattern)
+    except (re.error, FutureWarning) as error:
         return f"{pattern!r} must be a regular expression, but {error}"
     return ""
 

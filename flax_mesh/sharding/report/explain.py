@@ -162,6 +162,8 @@ def explain_sharding(
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *without_parameter])
     report = _with_rules(analyze_sharding_strategy(parts), table, arrays)
+    if optimizer is not None:
+        report = replace(report, gradient_bytes=_gradient_bytes(report, nnx.filter_state(arrays, optimizer.wrt)))
     used_axes = table.axes if table else axes or DEFAULT_AXES
     fingerprint = sharding_fingerprint(nnx.State(parts) if optimizer is not None else parts["model"])
     return Explanation(
@@ -204,6 +206,12 @@ def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx
             leaf = leaf._replace(path=path, rule=rule, logical=logical)
         leaves.append(leaf)
     return replace(report, leaves=tuple(leaves))
+
+
+def _gradient_bytes(report: ShardingReport, trained: nnx.State) -> int:
+    """Bytes per device of the gradients of the trained parameters, all of which are on the mesh of the model."""
+    paths = {path for path, _ in named_leaves(trained)}
+    return sum(leaf.device_bytes for leaf in report.leaves if leaf.path in paths)
 
 
 def _rule_of(

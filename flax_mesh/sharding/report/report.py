@@ -91,7 +91,7 @@ class ShardingReport(Mapping[str, Any]):
         parameter_bytes, optimizer_bytes, variable_bytes: Parts of the device with the most bytes. Variables are the
             statistics of BatchNorm, random streams and the like.
         gradient_bytes: Bytes that gradients add on that device, with the dtypes and shardings of the floating
-            parameters. Not part of `memory_per_device`.
+            parameters, in `explain_sharding` of those that the optimizer trains. Not part of `memory_per_device`.
         host_bytes: Bytes in pinned host memory, on all devices together. Not part of the other figures per device.
     """
 
