@@ -287,10 +287,15 @@ def _steps(
     )
     step, saved_step, status = start, start, "finished"
 
+    def check_callbacks() -> None:
+        _wait_for(state, ())  # the metrics may be known before the callbacks of other devices have ended
+        run.program.check()
+
     def save(*, final: bool) -> None:
         nonlocal saved_step
         rows.finish()
         if not check.stopped:
+            check_callbacks()
             run.data.check_unchanged()
             record = step_record(run.record, step, rows.last, check.record(), run.data)
             _save(run, checkpointer, step, state, record, final=final)
@@ -313,8 +318,11 @@ def _steps(
             yield from batches
 
     def evaluated(evaluate: Callable[[TrainState], Row], state: TrainState) -> Row:
+        check_callbacks()
         with saving_before_failure("its evaluation failed"):
-            return evaluate(state)
+            row = evaluate(state)
+            run.program.check()
+            return row
 
     with ExitStack() as stack:
         stack.callback(rows.close)
