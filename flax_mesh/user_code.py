@@ -37,6 +37,14 @@ def user_code(what: str, place: str = "") -> Iterator[None]:
         raise ConfigError(Problem(what, f": {place}: {_first_line(error)}")) from error
 
 
+def caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
+    """(the result, None), or (None, the exception) if the user's function raises one."""
+    try:
+        return function(*args), None
+    except (Exception, SystemExit) as error:  # code of a user may raise anything
+        return None, error
+
+
 def check_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
     """Raise a ConfigError with the line of a user's function if it cannot be called with these positional arguments."""
     try:

@@ -61,7 +61,7 @@ SHARED = """
     plan.compile.target plan.report plan.search.chips plan.search.confirm plan.search.report plan.search.space
     processes.launch processes.launchers processes.output processes.store recipe.checks recipe.compiler_options
     recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit sharding.follow sharding.memory
-    step.loss step.parameter_flow train.export train.run_folder
+    step.callbacks step.loss step.parameter_flow train.export train.run_folder
 """
 
 

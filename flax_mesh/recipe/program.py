@@ -4,6 +4,7 @@ import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.step.step import Step, make_eval_step, make_train_step
+from flax_mesh.step.step import Step, check_callbacks, make_eval_step, make_train_step
 from flax_mesh.text import array_text, at_most, listed
 from flax_mesh.user_code import place_of, user_code
 
@@ -50,6 +51,7 @@ class TrainProgram:
     init: Callable[[], TrainState]
     step: Step
     evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
+    check: Callable[[], None]  # raises the exception of a callback in a call of `step` or `evaluate`
     model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling, with its adapters merged
     pipeline: Pipeline | None = None
 
@@ -117,6 +119,7 @@ def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambd
         pipeline.init_state,
         pipeline.step,
         pipeline.evaluate,
+        pipeline.errors.check,
         lambda state: merge_lora(pipeline.model(state)),
         pipeline,
     )
@@ -138,7 +141,8 @@ def _plain(recipe: Recipe) -> TrainProgram:
         return layout.with_state(init_state(recipe.make, abstract))
 
     evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes)
-    return TrainProgram(recipe, layout, init, step, evaluate, lambda state: merge_lora(state.merge()[0]))
+    check = partial(check_callbacks, step, evaluate)
+    return TrainProgram(recipe, layout, init, step, evaluate, check, lambda state: merge_lora(state.merge()[0]))
 
 
 def split_model(recipe: Recipe, mesh: MpmdMesh | AbstractMesh) -> StagedModel:

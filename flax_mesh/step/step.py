@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -26,6 +26,7 @@ from flax_mesh.step.batch import (
     split_into_microbatches,
     split_over_mesh,
 )
+from flax_mesh.step.callbacks import CallbackErrors, has_callbacks
 from flax_mesh.step.loss import (
     NO_LIMITS,
     Batch,
@@ -89,9 +90,11 @@ def make_train_step(
         a tree of arrays (row, ...) with equal numbers of rows, of NumPy or of JAX, and of scalars. Each device receives
         its own rows only, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
         (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower`, `trace` and
-        `eval_shape` of `jax.jit`.
+        `eval_shape` of `jax.jit`. If a callback (`jax.debug.callback`, `jax.pure_callback`) raises an exception, its
+        results are zeros, and the next call of the step raises the exception.
 
     Raises:
+        ConfigError: A callback raised an exception in the previous call; its line is named.
         ValueError: When the step is traced: the rows of the batch are not divisible by `num_microbatches` and the mesh
             axes of the batch, the return value of `loss_fn` has another form, its weight depends on trained parameters,
             its loss on none of them, or the call of the model adds or removes variables or changes the shape or dtype
@@ -162,8 +165,10 @@ def make_train_step(
     # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
     # reads, that could be a result in another memory.
     keep = any(map(is_on_host, state.leaves))
-    jitted = jax.jit(chosen, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep)
-    return _PlacingStep(jitted, mesh, axes)
+    jit = functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep
+    )
+    return _PlacingStep(jit, chosen, mesh, axes)
 
 
 @check_types
@@ -196,18 +201,36 @@ def make_eval_step(
             loss_sum, (weight, metrics) = traced_loss(sums, params)(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
-    return _PlacingStep(jax.jit(evaluate), mesh, axes)
+    return _PlacingStep(jax.jit, evaluate, mesh, axes)
+
+
+def check_callbacks(*steps: object) -> None:
+    """Raise the exception of a callback in a call of these steps, if there is one."""
+    for step in steps:
+        if isinstance(step, _PlacingStep):
+            step.errors.check()
 
 
 class _PlacingStep:
     """A jitted step that places copies of the NumPy arrays of its batch on the devices, each with its own rows only.
 
-    jax.jit alone may compute with the memory of the array itself, which the caller fills again meanwhile.
+    jax.jit alone may compute with the memory of the array itself, which the caller fills again meanwhile. A program
+    with callbacks is traced once more, so that they record their exceptions; the next call raises them.
     """
 
-    def __init__(self, jitted: Any, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
+    def __init__(
+        self,
+        jit: Callable[..., Any],
+        function: Callable[..., Any],
+        mesh: Mesh | AbstractMesh | None,
+        axes: PartitionAxis,
+    ):
+        self._jitted = jitted = jit(function)
         functools.update_wrapper(self, jitted)
-        self._jitted, self._mesh, self._axes, self._problem = jitted, mesh, axes, ""
+        self.errors = CallbackErrors()
+        self._recording = jit(self.errors.guarded(function))  # traced only if the step has callbacks
+        self._has_callbacks: dict[Hashable, bool] = {}  # by the types of batch and limits
+        self._mesh, self._axes, self._problem = mesh, axes, ""
         self.lower, self.trace, self.eval_shape = jitted.lower, jitted.trace, jitted.eval_shape
         known = {name for logical in LOGICAL_AXES for name in axes.mesh_axes(logical)}
         if mesh is not None and mesh.size > 1 and known.isdisjoint(mesh.axis_names):
@@ -217,13 +240,19 @@ class _PlacingStep:
             )
 
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
+        self.errors.check()
         check_not_donated(state)
         if self._problem and any(isinstance(x, np.ndarray) for x in jax.tree.leaves(batch)):
             warnings.warn(self._problem, stacklevel=2)
         batch = on_device_dtypes(batch, "batch")
         if isinstance(self._mesh, Mesh):
             batch = put_batch(batch, self._mesh, self._axes)
-        return self._jitted(state, batch, *limits)
+        leaves, tree = jax.tree.flatten((batch, limits))
+        key = (tree, *map(jax.typeof, leaves))
+        if key not in self._has_callbacks:
+            # The call below uses this trace again.
+            self._has_callbacks[key] = has_callbacks(self._jitted.trace(state, batch, *limits).jaxpr.eqns)
+        return (self._recording if self._has_callbacks[key] else self._jitted)(state, batch, *limits)
 
 
 def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):

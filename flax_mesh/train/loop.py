@@ -30,7 +30,7 @@ from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.processes import Watch, broadcast_from_process_0, stop_together
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig, data_seed
-from flax_mesh.recipe.overrides import Change, to_lines
+from flax_mesh.recipe.overrides import Change
 from flax_mesh.recipe.program import TrainProgram, batch_sharding, build_program
 from flax_mesh.recipe.saved import run_metadata
 from flax_mesh.step.loss import Limits, is_sum_over_rows
@@ -38,7 +38,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.hooks.load import Hooks, find_hooks
 from flax_mesh.train.hooks.profile import Profile, profile_problem
-from flax_mesh.train.metadata import check_resume, layout_changes, run_record, step_record
+from flax_mesh.train.metadata import check_resume, config_lines, layout_changes, repeats_rows, run_record, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, folder_of_run, is_first, latest_step
@@ -276,8 +276,9 @@ def _steps(
     profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
     check = StepCheck(settings, saved)
     own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
+    repeats = partial(repeats_rows, run.record, config)
     rows = Rows(
-        MetricsFile(run.folder, to_lines(config), start, run.say) if is_first() else None,
+        MetricsFile(run.folder, config_lines(run.record), start, run.say, repeats) if is_first() else None,
         run.program,
         start,
         check,
@@ -287,10 +288,15 @@ def _steps(
     )
     step, saved_step, status = start, start, "finished"
 
+    def check_callbacks() -> None:
+        _wait_for(state, ())  # the metrics may be known before the callbacks of other devices have ended
+        run.program.check()
+
     def save(*, final: bool) -> None:
         nonlocal saved_step
         rows.finish()
         if not check.stopped:
+            check_callbacks()
             run.data.check_unchanged()
             record = step_record(run.record, step, rows.last, check.record(), run.data)
             _save(run, checkpointer, step, state, record, final=final)
@@ -313,8 +319,11 @@ def _steps(
             yield from batches
 
     def evaluated(evaluate: Callable[[TrainState], Row], state: TrainState) -> Row:
+        check_callbacks()
         with saving_before_failure("its evaluation failed"):
-            return evaluate(state)
+            row = evaluate(state)
+            run.program.check()
+            return row
 
     with ExitStack() as stack:
         stack.callback(rows.close)

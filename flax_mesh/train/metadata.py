@@ -1,6 +1,6 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_mesh.checkpoint.read import mesh_of
@@ -38,6 +38,27 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
     """The metadata of one checkpoint, with the fields `check` of a StepCheck."""
     metrics = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {**run, "step": step, "data": data.record(step), "metrics": metrics, **check}
+
+
+def config_lines(run: Mapping[str, Any]) -> list[str]:
+    """The lines of config.txt: the settings of a `run_record`, and what its data is, as a comment."""
+    return [*(f"{key}={text}" for key, text in run["config"].items()), _data_line(run)]
+
+
+def _data_line(run: Mapping[str, Any]) -> str:
+    return f"# {run['data']['name']}: {run['data']['content_hash']}"
+
+
+def repeats_rows(run: Mapping[str, Any], config: TrainConfig, lines: Sequence[str], last: int) -> bool:
+    """Whether a new run computes all rows of an earlier run again, whose config.txt has `lines` and whose last step is
+    `last`: settings and data are equal, and that run was killed before its first save.
+    """
+    before = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
+    saves = [before.get(key, "") for key in ("checkpoint.every", "run.steps")]
+    had_saved = not all(text.isdecimal() and last < int(text) for text in saves)  # its checkpoints were removed
+    # Rows with an evaluation are not repeated if other steps have one.
+    changed = any(one.changes_result or one.key == "run.eval_every" for one in changes(before, config))
+    return not had_saved and not changed and last <= config.run.steps and _data_line(run) in lines
 
 
 def check_resume(

@@ -119,6 +119,7 @@ class Rows:
         self._pending: tuple[int, Any, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
+        self._check_callbacks = program.check
         self._devices = list(program.mesh.devices.flat)
         recipe, kind = program.recipe, self._devices[0].device_kind
         rows = None if recipe.user_batches is None else recipe.data.batch_size
@@ -134,7 +135,9 @@ class Rows:
         """Write the pending row, merged with `more()`. The time spent here is excluded from `seconds` of all rows."""
         if self._pending is None:
             return
-        self.last = self._row(*self._pending) | self._extra | more()
+        row = self._row(*self._pending)
+        self._check_callbacks()
+        self.last = row | self._extra | more()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
         if warning := self._check.read(self.last):
             self._say(warning)

@@ -109,13 +109,21 @@ class MetricsFile:
     """metrics.jsonl of a run that has completed `start` steps: one row per line. NaN and infinities become null.
 
     The first row also prepares the folder: config.txt is written, and an older metrics.jsonl is cut back to the first
-    `start` steps, because the later ones are computed again. A new run renames both files of an older run.
+    `start` steps, because the later ones are computed again. A new run renames both files of an older run, unless
+    `is_repeated`, called with the lines of its config.txt and its last step, returns that this run repeats its rows.
     """
 
-    def __init__(self, folder: Path, settings: Sequence[str], start: int, say: Callable[[str], None]):
+    def __init__(
+        self,
+        folder: Path,
+        settings: Sequence[str],
+        start: int,
+        say: Callable[[str], None],
+        is_repeated: Callable[[Sequence[str], int], bool] = lambda lines, last: False,
+    ):
         self._folder = folder.absolute()  # a recipe may change the current folder
         self._path = self._folder / METRICS
-        self._settings, self._start, self._say = settings, start, say
+        self._settings, self._start, self._say, self._is_repeated = settings, start, say, is_repeated
         self._file: BinaryIO | None = None  # unbuffered
         self._written: tuple[int, ...] = ()  # identity and size of the file after the last row
         self._count = 0  # rows that the file should contain
@@ -143,7 +151,7 @@ class MetricsFile:
     def _prepare(self) -> None:
         """Write config.txt and remove the rows of steps that this run computes, or rename the files of an older run."""
         text = self._path.read_bytes() if self._path.exists() else b""
-        if text and not self._start:
+        if text and not self._start and not self._is_repeated(_lines(self._folder / CONFIG), _last_step(text)):
             names = _rename_old(self._folder, [name for name in (METRICS, CONFIG) if (self._folder / name).exists()])
             self._say(f"run: the folder has no checkpoint of its earlier run; its files are now {' and '.join(names)}")
             text = b""
@@ -151,9 +159,8 @@ class MetricsFile:
         if kept != text:
             _rewrite(self._path, text, kept)
             before, after = count_text(_num_lines(text), "row"), _num_lines(kept)
-            self._say(
-                f"run: {METRICS} is cut back to the checkpoint of step {self._start}: {before} before, {after} now"
-            )
+            first = f"the checkpoint of step {self._start}" if self._start else "its start, as nothing was saved"
+            self._say(f"run: {METRICS} is cut back to {first}: {before} before, {after} now")
         self._count = _num_lines(kept)
         lines = "\n".join(self._settings) + "\n"
         _replace(self._folder / CONFIG, lines.encode())  # in the format that @FILE reads
@@ -211,6 +218,18 @@ def _step_of(line: bytes) -> int:
     except (ValueError, TypeError, KeyError, RecursionError):
         return 0
     return step if isinstance(step, int) else 0
+
+
+def _last_step(text: bytes) -> int:
+    return max(map(_step_of, text.split(b"\n")))
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a text file; none if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def _num_lines(text: bytes) -> int:

@@ -371,3 +371,38 @@ def test_runs_that_read_the_programs_compile_damaged_ones_or_have_no_cache_have_
         assert run_process(copy, "--allow-changes") == (name == "copy", losses)
     assert run_process(tmp_path / "none", "run.compilation_cache=false") == (0, losses)
     assert not (tmp_path / "none" / "compiled").exists()
+
+
+FAILS_LATER = """
+from dataclasses import replace
+import jax
+from tests.train import bigram
+
+seen = []
+
+def count(loss):
+    seen.append(loss)
+    if len(seen) == WHEN:
+        raise KeyError("no such metric")
+
+def loss_fn(model, batch):
+    sums = bigram.loss_fn(model, batch)
+    jax.debug.callback(count, sums[0])
+    return sums
+
+def recipe():
+    return replace(bigram.recipe(), loss_fn=loss_fn)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("when", "steps"), [(3, [1, 2]), (5, [1, 2, 3, 4])])  # in step 3; in the evaluation of step 4
+def test_a_callback_that_raises_ends_the_run_with_its_line_and_without_saving_its_step(when, steps, tmp_path, capsys):
+    (tmp_path / "recipe.py").write_text(FAILS_LATER.replace("WHEN", str(when)))
+    settings = ["mesh.shape=dp:8", f"data.source={write_text(tmp_path)}", f"run.folder={tmp_path / 'run'}"]
+    argv = ["train", str(tmp_path / "recipe.py"), *settings, "checkpoint.every=2", "run.steps=6"]
+    assert main(argv) == BAD_INPUT
+    error = f"flax-mesh: a callback of the step: {tmp_path / 'recipe.py'}, line 11: KeyError: 'no such metric'"
+    assert error in capsys.readouterr().err.splitlines()
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == steps
+    assert {x.name for x in (tmp_path / "run" / "checkpoints").iterdir() if x.name.isdigit()} == {"2", str(steps[-1])}

@@ -1,14 +1,20 @@
 """The train step against a plain Flax and optax loop on one device, for models and losses of the tests."""
 
+import re
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import io_callback
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh import create_mesh, partitioned
+from flax_mesh.errors import ConfigError
+from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import reseed
 from flax_mesh.train import make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
@@ -219,3 +225,130 @@ def test_limits_that_change_compile_nothing(compilations):
     compilations.clear()
     state, metrics = step(state, batch(), (np.float32(1e8), np.float32(0)))
     assert float(metrics["skipped"]) == 1 and not compilations
+
+
+# --- callbacks that raise an exception: no device may wait for the one that ran the callback ---
+
+
+class Host:
+    """The functions that callbacks of the losses below call: they count their calls, and raise an error if `fails`."""
+
+    def __init__(self, fails: bool | str = False):
+        self.calls, self.fails = 0, fails
+
+    def double(self, x):
+        self.calls += 1
+        return (np.ones(3, np.float32) if self.fails == "shape" else 2 * np.asarray(x)) / self.divisor()
+
+    def divisor(self):
+        if self.fails is True:
+            raise KeyError("no such metric")
+        return np.float32(1)
+
+    def note(self, *values):
+        self.calls += 1
+        self.divisor()
+
+
+def printing(host, model, x):
+    jax.debug.callback(host.note, x)
+    jax.debug.print("mean {}", x.mean())
+    return model(x)
+
+
+def nested(host, model, x):
+    def body(x, _):
+        jax.debug.callback(host.note, x.sum())
+        return jax.lax.cond(x.sum() < 1e9, lambda x: pure(host, model, x), jnp.tanh, x), None
+
+    return jax.lax.scan(jax.remat(body), model(x), length=2)[0]
+
+
+def pure(host, model, x):
+    return jax.lax.stop_gradient(jax.pure_callback(host.double, jax.typeof(x), jax.lax.stop_gradient(x))) + x
+
+
+def in_a_rule(host, model, x):
+    """Only the rules of the gradient contain callbacks."""
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, g: (jax.pure_callback(host.double, jax.typeof(g), g),))
+    return same(model(x))
+
+
+def read(host, model, x):
+    return model(io_callback(host.double, jax.typeof(x), x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "parts", "axis_type"),
+    [
+        (printing, 2, AxisType.Auto),
+        (printing, 1, AxisType.Explicit),
+        (pure, 1, AxisType.Auto),
+        (nested, 1, AxisType.Explicit),
+        (in_a_rule, 2, AxisType.Auto),
+        (read, 1, AxisType.Auto),
+    ],
+)
+def test_a_step_with_callbacks_computes_what_jax_computes(call, parts, axis_type):
+    host = Host()
+    loss_fn = lambda model, b: jnp.mean(call(host, model, b["x"]) ** 2)  # noqa: E731
+    mesh = create_mesh((8,), ("fsdp",), axis_types=(axis_type,))
+    state = start(make(), mesh)
+    step, copy, b = make_train_step(loss_fn, state, num_microbatches=parts), jax.tree.map(jnp.copy, state), batch()
+    placed = put_batch(b, mesh, state.definition.axes)
+    expected = jax.block_until_ready(step.lower(copy, placed).compile()(copy, placed))
+    calls, host.calls = host.calls, 0
+    found = jax.block_until_ready(step(state, b))
+    assert host.calls == calls == parts or call is not printing  # JAX may call a pure callback any number of times
+    assert found[1] == expected[1]
+    jax.tree.map(np.testing.assert_array_equal, as_numbers(found[0]), as_numbers(expected[0]))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("call", [nested, printing, pure, in_a_rule, read])
+def test_the_next_call_raises_the_exception_of_a_callback_on_8_devices(call):
+    host = Host()
+    loss_fn = lambda model, b: jnp.mean(call(host, model, b["x"]) ** 2)  # noqa: E731
+    state = start(make(), create_mesh((8,), ("fsdp",)))
+    step, host.fails = make_train_step(loss_fn, state), True
+    state, _ = jax.block_until_ready(step(state, batch()))
+    line = Host.divisor.__code__.co_firstlineno + 2
+    place = re.escape(f"{__file__}, line {line}: KeyError: 'no such metric'")
+    with pytest.raises(ConfigError, match=f"^a callback of the step: {place}$"):
+        step(state, batch())
+    host.fails = False
+    state, _ = jax.block_until_ready(step(state, batch()))  # it is raised once, and the state was not donated
+    step(state, batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callback", "problem"),
+    [
+        (Host("shape").double, r"\): it must return float32\[16, 8\], but it returned float32\[3\]"),
+        (np.linalg.cholesky, r"\): Last 2 dimensions of the array must be square"),
+        (lambda x: sys.exit("the data is wrong"), "SystemExit: the data is wrong"),
+    ],
+)
+def test_what_else_a_callback_may_do_wrong_is_raised_by_the_next_evaluation(callback, problem):
+    def loss_fn(model, b):
+        return jnp.mean(model(b["x"]) ** 2) + jnp.sum(jax.pure_callback(callback, jax.typeof(b["x"]), b["x"]))
+
+    state = start(make(), create_mesh((8,), ("fsdp",)))
+    evaluate = make_eval_step(loss_fn, state)
+    jax.block_until_ready(evaluate(state, batch()))
+    with pytest.raises(ConfigError, match=f"^a callback of the step: .*{problem}$"):
+        evaluate(state, batch())
+
+
+def test_a_step_without_callbacks_is_traced_once():
+    traced = []
+
+    def loss_fn(model, b):
+        traced.append(b)
+        return jnp.mean(model(b["x"]) ** 2)
+
+    run(loss_fn, start(make()), [batch()] * 2)
+    assert len(traced) == 1

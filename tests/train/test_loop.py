@@ -72,7 +72,9 @@ def test_a_new_run_prints_its_description_writes_its_config_and_continues_the_he
     assert printed[4:] == ["optimizer: adamw, cosine schedule", f"run: new run in {result.folder}, 12 steps"]
     lines = (result.folder / "config.txt").read_text().splitlines()
     assert f"data.source={text}" in lines and f"run.folder={result.folder}" in lines
-    assert to_lines(apply_overrides(recipe(), lines)) == lines
+    *settings, data = lines
+    assert to_lines(apply_overrides(recipe(), settings)) == settings
+    assert re.fullmatch("# content of data.source: [0-9a-f]{64}", data)
     assert result.sample[:60] in text.read_text()[-text.stat().st_size // 5 :]
     assert len(result.sample) == 64 + 8
 

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,8 +16,10 @@ import pytest
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.recipe.overrides import to_lines
+from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.recipe.overrides import to_lines, to_texts
 from flax_mesh.train import apply_overrides, train
+from flax_mesh.train.metadata import config_lines, repeats_rows
 from flax_mesh.train.run_folder import MetricsFile, check_agreement, next_free, rows_until, run_folder
 from tests.train.bigram import recipe, snapshot
 
@@ -109,6 +112,47 @@ def test_a_new_run_keeps_the_files_of_an_old_one_under_other_names(tmp_path):
         assert said == ([moved] if expected else [])
     assert {metrics(tmp_path), (tmp_path / "metrics.jsonl.old").read_bytes()} == {b"".join(ROWS[:3])}
     assert len(os.listdir(tmp_path)) == 6
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_repeated"),
+    [
+        ([], [], True),
+        ([], ["mesh.shape=dp:4", "checkpoint.every=2", "run.steps=3"], True),  # these do not change a row
+        (["run.seed=1"], [], False),
+        (["run.eval_every=0"], [], False),
+        ([], ["data.source=other.txt"], False),
+        ([], ["run.steps=2"], False),  # the last row is not computed again
+        (["checkpoint.every=3"], [], False),  # it had a checkpoint, which was removed
+        (["run.steps=3"], [], False),
+        (["data"], [], False),
+        (["no data"], [], False),  # a config.txt of an earlier version
+        (["no file"], [], False),
+    ],
+)
+def test_a_run_that_was_killed_before_its_first_save_is_repeated_in_its_file(before, now, is_repeated, tmp_path):
+    def write(config: TrainConfig, data: str, end: int) -> list[str]:
+        said: list[str] = []
+        record = {"config": to_texts(config), "data": {"name": "text.txt", "content_hash": data}}
+        file = MetricsFile(tmp_path, config_lines(record), 0, said.append, partial(repeats_rows, record, config))
+        for step in range(1, end + 1):
+            file.write(row(step))
+        file.close()
+        return said
+
+    changed = [setting for setting in before if "=" in setting]
+    write(apply_overrides(recipe(), changed), "other" if "data" in before else "same", 3)
+    if "no data" in before:
+        (tmp_path / "config.txt").write_text("\n".join(to_lines(recipe())))
+    if "no file" in before:
+        (tmp_path / "config.txt").unlink()
+    said = write(apply_overrides(recipe(), now), "same", 2)
+    assert metrics(tmp_path) == b"".join(ROWS[:2])
+    if is_repeated:
+        assert sorted(os.listdir(tmp_path)) == ["config.txt", "metrics.jsonl"]
+        assert said == ["run: metrics.jsonl is cut back to its start, as nothing was saved: 3 rows before, 0 now"]
+    else:
+        assert (tmp_path / "metrics.jsonl.old").read_bytes() == b"".join(ROWS[:3])
 
 
 def test_a_folder_does_not_change_before_the_first_row(tmp_path):
@@ -311,6 +355,9 @@ def fail(*arguments: object) -> None:
     raise ZeroDivisionError("in the recipe")
 
 
+IN_CALLBACK = f"a callback of the step: {__file__}, line {fail.__code__.co_firstlineno + 1}: ZeroDivisionError: in the"
+
+
 def fail_in_a_step(model, batch):
     jax.debug.callback(fail)
     return jnp.float32(0), jnp.float32(1)
@@ -318,15 +365,29 @@ def fail_in_a_step(model, batch):
 
 @pytest.mark.slow
 def test_a_first_step_that_fails_leaves_no_folder_or_the_old_one_unchanged(config, tmp_path):
-    with pytest.raises(Exception, match="in the recipe"):
-        train(replace(config("run.steps=4", "mesh.shape=dp:1"), loss_fn=fail_in_a_step))
+    with pytest.raises(ConfigError, match=IN_CALLBACK):
+        train(replace(config("run.steps=4", "mesh.shape=dp:8"), loss_fn=fail_in_a_step))
     assert os.listdir(tmp_path) == []
     train(config("run.steps=2"))
     (tmp_path / "run" / ".lock").unlink()
-    before, longer = snapshot(tmp_path), config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:1")
-    with pytest.raises(Exception, match="in the recipe"):
+    before, longer = snapshot(tmp_path), config("run.steps=4", "checkpoint.every=7", "mesh.shape=dp:8")
+    with pytest.raises(ConfigError, match=IN_CALLBACK):
         train(replace(longer, loss_fn=fail_in_a_step), allow_changes=True)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_a_run_that_ended_before_its_first_save_is_repeated_in_the_same_files(config, tmp_path):
+    def end(row):
+        if row["step"] == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(config("run.steps=4"), hooks=[end])
+    assert steps_of(metrics(tmp_path / "run")) == [1, 2]
+    train(config("run.steps=4"))
+    assert steps_of(metrics(tmp_path / "run")) == [1, 2, 3, 4]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "checkpoints", "config.txt", "metrics.jsonl"]
 
 
 @pytest.mark.sampled

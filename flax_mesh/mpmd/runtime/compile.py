@@ -18,6 +18,7 @@ from flax_mesh.mpmd.split.jaxpr import Program, Var, with_axes_of
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.ordered import OrderedTransfer
+from flax_mesh.step.callbacks import CallbackErrors
 from flax_mesh.tree import PyTree
 
 Jitted = Callable[..., Any]
@@ -103,11 +104,13 @@ def compile_pipeline(
     train: bool,
     remat: str,
     split: bool,
+    errors: CallbackErrors,
     options: Options = None,
 ) -> CompiledPipeline:
     """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
+    meshes = transfers.meshes
     stages = compile_stages(
-        forward, group_of, shardings, transfers.meshes, train=train, remat=remat, split=split, options=options
+        forward, group_of, shardings, meshes, train=train, remat=remat, split=split, errors=errors, options=options
     )
     sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
     zeros = {
@@ -137,18 +140,35 @@ def compile_stages(
     train: bool,
     remat: str,
     split: bool,
+    errors: CallbackErrors | None = None,
     options: Options = None,
 ) -> tuple[StageFunctions, ...]:
-    """The programs of every stage on the mesh of its group, which may be abstract. Calls compile them."""
+    """The programs of every stage on the mesh of its group, which may be abstract. Calls compile them.
+
+    With `errors`, callbacks record their exceptions there.
+    """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages: list[StageFunctions] = []
     seen: set[int] = set()
     for number, (stage, group) in enumerate(zip(forward.stages, group_of, strict=True)):
         program = differentiate(stage, wrt, remat=remat, split=split) if train else stage
+        program = program if errors is None else _recording(program, errors)
         compiler = _StageCompiler(forward, program, number, meshes[group], options)
         stages.append(compiler.compile(group, shardings, seen))
         seen |= set(stages[-1].changed)
     return tuple(stages)
+
+
+def _recording(stage: StageProgram, errors: CallbackErrors) -> StageProgram:
+    """The stage with callbacks that record their exceptions in `errors`."""
+    parts = {name: getattr(stage, name) for name in ("forward", "backward", "weights")}
+    return stage._replace(
+        **{
+            name: part._replace(eqns=tuple(errors.recording(part.eqns)))
+            for name, part in parts.items()
+            if part is not None
+        }
+    )
 
 
 class _StageCompiler:

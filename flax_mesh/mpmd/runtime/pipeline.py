@@ -35,6 +35,7 @@ from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, s
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
 from flax_mesh.sharding.abstract import Make, model_axes
 from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
+from flax_mesh.step.callbacks import CallbackErrors
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState, check_not_donated
@@ -136,6 +137,7 @@ class Pipeline:
         self.num_transfers = 0  # of activations and gradients between groups, in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
         self.fuses = True  # F and B of the last stage, where they run back to back; this may round differently
+        self.errors = CallbackErrors()  # the next call raises them
         self._by_batch: dict[Hashable, CompiledPipeline] = {}  # by the tree and the shapes of a batch
         self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
         self._updates: dict[Hashable, Update] = {}
@@ -231,6 +233,7 @@ class Pipeline:
 
         Every process must call it for the same run.
         """
+        self.errors.check()
         check_not_donated(state)
         number, batch = self.transfers.next_number(), on_device_dtypes(batch, "batch")
         compiled = self._compiled(batch, count, train)
@@ -288,6 +291,7 @@ class Pipeline:
             train=train,
             remat=self.remat,
             split=self.schedule.splits_backward,
+            errors=self.errors,
             options=self.options,
         )
         announce_layouts(compiled)

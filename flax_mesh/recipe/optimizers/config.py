@@ -137,5 +137,6 @@ def momentum_of(config: OptimizerConfig) -> float:
 
 
 def _unused_text(name: str, value: Any, of: str, chosen: str, users: Sequence[str]) -> str:
-    found = f"optimizer.{name}={" ".join(str(value).split())} has no effect with optimizer.{of}={chosen}"
+    text = " ".join(str(value).split())  # without line breaks
+    found = f"optimizer.{name}={text} has no effect with optimizer.{of}={chosen}"
     return f"{found}, only with {' or '.join(users)}; remove it"

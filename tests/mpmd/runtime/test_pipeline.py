@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
@@ -96,6 +97,38 @@ def test_evaluate_returns_the_sums_of_one_device_also_for_a_batch_in_64_bits():
     wide = {name: x.astype(np.int64) for name, x in batch.items()}
     programs = len(pipeline.compiled)
     assert pipeline.evaluate(state, wide, 4)["loss"] == sums["loss"] and len(pipeline.compiled) == programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_the_next_call_raises_the_exception_of_a_callback_of_a_stage(name):
+    """The groups have several devices, which wait for each other. A forward pass and a rule of a gradient raise it."""
+    failing: set[str] = set()
+
+    def check(kind, x):
+        if kind in failing:
+            raise ZeroDivisionError(kind)
+        return x
+
+    called = lambda kind, x: jax.pure_callback(partial(check, kind), jax.typeof(x), x)  # noqa: E731
+    same = jax.custom_vjp(partial(called, "forward"))
+    same.defvjp(lambda x: (same(x), None), lambda _, g: (called("backward", g),))
+
+    def loss_fn(model, batch):
+        model.layers[1].bias[...] = same(model.layers[1].bias[...])
+        return net_loss(model, batch)
+
+    pipeline = build(make_net, loss_fn, net_batch(8), 2, PLAIN_SGD, name=name, mesh=groups(pp=2, fsdp=4), rules="fsdp")
+    expected = build_net().step(build_net().init_state(), net_batch(8))[1]["loss"]
+    state, metrics = pipeline.step(pipeline.init_state(), net_batch(8))
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    for kind, call in [("forward", pipeline.step), ("backward", pipeline.step), ("forward", pipeline.evaluate)]:
+        failing.add(kind)
+        jax.block_until_ready(call(pipeline.init_state(), net_batch(8)))
+        failing.clear()
+        line = check.__code__.co_firstlineno + 2
+        with pytest.raises(ConfigError, match=f"^a callback of the step: .*, line {line}: ZeroDivisionError: {kind}$"):
+            call(state, net_batch(8))
 
 
 # --- steps that are skipped ---
