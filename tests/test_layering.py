@@ -166,7 +166,7 @@ OF_SETTINGS = ("plan.search", "cli")
 DOORS = """
     plan.recipe.plan plan.recipe.plan_for plan.recipe._hardware
     plan.compile.recipe.topology_of train.loop.train train.export.reshard train.metadata.check_resume
-    train.warm_start.check_start_settings
+    train.metadata.repeats_rows train.warm_start.check_start_settings
 """
 # What reads the settings of a resolved recipe: it records them, compares them with saved ones, or passes them to
 # functions of the user.

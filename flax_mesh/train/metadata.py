@@ -1,5 +1,6 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,9 @@ def repeats_rows(run: Mapping[str, Any], config: TrainConfig, lines: Sequence[st
     """
     before = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
     saves = [before.get(key, "") for key in ("checkpoint.every", "run.steps")]
-    had_saved = not all(text.isdecimal() and last < int(text) for text in saves)  # its checkpoints were removed
+    had_saved = not all(
+        re.fullmatch("[0-9]{1,18}", text) and last < int(text) for text in saves
+    )  # its checkpoints were removed
     # Rows with an evaluation are not repeated if other steps have one.
     changed = any(one.changes_result or one.key == "run.eval_every" for one in changes(before, config))
     return not had_saved and not changed and last <= config.run.steps and _data_line(run) in lines
