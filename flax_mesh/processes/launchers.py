@@ -37,7 +37,7 @@ AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
 
 
 class Launched(NamedTuple):
-    """This process is number `index` of `count`, says the launcher. `coordinator` is "" if it states no address."""
+    """By its launcher, this process is number `index` of `count`. `coordinator` is "" if it states no address."""
 
     launcher: Launcher
     index: int

@@ -267,7 +267,7 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("loss_fn", lambda model: 1, WITH_ARGUMENTS + " .model, batch."),
     ("loss_fn", lambda model, batch: batch["labels"], "KeyError: 'labels'"),
     ("loss_fn", lambda model, batch: sys.exit(0), "SystemExit: 0"),
-    ("loss_fn", lambda model, batch: 1 / (not model.dropout.deterministic), "ZeroDivisionError"),
+    ("loss_fn", lambda m, batch: m(batch["inputs"]).sum() * (1 / (not m.dropout.deterministic)), "ZeroDivisionError"),
     *(("loss_fn", loss_with(metrics), f"metrics of loss_fn {problem}") for metrics, problem in ROW_METRICS),
     ("make_model", lambda config, rngs: config.no_field, "AttributeError"),
     ("make_model", lambda config, rngs: None, "it must return an nnx.Module, got NoneType"),
