@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -20,7 +20,8 @@ from flax_mesh.cli.common import (
     write_file,
 )
 from flax_mesh.cli.text.generated import Printer, json_of
-from flax_mesh.errors import Mistakes
+from flax_mesh.errors import ConfigError, Mistakes
+from flax_mesh.inference.chat import Conversation
 from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
 from flax_mesh.inference.source import Source
@@ -29,6 +30,7 @@ from flax_mesh.inference.trained import TrainedModel, finite_problem
 from flax_mesh.models import Generated, Sampling, generate
 from flax_mesh.models.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
+from flax_mesh.text import listed
 
 SMALLER_CACHE = "lower --max-tokens, --cache-length or --batch-size"
 
@@ -73,11 +75,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="tokens of a prompt and its text that the cache can store (default: as many as the longest needs)",
     )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the lines of standard input, each with those before it, by the chat template of the tokenizer",
+    )
+    parser.add_argument("--system", metavar="TEXT", default="", help="of --chat: the message of the system")
     parser.add_argument("--out", metavar="FILE.jsonl", help="write a line of JSON for every prompt")
     parser.add_argument("--json", action="store_true", help="print these lines instead of the text")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if arguments.chat or arguments.system:
+        return _chat(arguments)
     trained, prompts, rows = _opened(arguments)
     sizes = {name: getattr(arguments, name) for name in ("max_tokens", "batch_size", "cache_length")}
     check_cache(trained.config, trained.mesh, list(map(len, rows)), **sizes, advice=SMALLER_CACHE)
@@ -115,6 +125,61 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if warning := finite_problem([prompt.name for prompt in prompts], results):
             say(f"warning: {warning}; try model.dtype=float32, or another --step")
     return DONE
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    trained, chat = _opened_chat(arguments)
+    tokenizer, stops = trained.tokenizer, [*trained.stop_tokens, *chat.stop_tokens]
+    assert tokenizer is not None  # a conversation has one
+    sizes = {name: getattr(arguments, name) for name in ("max_tokens", "batch_size", "cache_length")}
+    for text in _turns():
+        row = chat.ask(text)
+        check_cache(trained.config, trained.mesh, [len(row)], **sizes, advice=SMALLER_CACHE)
+        if note := _length_note(trained.source, len(row) + arguments.max_tokens):
+            say(note)
+        printer = Printer([Prompt("line", text)], [row], tokenizer, frozenset(stops), arguments.max_tokens, quiet=False)
+        options = {"sampling": _sampling(arguments), "stop_tokens": stops, "seed": arguments.seed, **sizes}
+        (one,) = generate(trained.model, [row], **options, on_token=printer.token)
+        chat.answer(row, one, tokenizer, stops)
+        if reader_has_ended(sys.stdout):
+            break
+    return DONE
+
+
+def _turns() -> Iterator[str]:
+    """The lines of standard input that are not empty, with a mark before each in a terminal."""
+    mark = "> " if sys.stdin.isatty() else ""
+    print(mark, end="", file=sys.stderr, flush=True)
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            if text := line.decode().strip():
+                yield text
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--chat: line {number} of standard input is not UTF-8") from error
+        print(mark, end="", file=sys.stderr, flush=True)
+
+
+def _opened_chat(arguments: argparse.Namespace) -> tuple[TrainedModel, Conversation]:
+    """The model and an empty conversation; one error for all mistakes, before anything compiles."""
+    mistakes, tokenizer, stops = Mistakes(), None, list[int]()
+    chat: Conversation | None = None
+    limits = (arguments.max_tokens, arguments.seed, arguments.batch_size, arguments.cache_length, (), 1)
+    mistakes.problems += map(as_option, [*_sampling(arguments).problems(), *option_problems(*limits)])
+    if not arguments.chat:
+        mistakes.problems.append("--system is the first message of --chat; pass --chat too")
+    elif given := [f"--{name}" for name in ("prompt", "prompts", "out", "json") if getattr(arguments, name)]:
+        mistakes.problems.append(f"--chat reads standard input; remove {listed(given)}")
+    request = TrainedRequest(arguments, mistakes)
+    if (source := request.source) is not None:
+        with mistakes:
+            chat = Conversation(source, arguments.system)
+        with mistakes:
+            if (tokenizer := open_tokenizer(source)) is None:
+                raise ConfigError(f"--chat requires a tokenizer.json in {source.files}, to decode answers")
+            stops = [*stop_tokens(source), *stop_ids(arguments.stop, tokenizer, source.model.vocab_size)]
+    trained = request.load(tokenizer, stops)
+    assert chat is not None
+    return trained, chat
 
 
 def _length_note(source: Source, longest: int) -> str:

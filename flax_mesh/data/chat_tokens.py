@@ -81,6 +81,10 @@ class Encoder:
             raise BadRowError(f"has no {' and no '.join(map(repr, missing))}, which the first row has")
         return self._chat(row) if self.names == FORMATS[0] else self._texts([row[name] for name in self.names])
 
+    def prompt(self, messages: Sequence[Any]) -> np.ndarray:
+        """The tokens of messages and of the beginning of an answer, (n,)."""
+        return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
+
     def _format_of(self, row: dict[str, Any]) -> tuple[str, ...]:
         found = next((names for names in FORMATS if all(name in row for name in names)), None)
         if found is None:

@@ -107,7 +107,10 @@ def _merged(
     for path, value in _values(step, {path: x for path, x in tree.items() if path not in factors}, averaged):
         if path + A in factors:
             a, b = (factors[path + suffix].astype(np.float32) for suffix in (A, B))
-            value = (value.astype(np.float32) + scale * np.tensordot(a, b, 1)).astype(value.dtype)
+            change = np.tensordot(a, b, 1)
+            if change.shape != value.shape:
+                raise ConfigError(f"{path} has the shape {value.shape}, but its adapter is for {change.shape}")
+            value = (value.astype(np.float32) + scale * change).astype(value.dtype)
         yield path, value
 
 

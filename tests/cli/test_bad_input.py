@@ -67,6 +67,8 @@ COMMANDS = """
 2 | generate {no_files} --prompt a | no checkpoint
 2 | generate {long} --prompt a | is too long for a path
 2 | generate {run} --prompt a | no tokenizer
+2 | generate {run} --system a | --system is the first message of --chat; pass --chat too
+2 | generate {run} --chat --prompt a --json | --chat reads standard input; remove --prompt, --json
 2 | generate {run} --prompts {binary} | UTF-8
 2 | generate {run} --prompt a --cache-length 0 | --cache-length must be an integer
 3 | generate {damaged} --prompt a | damaged within bytes
