@@ -4,7 +4,7 @@ The other devices would wait for it in a collective operation until XLA aborts t
 an exception records it and returns zeros, and the host raises the exception later.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -80,12 +80,17 @@ class CallbackErrors:
         return recorded
 
 
+def callbacks_in(eqns: Iterable[Any]) -> Iterator[Any]:
+    """The equations that are callbacks, also those in bodies."""
+    for eqn in eqns:
+        if eqn.primitive.name in CALLBACKS:
+            yield eqn
+        for body in _bodies([*eqn.params.values()]):
+            yield from callbacks_in(body.eqns)
+
+
 def has_callbacks(eqns: Iterable[Any]) -> bool:
-    """Whether one of the equations is a callback, or has one in its body."""
-    return any(
-        eqn.primitive.name in CALLBACKS or any(has_callbacks(body.eqns) for body in _bodies([*eqn.params.values()]))
-        for eqn in eqns
-    )
+    return any(True for _ in callbacks_in(eqns))
 
 
 def _bodies(values: Sequence[Any]) -> list[Any]:

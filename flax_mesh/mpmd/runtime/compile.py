@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action
@@ -18,7 +18,7 @@ from flax_mesh.mpmd.split.jaxpr import Program, Var, with_axes_of
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.ordered import OrderedTransfer
-from flax_mesh.step.callbacks import CallbackErrors
+from flax_mesh.step.callbacks import CallbackErrors, callbacks_in
 from flax_mesh.tree import PyTree
 
 Jitted = Callable[..., Any]
@@ -227,7 +227,12 @@ class _StageCompiler:
     def call(self, part: Program | None, *values: Sequence[jax.Array | None]) -> list[jax.Array]:
         assert part is not None
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return self.program.call(part, *values)
+            outs = self.program.call(part, *values)
+            if not any(eqn.outvars for eqn in callbacks_in(part.eqns)) or AxisType.Explicit in self.mesh.axis_types:
+                return outs
+            # JAX returns the result of a callback, and what is computed from it, on the first device of the mesh alone.
+            replicated = NamedSharding(self.mesh, PartitionSpec())
+            return [jax.lax.with_sharding_constraint(x, replicated) for x in outs]
 
     def sum(self, cotangents: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The sums of the cotangents of each sent activation over its receivers."""

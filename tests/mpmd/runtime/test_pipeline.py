@@ -131,6 +131,35 @@ def test_the_next_call_raises_the_exception_of_a_callback_of_a_stage(name):
             call(state, net_batch(8))
 
 
+class _WithCallbacks(nnx.Module):
+    """Layers whose results, also those between stages, are results of callbacks."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        twice = jax.custom_vjp(lambda x: jax.pure_callback(lambda x: 2 * np.asarray(x), jax.typeof(x), x))
+        twice.defvjp(lambda x: (twice(x), None), lambda _, g: (2 * g,))
+        for layer in self.layers:
+            x = twice(jnp.tanh(layer(x)))
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_results_of_callbacks_are_transferred_from_all_devices_of_a_group(remat):
+    """JAX returns them on the first device of the mesh alone."""
+    batch = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    loss_fn = lambda model, x: (jnp.sum(model(x) ** 2), x.size)  # noqa: E731
+    model = _WithCallbacks(nnx.Rngs(0))
+    loss, grads = nnx.value_and_grad(lambda model: loss_fn(model, batch)[0] / batch.size)(model)
+    staged = split_stages(loss_fn, model, batch, mesh=groups(pp=2, fsdp=4), schedule="1f1b", num_microbatches=4)
+    pipeline = Pipeline(staged, PLAIN_SGD, rules="fsdp", remat=remat)
+    _, metrics = pipeline.step(pipeline.init_state(), batch)
+    norm = optax.tree.norm(grads)
+    np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], [loss, norm], rtol=1e-5)
+
+
 # --- steps that are skipped ---
 
 
