@@ -4,6 +4,7 @@ import io
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,16 @@ from flax_mesh.inference import chat
 from flax_mesh.models import Generated
 from tests.data.chat_tokenizers import CHATML, HEADERS, LAST_ONLY, STRICT, VOCABULARY, StandIn, ids_of, write_tokenizer
 
-SOURCE = SimpleNamespace(files="folder", model=SimpleNamespace(vocab_size=len(VOCABULARY)))
+SOURCE: Any = SimpleNamespace(files="folder", model=SimpleNamespace(vocab_size=len(VOCABULARY)))
 END = VOCABULARY["<|im_end|>"]
 
 
-class Decoder:
-    name, is_bytes = "stand-in", False
+def decode(tokens: Any) -> str:
+    names = {i: token for token, i in VOCABULARY.items()}
+    return "".join(names[int(i)] for i in tokens)
 
-    def decode(self, tokens):
-        names = {i: token for token, i in VOCABULARY.items()}
-        return "".join(names[int(i)] for i in tokens)
+
+DECODER: Any = SimpleNamespace(decode=decode)
 
 
 def conversation(monkeypatch, template, system=""):
@@ -41,7 +42,7 @@ def test_answers_and_questions_are_rendered_by_the_chat_template(monkeypatch, sy
     assert row.tolist() == ids_of(first)
     tokens = np.array([*ids_of("hello"), END])
     one = Generated(tokens, np.zeros(len(tokens), np.float32), stopped=True)
-    assert found.answer(row, one, Decoder(), [END]) == "hello"
+    assert found.answer(row, one, DECODER, [END]) == "hello"
     second = "hello<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
     assert found.ask("why?").tolist() == ids_of(first + second)
 
