@@ -23,7 +23,7 @@ GRACE_S = 20.0  # for the others to detect the failure themselves, and to report
 ORPHAN_GRACE_S = 15.0  # for the processes to save after the launcher was killed
 DRAIN_S = 5.0  # for the rest of the output of a process that has ended: one that it has started may keep it open
 HOST = "127.0.0.1"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class _End(NamedTuple):

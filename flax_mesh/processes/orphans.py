@@ -12,7 +12,7 @@ import time
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     os.read(0, 1)  # returns when the launcher has ended, which never writes
     os.killpg(0, signal.SIGTERM)  # processes that can save do so, and end

@@ -184,6 +184,22 @@ def test_processes_of_a_launcher_are_joined_or_refused(
         assert calls == expected
 
 
+def test_the_job_of_the_docs_is_queued_again_after_a_signal_alone(tmp_path):
+    """The script for Slurm, with stand-ins for srun, scontrol and a run that ends with each exit code."""
+    page = (ROOT / "docs" / "multiprocess.md").read_text()
+    (script,) = [
+        block.partition("```")[0] for block in page.split("```bash\n") if "scontrol" in block.partition("```")[0]
+    ]
+    programs = {"srun": '"$@"', "scontrol": 'echo "$@"', "flax-mesh": 'exit "$CODE"'}
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    for code in (0, 1, 4, 5):
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "7"}
+        ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout) == (code, "requeue 7\n" if code == 4 else ""), ended.stderr
+
+
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command):
     for name, text in MPI.items():
