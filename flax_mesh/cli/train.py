@@ -180,8 +180,8 @@ def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
 
 @contextmanager
 def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
-    """Whether the run must save and stop: after SIGTERM, SIGHUP, SIGUSR1 or the first SIGINT, or if the reader of `output`
-    has ended. A second SIGINT ends the process at once."""
+    """Whether the run must save and stop: after a signal (SIGTERM, SIGHUP, SIGUSR1, the first SIGINT), or if the reader
+    of `output` has ended. A second SIGINT ends the process at once."""
     reasons: list[str] = []
 
     def request(reason: str) -> None:
