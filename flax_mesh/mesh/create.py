@@ -29,7 +29,7 @@ from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.text import shortened, shown
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-# Set by multislice TPU runs; with those in processes/launchers.py the only environment variables that the library reads.
+# Set by multislice TPU runs. The library reads no other environment variables than it and those of launchers.
 _NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"
 _NAMES_IN_TEXT = re.compile(r"([^\s,:=]+)\s*[:=]")
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
