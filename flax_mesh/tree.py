@@ -42,7 +42,7 @@ def check_dtype(dtype: DTypeLike | None) -> None:
         found = jnp.dtype(jnp.float32 if dtype is None else dtype)
         if jnp.issubdtype(found, np.number) or found.kind == "b":
             return
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):  # the last of thousands of digits
         pass
     raise TypeError(f"dtype must be a dtype of numbers, such as 'bfloat16', got {shown(dtype)}.")
 

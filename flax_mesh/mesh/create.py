@@ -179,9 +179,9 @@ def normalize_axis_types(axis_types: _AxisTypes, names: Sequence[str]) -> tuple[
     wrong = [repr(entry) for entry in given if not isinstance(entry, str | AxisType)]
     if wrong:
         raise TypeError(f"axis_types must contain AxisType values or strings, got {', '.join(wrong)}.")
-    unknown = [repr(entry) for entry in given if isinstance(entry, str) and entry.strip().lower() not in _AXIS_TYPES]
+    unknown = [shown(entry) for entry in given if isinstance(entry, str) and entry.strip().lower() not in _AXIS_TYPES]
     if unknown:
-        raise ValueError(f"axis_types must be one of {', '.join(_AXIS_TYPES)}, got {', '.join(unknown)}.")
+        raise ValueError(f"axis_types must be one of {', '.join(_AXIS_TYPES)}, got {', '.join(unknown[:8])}.")
     return tuple(_AXIS_TYPES[entry.strip().lower()] if isinstance(entry, str) else entry for entry in given)
 
 

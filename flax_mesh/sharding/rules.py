@@ -168,7 +168,8 @@ def match_partition_rules(
     """
     rules = as_rules(rules, axes)
     leaves, treedef = jax.tree.flatten(tree)
-    key = (treedef, tuple([getattr(leaf, "shape", None) for leaf in leaves]), mesh, min_size)
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # that of a mesh, which is no array, is a dict
+    key = (treedef, tuple([shape if isinstance(shape, tuple) else None for shape in shapes]), mesh, min_size)
     match = rules._matches.get(key)
     if match is None:
         match = rules._matches[key] = match_leaves(rules, named_leaves(tree), mesh=mesh, min_size=min_size)

@@ -162,7 +162,7 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam
     """Every parameter with its arrays; one ConfigError lists all parameters that do not match the table."""
     table, params = tuple(names), []
     named = named_leaves(state)
-    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")  # noqa: E731
+    is_array = lambda x: hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)  # noqa: E731
     if others := [path or "the value itself" for path, x in named if not is_array(x)]:
         raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
     paths = Counter(path for path, _ in named)

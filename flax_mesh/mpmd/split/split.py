@@ -465,7 +465,7 @@ def chain_stages(
         for k, stage in enumerate(model.stages):
             try:
                 value = stage(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, AttributeError) as error:
                 given = jax.tree.map(array_text, value)
                 reason = first_line(error)
                 raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error

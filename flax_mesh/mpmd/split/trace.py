@@ -35,6 +35,7 @@ from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
+from flax_mesh.text import shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
 
 Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it; (path, 0) of a single layer
@@ -112,7 +113,10 @@ def trace_forward(
         # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
-    params, *parts = nnx.split_state(state, wrt, nnx.RngState, ...)
+    try:
+        params, *parts = nnx.split_state(state, wrt, nnx.RngState, ...)
+    except (TypeError, ValueError) as error:  # some versions of Flax fail to format their own message
+        raise TypeError(f"wrt must be a filter of NNX, such as nnx.Param, got {shown(wrt)}") from error
     kinds = [named_leaves(part) for part in (params, *parts)]
     check_trainable(kinds[0])
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
