@@ -76,20 +76,23 @@ ERRORS = {
     "experts": (-0.61, 0.0, 7),
     "several TPU slices": (-0.13, 0.17, 12),
     "dense models on one TPU slice": (-0.19, 0.19, 14),
-    "one GPU": (-0.03, 0.0, 2),
+    "dense models on one H200": (-0.03, 0.0, 2),
 }
 
 
 def certainty(topology: Topology, time: Time, *, experts: bool) -> str:
     """How far forecasts of this kind were from measured steps."""
-    platform = topology.chip.platform
+    chip = topology.chip
     if time.schedule is not None:
         kind = "pipelines"
-    elif platform == "tpu":
+    elif chip.platform == "tpu":
         kind = "several TPU slices" if topology.num_slices > 1 else "dense models on one TPU slice"
         kind = "experts" if experts else kind
+    elif (chip.name, topology.num_devices, experts) == ("H200", 1, False):
+        kind = "dense models on one H200"
     else:
-        kind = "CPUs" if platform == "cpu" else "one GPU" if topology.num_devices == 1 else "several GPUs"
+        others = "CPUs" if chip.platform == "cpu" else f"{topology.num_devices} {chip.name}"
+        kind = f"experts on {chip.name}" if experts else others
     if kind not in ERRORS:
         return f"no measured step of {kind} was compared with its forecast"
     low, high, count = ERRORS[kind]
