@@ -9,7 +9,7 @@ from statistics import median
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
-from flax_mesh.mpmd.runtime.profile import measured_step
+from flax_mesh.mpmd.runtime.profile import measured_step, with_split_backward
 from flax_mesh.mpmd.schedules.file import read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.search import search_schedule
@@ -86,9 +86,11 @@ class ScheduleSearch:
             seconds=SECONDS,
         )
         times = "/".join(",".join(f"{time:.4g}" for time in cost[:3]) for cost in costs)
-        part = result.makespan / simulate(before, costs).makespan
-        numbers = f"makespan {time_text(result.makespan, 'ms')}, {part:.1%} of that of the first steps"
-        found = replace(result.schedule, name=SEARCHED)
+        # A named schedule with whole backward passes may be the fastest, but the stages are built for B and W.
+        found = replace(with_split_backward(result.schedule), name=SEARCHED)
+        makespan = simulate(found, costs).makespan
+        part = makespan / simulate(before, costs).makespan
+        numbers = f"makespan {time_text(makespan, 'ms')}, {part:.1%} of that of the first steps"
         notes = f"{self.setting}\nF,B,W of every stage in ms: {times}\n{numbers}"
         _write_atomically(self.path, schedule_text(found, notes))
         self.say(f"schedule: searched for the measured stages: {numbers}; {self.path}")
