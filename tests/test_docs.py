@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.run_page import main as run_page
 from tests.suite.syntax import read_imports
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -289,6 +290,12 @@ def test_links_between_pages_lead_somewhere():
                 other = page.parent / target if target else page
                 assert other.exists(), f"{page.name} links to {target}"
                 assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_version_of_the_citation_and_of_the_changelog_is_that_of_the_package():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.search(r"^## ([\d.]+)", (ROOT / "docs" / "changelog.md").read_text(), re.MULTILINE)[1] == version
 
 
 def test_the_readme_has_a_line_for_every_folder_and_each_says_itself_what_is_in_it():
