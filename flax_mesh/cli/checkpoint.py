@@ -37,7 +37,7 @@ class Output:
     data: dict[str, Any]  # for --json
     text: Callable[[int], str]  # text for the given terminal width
     findings: bool = False  # damage or differences
-    unreadable: Sequence[str] = ()  # lines on what the system refused to read
+    unreadable: Sequence[str] = ()  # lines on files that the system refused to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -112,7 +112,7 @@ def settings_files(overrides: Sequence[str]) -> dict[str, str]:
 def output_problems(option: str, name: str, others: Mapping[str, str]) -> list[str]:
     """One line if an option cannot name the file that a command writes.
 
-    `others` are files and folders that the command reads, or writes too: what they are called -> path.
+    `others` are files and folders that the command reads, or writes too: their name in errors -> path.
     """
     if not name:
         return [f"{option} must name a file, got an empty text; name one, or leave out {option}"]
@@ -131,7 +131,7 @@ def output_problems(option: str, name: str, others: Mapping[str, str]) -> list[s
 
 
 def _is_same(name: str, path: str) -> bool:
-    """Whether two paths are those of one file, also through links."""
+    """Whether two paths lead to one file, also through links."""
     if os.path.exists(name) and os.path.exists(path):
         return os.path.samefile(name, path)
     return os.path.realpath(name) == os.path.realpath(path)

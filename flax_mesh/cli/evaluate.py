@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sequence-length",
         metavar="N",
         type=int,
-        help=f"tokens per window (default: that of the run, or at most {EVALUATION_LENGTH})",
+        help=f"tokens per window (default: as in the run, or at most {EVALUATION_LENGTH})",
     )
     parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows per batch (default: 8)")
     parser.add_argument(
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
-    """The rows of the table, with "-" for what is not known."""
+    """The rows of the table, with "-" for unknown values."""
 
     def cells(name: str, one: Evaluation) -> list[str]:
         bits = "-" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
@@ -85,7 +85,7 @@ def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, TextSet], int]:
-    """The model, the sets, the tokens per window. What needs no device is checked first: a line for every mistake."""
+    """The model, the sets, the tokens per window. Checks without a device come first: a line for every mistake."""
     mistakes, sources = Mistakes(), {}
     sets: dict[str, TextSet] = {}
     with mistakes:
@@ -103,10 +103,12 @@ def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, Text
 
 
 def read_sources(texts: Sequence[str]) -> dict[str, str]:
-    """Name -> source of every --data; a source without a name is its own name."""
+    """Name -> source of every --data; a source without a name is called by its text."""
     found, problems = {}, []
     if not texts:
-        problems.append('there is no data; pass --data SOURCE: a text file, a token file, a folder, a glob or "stdlib"')
+        problems.append(
+            '--data is missing; pass --data SOURCE: a text file, a token file, a folder, a glob or "stdlib"'
+        )
     for text in texts:
         match = None if os.path.lexists(text[:4000].replace("\0", "")) else NAMED.fullmatch(text)
         name, source = (match[1], match[2]) if match else (text, text)

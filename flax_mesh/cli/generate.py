@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKEN",
         action="append",
         default=[],
-        help="a token that ends a text, as an id or as its text; may be repeated. Those of the model "
+        help="a token that ends a text, as an id or as its text; may be repeated. The end tokens of the model "
         "(eos_token_id) always do",
     )
     parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="prompts computed together (default: 8)")
@@ -208,7 +208,7 @@ def _sampling(arguments: argparse.Namespace) -> Sampling:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, list[Prompt], list[np.ndarray]]:
-    """The model, the prompts and their ids. What needs no device is checked first: one line for every mistake."""
+    """The model, the prompts and their ids. Checks without a device come first: one line for every mistake."""
     mistakes, tokenizer = Mistakes(), None
     prompts: list[Prompt] = []
     rows: list[np.ndarray] = []

@@ -13,7 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Run train in N processes connected over 127.0.0.1, and merge their output. Signals are sent to all."
     )
     parser.epilog = (
-        "Exit code: that of the first process that failed, 5 if a signal ended it; 4 if all stopped after saving; "
+        "Exit code: the code of the first process that failed, 5 if a signal ended it; 4 if all stopped after saving; "
         "0 if none failed."
     )
     parser.add_argument("-n", "--processes", type=int, required=True, metavar="N", help="number of processes")

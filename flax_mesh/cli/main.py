@@ -35,7 +35,7 @@ COMMANDS = {
 
 
 def command() -> int:
-    """`main` as a program of its own, which Ctrl-C ends without a traceback while it imports JAX."""
+    """`main` as a program, which Ctrl-C ends without a traceback while it imports JAX."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # a signal that is ignored stays ignored
         signal.signal(signal.SIGINT, _end)
@@ -117,7 +117,7 @@ def _version_text() -> str:
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """With the arguments of the commands in `argv` only: to know those of most commands imports JAX."""
+    """With the arguments of the commands in `argv` only: most commands import JAX to define theirs."""
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )

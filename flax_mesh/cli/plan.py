@@ -183,7 +183,7 @@ def _limit(arguments: argparse.Namespace) -> float:
 
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
-    """The topology that is named, whose chip may be that of `run.hardware`; None for the devices that are here."""
+    """The named topology, whose chip may be defined by `run.hardware`; None for the devices of this machine."""
     use_platform(config.run.platform if text is None else "cpu")  # for a topology, accelerators are left alone
     if text is None:
         return None

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--stages", metavar="S", type=int, help="number of groups of devices; each has V stages")
     add("--microbatches", metavar="M", type=int, help="number of microbatches")
-    add("--virtual", metavar="V", type=int, help="stages per group (default: that of the schedule)")
+    add("--virtual", metavar="V", type=int, help="stages per group (default: the schedule's number)")
     costs = (
         "times of forward, backward to input, backward to weights and transfer (default 1,1,1); to set them per stage, "
         "join them by /: 1,1,1/2,2,2"
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help="search: size of an activation in the unit of --memory, such as bytes; one number or one per stage: 1,1,2",
     )
-    add("--period", action="store_true", help="search: minimize the time between two steps, not that of one step")
+    add("--period", action="store_true", help="search: minimize the time between two steps instead of the time of one")
     add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
     add("--seed", metavar="N", type=int, help="search: random seed (default 0)")
     add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")

@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def trace_problems(trace: str, files: Mapping[str, str]) -> list[str]:
-    """One line if --trace is no file, or if the trace or the picture beside it is one of `files`."""
+    """One line if --trace is not a file, or if the trace or the picture beside it is one of `files`."""
     found = output_problems("--trace", trace, files)
     return found or output_problems("the picture of --trace", str(Path(trace).with_suffix(".svg")), files)
 
@@ -124,7 +124,7 @@ def same_command(argv: Sequence[str], process: str | None) -> list[str]:
 class _Display:
     """Prints one line per step, above a progress bar if the output is a terminal and the run has one process.
 
-    The remaining time follows from the steps after the first row: that of a resumed run is not step 1, and its time
+    The remaining time follows from the steps after the first row: a resumed run does not begin at step 1, and its time
     includes compilation.
     """
 

@@ -128,7 +128,7 @@ def _problems(rank: int, alpha: float | None, patterns: Sequence[str]) -> list[s
         try:
             re.compile(pattern)
         except re.error as error:
-            found.append(f"modules: {pattern!r} is no regular expression: {error}")
+            found.append(f"modules: {pattern!r} is not a regular expression: {error}")
     return found
 
 

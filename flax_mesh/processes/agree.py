@@ -35,7 +35,8 @@ def assert_equal(name: str, facts: Mapping[str, str]) -> None:
 def decide_at_process_0(name: str, text: str, decide: Callable[[Sequence[str]], str]) -> str:
     """Calls `decide` in process 0 with the texts of all processes, and returns its result in all processes.
 
-    Every process must call it with the same `name`, in the same order. Errors are those of `broadcast_from_process_0`.
+    Every process must call it with the same `name`, in the same order. It raises the errors of
+    `broadcast_from_process_0`.
     """
     if jax.process_count() == 1:
         return decide([text])

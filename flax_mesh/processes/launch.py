@@ -1,7 +1,7 @@
 """`flax-mesh launch`: runs one command in several processes on this machine.
 
 The processes communicate only over 127.0.0.1. Their output is merged line by line, with the number of the process in
-front of each line. Neither the end of the launcher nor that of the reader of its output leaves a process behind.
+front of each line. If the launcher or the reader of its output ends, no process remains.
 """
 
 import os
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 
-GRACE_S = 20.0  # for the others to detect the failure themselves, and to report what they were waiting for
+GRACE_S = 20.0  # for the others to detect the failure themselves, and to report the call that they were waiting in
 ORPHAN_GRACE_S = 15.0  # for the processes to save after the launcher was killed
 DRAIN_S = 5.0  # for the rest of the output of a process that has ended: one that it has started may keep it open
 HOST = "127.0.0.1"
@@ -43,8 +43,8 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
 
     Signals are forwarded to all processes. If the reader of standard output has ended, they are stopped by SIGTERM.
     If one ends with an error, the others have `GRACE_S` seconds to detect it before they are killed. The exit code is
-    that of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0. A code
-    other than 4 (stopped) and `lost` goes before these two.
+    the code of the first process that ended with an error (`lost` if it was terminated by a signal), otherwise 0. A
+    code other than 4 (stopped) and `lost` goes before these two.
     """
     port = _free_port()
     ends: queue.Queue[_End] = queue.Queue()

@@ -1,7 +1,7 @@
 """`python orphans.py SECONDS`: ends its process group if the process at the other end of its standard input ends.
 
 `flax-mesh launch` starts it first, and then its processes in the same group. The operating system closes the pipe even
-if the launcher is killed. This is a process of its own because a thread in each of them could not end a process that
+if the launcher is killed. This is a separate process because a thread in each of them could not end a process that
 is stopped, or that blocks while it holds the GIL. It imports only the standard library, to start in milliseconds.
 """
 

@@ -1,8 +1,8 @@
-"""Standard output and standard error that never end a process: what they cannot take is dropped.
+"""Standard output and standard error that never end a process: text that they cannot take is dropped.
 
 A reader that ends (`| head`), a terminal that is closed and a full disk make every later `print` raise an OSError, in
 any thread and also at the exit of the interpreter. The commands run with the streams of this file instead, and decide
-at one place what such an error means.
+at one place the meaning of such an error.
 """
 
 import io
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 
 class _File(io.FileIO):
-    """A file that drops what cannot be written. `failure` is the first error, after which nothing is written."""
+    """A file that drops text that cannot be written. `failure` is the first error, after which nothing is written."""
 
     failure: OSError | None = None
 
@@ -37,7 +37,7 @@ class Output(io.TextIOWrapper):
         super().__init__(
             io.BufferedWriter(self._file),
             encoding=stream.encoding,
-            errors="backslashreplace",  # a character that the terminal does not have is no reason to end either
+            errors="backslashreplace",  # a character that the terminal does not have must not end the process either
             line_buffering=stream.line_buffering or stream.write_through,
         )
 
@@ -72,7 +72,7 @@ def reader_has_ended(stream: TextIO) -> bool:
 
 
 def write_stderr(text: str) -> None:
-    """Writes at once: from a signal handler, or if the process may be about to end. Drops what cannot be written."""
+    """Writes at once: from a signal handler, or if the process may be about to end. Errors are ignored."""
     if sys.__stderr__ is not None:  # otherwise another file may have its number
         with suppress(OSError):
             os.write(2, text.encode(errors="backslashreplace"))

@@ -2,8 +2,8 @@
 
 Process 0 is the hub: every other process has one connection to it, over which both send a heartbeat every second. The
 connection of a killed process closes, a stopped process sends no heartbeats, and the hub forwards this to the others.
-Without the watchdog JAX would wait for its own heartbeat (100 s) and then abort. The watchdog also limits the time of a
-step: if no step finishes in time, the stacks of all threads are printed.
+Without the watchdog JAX would wait for the heartbeat of its service (100 s) and then abort. The watchdog also limits
+the time of a step: if no step finishes in time, the stacks of all threads are printed.
 """
 
 import faulthandler
@@ -38,7 +38,7 @@ HEARTBEAT_S = 1.0
 TICK_S = 0.25
 LINGER_S = 4.0  # process 0 waits at most this long for the others to exit first
 NOTICE_S = 2.0  # after a JAX error: its cause, a failure in another process, may be detected only later
-SETTLE_S = 0.5  # until this process waits for the lost one, so that the error can report what it waits for
+SETTLE_S = 0.5  # until this process waits for the lost one, so that the error can report the reason
 GRACE_S = 2.0  # after a failure in another process: this process may raise a more specific error itself
 JOIN_TIMEOUT_S = 300
 REPORT_S = 10.0  # to print why this process ends; then it ends even if no process reads its output
@@ -65,7 +65,7 @@ class Watch:
     tell_failure: Callable[[BaseException], int]
     step_timeout_s: float | None = None
     peer_timeout_s: float = _PEER_TIMEOUT_S
-    waiting: Callable[[], list[str]] = list  # returns what this process is waiting for; set by the pipeline
+    waiting: Callable[[], list[str]] = list  # returns the transfers that this process waits for; set by the pipeline
     _step: int = 0
     _since: float = field(default_factory=time.monotonic)
     _peers: dict[socket.socket, _Peer] = field(default_factory=dict)
@@ -284,7 +284,7 @@ class Watch:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """One line. What follows it, such as a heartbeat, stays in the socket."""
+    """One line. Bytes after it, such as a heartbeat, stay in the socket."""
     data = b""
     while not data.endswith(b"\n") and len(data) < 4096 and (byte := connection.recv(1)):
         data += byte

@@ -139,7 +139,7 @@ def _check_lora(config: TrainConfig) -> list[str]:
     try:
         re.compile(config.lora.modules)
     except re.error as error:
-        found.append(f"lora.modules={config.lora.modules} is no regular expression: {error}")
+        found.append(f"lora.modules={config.lora.modules} is not a regular expression: {error}")
     if config.wrt is not nnx.Param:
         found.append("wrt selects the trained variables, but with lora.rank above 0 these are the adapters; remove wrt")
     if config.optimizer.name == "muon" and config.make_optimizer is None:
@@ -148,7 +148,7 @@ def _check_lora(config: TrainConfig) -> list[str]:
 
 
 def _check_filter(wrt: Any) -> list[str]:
-    """One line if `wrt` is no filter of NNX, or selects everything."""
+    """One line if `wrt` is not a filter of NNX, or selects everything."""
     if wrt is ... or wrt is True:
         return [
             f"wrt={'...' if wrt is ... else wrt} selects all variables, also the counts of random streams, which "

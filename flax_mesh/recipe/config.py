@@ -1,6 +1,6 @@
 """TrainConfig: everything that defines a run, as frozen dataclasses that can be printed, parsed and compared.
 
-The functions after the dataclasses load recipes and parse the settings whose text has a syntax of its own.
+The functions after the dataclasses load recipes and parse the settings whose text has a special syntax.
 """
 
 import re
@@ -57,8 +57,8 @@ class PipelineConfig:
         cut: How layers are assigned to stages: "flops" minimizes the FLOPs of the largest stage, "count" balances the
             number of layers, and "2,5" lists the first layer of every stage but the first.
         num_virtual_stages: Stages per group. None: the schedule's default.
-        remat: What the backward pass of a stage recomputes: "none" next to nothing, "cheap" every operation except
-            matrix products, loops and random bits, "full" everything from the stage's inputs.
+        remat: The operations that the backward pass of a stage recomputes: "none" almost none, "cheap" every operation
+            except matrix products, loops and random bits, "full" everything from the stage's inputs.
         transport: Transfers between processes: "server" (JAX's transfer server), "ordered" (`jax.device_put`), or
             "auto".
         check: Whether the stages are compared with the model before the split, on two microbatches and one device:
@@ -119,13 +119,13 @@ class RunConfig:
         eval_every: Steps between evaluations on held-out data. 0: none.
         sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
         compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
-        on_nonfinite: What happens after a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
+        on_nonfinite: The reaction to a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
             the update (the state stays as it is, and the next step takes the next batch), or "continue".
         spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
             over up to 64 recent steps, from the 18th step on. 0: no limit.
         hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
             `flax_mesh.hardware.load_chip`. "": the table of known chips.
-        hooks: What is called with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
+        hooks: Functions to call with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
             `make_hook(folder, config, start) -> hook` (see docs/watching.md).
         profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
         compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
@@ -151,7 +151,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The complete definition of a run: what a recipe returns and what `train` takes.
+    """The complete definition of a run: the result of a recipe, and the argument of `train`.
 
     The fields of the sections (`model`, `lora`, `mesh`, `pipeline`, `data`, `optimizer`, `checkpoint`, `run`) can be
     overridden on the command line as `section.key=value`; see `apply_overrides`. The functions can be set by a recipe
@@ -162,9 +162,9 @@ class TrainConfig:
             sharded.
         loss_fn: `loss_fn(module, batch) -> (loss_sum, weight)` or `(loss_sum, weight, metrics)`, sums over the batch,
             or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
-            sequence_length), or is what `make_batches` defines. If the loss has further terms, return the metric
-            "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real scalars, and
-            their names are no other fields of rows, such as "step" and "seconds".
+            sequence_length), or has the arrays that `make_batches` defines. If the loss has further terms, return the
+            metric "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real
+            scalars, and their names must differ from other fields of rows, such as "step" and "seconds".
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         lora: Low-rank adapters of the model, which are then trained alone; none by default.
         mesh: Mesh shape, "fsdp:-1" by default.
@@ -179,23 +179,22 @@ class TrainConfig:
         rules: Rule table for the parameters. None: the table or the annotations of the model.
         make_optimizer: `make_optimizer(config, parameters) -> optax transformation`, called with this config and the
             trained parameters as an nnx.State of ShapeDtypeStructs. It replaces the optimizer of `optimizer.name` and
-            its clipping; `optimizer.ema`, `optimizer.shard_over` and frozen groups apply to it too. None: that of
+            its clipping; `optimizer.ema`, `optimizer.shard_over` and frozen groups apply to it too. None: the one of
             `optimizer.name`.
         make_schedule: `make_schedule(config) -> optax schedule`, the learning rate as a function of the step. With
-            `make_optimizer` it is only reported. None: that of `optimizer.schedule`, which is not reported with
+            `make_optimizer` it is only reported. None: the schedule `optimizer.schedule`, which is not reported with
             `make_optimizer`.
         wrt: Filter of NNX that selects the trained variables, such as nnx.LoRAParam. All others are constants: they
             have no gradients and no moments.
-        hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to those of `run.hooks`: the hook is
-            called with every row of metrics, in process 0 only.
+        hooks: Functions `make_hook(folder, config, start) -> hook`, in addition to `run.hooks`: the hook is called
+            with every row of metrics, in process 0 only.
         make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
             batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
             of the step, equal in all processes. Or an iterator with `get_state` and `set_state` (see
-            `data.resumable`). None: the tokens of
-            `data.source`.
+            `data.resumable`). None: the tokens of `data.source`.
         model_from: `model_from(model, folder) -> model`, called when an override sets `checkpoint.start_from`: the
             config of the model in this folder, such as `flax_mesh.models.pretrained_config`. Overrides of `model.*` are
-            applied to its result. None: `model` must be that of the folder.
+            applied to its result. None: `model` must equal the model of the folder.
         eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
             "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
             as floats. Called every `run.eval_every` steps and at the end.
@@ -240,7 +239,7 @@ def data_seed(data: DataConfig, run: RunConfig) -> int:
 
 
 def tokens_per_step(config: TrainConfig) -> int | None:
-    """None for batches of a recipe without `flops_per_token`: what a token of them is, is not known."""
+    """None for batches of a recipe without `flops_per_token`, whose number of tokens is unknown."""
     if config.make_batches is not None and config.flops_per_token is None:
         return None
     return config.data.batch_size * config.data.sequence_length

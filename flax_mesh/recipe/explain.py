@@ -39,7 +39,7 @@ def explain(config: TrainConfig) -> Explanation:
     config = replace(config, model=method_of(given, "without_devices", lambda: given)())
     recipe = derive(config, target, None if target.num_groups > 1 else {})
     notes = model_notes(given, recipe.mesh, sequence_length_of(config))
-    rules = config.mesh.rules or config.rules  # None for the table of the model, of which unused rules are no findings
+    rules = config.mesh.rules or config.rules  # None for the table of the model, whose unused rules are not reported
     layout = replace(recipe.layout, rules=rules, axes=None)
     explanation = explain_sharding(recipe.make, recipe.mesh, **vars(layout))
     problems = check_on_mesh(config, recipe.mesh, explanation.axes)
@@ -90,8 +90,8 @@ class Measured(NamedTuple):
 def measure_recipe(config: TrainConfig) -> Measured:
     """Measure every stage of the recipe by itself on random tokens, or on the first batch of `make_batches`.
 
-    The costs of a stage are those of its forward pass, of its backward pass to the input and to the weights, and of the
-    transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
+    The costs of a stage are the costs of its forward pass, of its backward pass to the input and to the weights, and of
+    the transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
     """
     program = build_program(config, change=with_split_backward)
     recipe, pipeline = program.recipe, program.pipeline

@@ -17,7 +17,7 @@ from flax_mesh.text import at_most, listed
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
 SETTING = re.compile(r"[a-z_]+\.[\w.]+=")
-_FOLDERS: dict[str, str] = {}  # module that a recipe has imported from its own folder -> the folder
+_FOLDERS: dict[str, str] = {}  # module that a recipe has imported from beside itself -> the folder
 
 
 @check_types
@@ -61,7 +61,7 @@ def load_recipe(name: str) -> TrainConfig:
 
 @contextmanager
 def _modules_beside(file: str) -> Iterator[None]:
-    """Let a recipe import modules of its folder; they replace those of equal names beside another recipe."""
+    """Let a recipe import modules of its folder; they replace modules of equal names beside another recipe."""
     folder = os.path.dirname(os.path.abspath(file))
     for name, other in list(_FOLDERS.items()):
         if other != folder:
@@ -72,7 +72,7 @@ def _modules_beside(file: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if folder in sys.path:  # once: the recipe may have added folders of its own
+        if folder in sys.path:  # once: the recipe may have added folders
             sys.path.remove(folder)
         for name in sys.modules.keys() - before if folder not in path else ():
             package = name.partition(".")[0]  # of which no part was imported before, so that it is of this recipe only

@@ -31,7 +31,7 @@ def model_rules(
 ) -> PartitionRules:
     """The rules of `mesh.rules`, of the recipe or of the model, in this order; empty if the model is annotated.
 
-    Layers are those of the model's own table where the rules name none. `mesh` is in context while the model is made.
+    Where the rules name no layers, the rule table of the model does. `mesh` is in context while the model is made.
     """
     graphdef, state = abstract_split(make, mesh)
     _call_filter(wrt, state)
@@ -53,7 +53,7 @@ def _layers(model: nnx.Module, rules: Rules | None) -> Sequence[str]:
 
 
 def _call_filter(wrt: Any, model: nnx.State) -> None:
-    """Calls the functions of `wrt`: their exceptions would be those of the loss or of the optimizer later."""
+    """Calls the functions of `wrt`: later, their exceptions would look like errors of the loss or of the optimizer."""
     for one in wrt if isinstance(wrt, list | tuple) else [wrt]:
         if callable(one) and not isinstance(one, type):
             check_arguments("wrt", one, "path", "variable")
@@ -68,5 +68,5 @@ def method_of(model: Any, name: str, default: Callable[..., Any]) -> Callable[..
 
 
 def model_notes(model: Any, mesh: Mesh | AbstractMesh, sequence_length: int | None) -> list[str]:
-    """What the model config's `notes_on(mesh, sequence_length)` reports, if it has this method: lines to print."""
+    """The lines that the model config's `notes_on(mesh, sequence_length)` returns, if it has this method."""
     return method_of(model, "notes_on", lambda *_: [])(mesh, sequence_length)

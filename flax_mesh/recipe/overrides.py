@@ -53,9 +53,9 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
 
 
 def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[TrainConfig, list[str]]:
-    """`config` with those of the `section.key=value` strings applied that are valid, and one line for each other.
+    """`config` with the valid `section.key=value` strings applied, and one line for each invalid one.
 
-    If they set `checkpoint.start_from`, those of the model are applied to the model that `model_from` returns for it.
+    If they set `checkpoint.start_from`, strings for `model` are applied to the model that `model_from` returns.
     """
     given, make = list(overrides), config.model_from
     changed, problems = _apply(config, given)
@@ -125,7 +125,7 @@ def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_settings() -> dict[str, str]:
-    """The text of the default value of every setting that has one, those of the model excepted."""
+    """The text of the default value of every setting that has one, except for the settings of the model."""
     sections = [(field.name, field.default) for field in dataclasses.fields(TrainConfig) if field.name in SECTIONS]
     trees = [_flatten(config, name, True) for name, config in sections if dataclasses.is_dataclass(config)]
     return {key: value_to_text(value) for tree in trees for key, (value, _, _) in tree.items()}

@@ -37,7 +37,7 @@ from flax_mesh.user_code import place_of, user_code
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
 METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
 RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over in ("", "_per_device"))
-# The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides those of the step.
+# The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides the metrics of the step.
 FIELDS_OF_ROW = {"step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"}
 FIELDS_OF_ROW |= {*RATES, *METRICS_OF_EVALUATION}
 
@@ -202,7 +202,7 @@ def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
         of_loss = {name: value for name, value in found.items() if name not in of_step}
         if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
             names = f"rows of metrics.jsonl have {listed(map(repr, taken))} already"
-            raise ValueError(f"metrics of loss_fn must have names of their own: {names}. Rename them.")
+            raise ValueError(f"metrics of loss_fn must have names that the rows do not use: {names}. Rename them.")
         _check_real_scalars(of_loss)
     return of_loss
 
@@ -217,7 +217,7 @@ def _check_real_scalars(metrics: Mapping[str, Any]) -> None:
     if wrong:
         raise ValueError(
             f"metrics of loss_fn must be real scalars, but {listed(at_most(wrong))}. Return their sums or absolute "
-            "values, or a metric of its own for every element."
+            "values, or one metric for every element."
         )
 
 

@@ -53,7 +53,7 @@ class Recipe:
         model: The config of the model, a dataclass of the user.
         make_model: () -> the model, with its adapters.
         make: () -> (model, nnx.Optimizer).
-        loss_fn: The loss function, with adapters that of the adapted model.
+        loss_fn: The loss function; with adapters, it is the loss of the adapted model.
         rules: The rule table, with the layers of the model; empty for a model with annotations.
         layout: How the state is sharded.
         optimizer: The optimizer, which `optimizer.transformation(state of the model)` returns.
@@ -61,13 +61,13 @@ class Recipe:
         schedule: The schedule of a pipeline; None without groups.
         user_batches: The batches of `make_batches`; None if the tokens of `data.source` are trained on.
         batch: The shapes of a batch, a pytree of ShapeDtypeStructs.
-        tokens_per_step: Tokens of a batch; None if it is not known what a token of `make_batches` is.
+        tokens_per_step: Tokens of a batch; None for batches of `make_batches` without a known number.
         flops_per_token: num_parameters -> FLOPs per token as the recipe states them; None if it does not.
         eval_fns: Name -> function of `evaluate`.
         sample: `sample` of the recipe.
         chip: The chip of `run.hardware`; None: the table of known chips.
         data, pipeline, checkpoint, run: These sections of the settings.
-        notes: Lines to print: how the mesh differs from `mesh.shape`, and what the model states.
+        notes: Lines to print: how the mesh differs from `mesh.shape`, and the notes of the model.
     """
 
     config: TrainConfig

@@ -1,4 +1,4 @@
-"""What runs record in the metadata of their checkpoints, as it is read back."""
+"""The records of runs in the metadata of their checkpoints, as they are read back."""
 
 import dataclasses
 import json
@@ -38,7 +38,8 @@ def saved_record(step: Path) -> dict[str, Any]:
 def run_metadata(step: Path) -> dict[str, Any]:
     """The metadata of a checkpoint that a run resumes from.
 
-    Raises ConfigError if no run has saved it, and CheckpointCorruptedError if a field is not what runs write.
+    Raises ConfigError if no run has saved it, and CheckpointCorruptedError if a field differs from the fields that runs
+    write.
     """
     record = read_metadata(step)
     if "config" not in record:
@@ -52,7 +53,7 @@ def run_metadata(step: Path) -> dict[str, Any]:
         if not is_valid(record.get(name))
     ]
     if problems:
-        raise CheckpointCorruptedError(problems, head=f"{step}: its metadata is not that of a run:")
+        raise CheckpointCorruptedError(problems, head=f"{step}: its metadata was not written by a run:")
     return record
 
 
@@ -67,7 +68,7 @@ def saved_lora(record: Mapping[str, Any]) -> LoraConfig:
 
 
 def sequence_length(record: Mapping[str, Any]) -> int | None:
-    """The setting data.sequence_length in the metadata of a checkpoint, None if it is no such number."""
+    """The setting data.sequence_length in the metadata of a checkpoint, None if it is not such a number."""
     text = str(record["config"].get("data.sequence_length"))
     return int(text) if re.fullmatch(r"[0-9]{1,10}", text) and 0 < int(text) < 2**31 else None
 
@@ -104,7 +105,7 @@ def _is_text(value: dict[str, Any], name: str) -> bool:
     return isinstance(value.get(name), str)
 
 
-# Fields of the metadata that a resumed run uses -> what they must be, and whether a value is.
+# Fields of the metadata that a resumed run uses -> the requirement as text, and as a function of the value.
 RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "step": ("the number of the step", _is_count),
     "config": ("settings as text", lambda value: _is_table(value, str)),
@@ -132,7 +133,7 @@ def versions() -> dict[str, str]:
 
 
 def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
-    """Path of a parameter -> its moving average, and what that is multiplied by; {} before the first update."""
+    """Path of a parameter -> its moving average and the factor of the average; {} before the first update."""
     found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
     counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
     if not found or len(counts) != 1:
@@ -147,7 +148,7 @@ def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any])
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
-    """The layout of a checkpoint as JSON. Tuples are converted to lists, so that it equals what is read back."""
+    """The layout of a checkpoint as JSON. Tuples become lists, so that it equals the JSON that is read back."""
     found = {
         "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
         "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},

@@ -38,7 +38,7 @@ class Target:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises one ConfigError for axes that no recipe has, and for sizes that are no numbers of devices."""
+        """Raises one ConfigError for axes that no recipe has, and for sizes that are not numbers of devices."""
         free = [name for name, size in self.sizes.items() if size == -1 and self.devices is not None]
         problems = [] if len(free) < 2 else [f"Target: {listed(free)} have the size -1; only one axis may have it"]
         for name, size in self.sizes.items() if self.given is None else ():

@@ -294,8 +294,8 @@ def _export_peft(
     if base:
         return []
     return [
-        f"note: base_model_name_or_path is null: the run started from {start or 'no checkpoint'}, which is no Hugging "
-        "Face folder; load the adapters on --to safetensors of the checkpoint that it started from"
+        f"note: base_model_name_or_path is null: the run started from {start or 'no checkpoint'}, which is not a "
+        "Hugging Face folder; load the adapters on --to safetensors of the checkpoint that it started from"
     ]
 
 
@@ -346,7 +346,7 @@ def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Ma
         checkpointer.save(step, state, record)
         checkpointer.wait()
         if problems := checkpointer.verify(step):
-            raise SaveError(f"{folder}: the files differ from what was written: {problems[0]}")
+            raise SaveError(f"{folder}: the files differ from the arrays that were written: {problems[0]}")
     named = named_leaves(state)
     return {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
 

@@ -98,14 +98,14 @@ def train(
         recipe: Name of the recipe, stored in the metadata of the checkpoints.
         restart: Start a new run in a new folder beside `run.folder`.
         allow_changes: Resume, or start from `checkpoint.start_from`, although settings that change the result differ
-            from those of the checkpoint.
+            from the settings of the checkpoint.
         say: Called with every line of output. By default the run prints nothing.
         hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
         on_start: Called with the program and the run folder once the settings are checked, before the step compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
         trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
             and a picture of them beside it.
-        watch: A watchdog that is to report what a pipeline waits for.
+        watch: A watchdog that reports the transfer that a pipeline waits for.
 
     Returns:
         A `TrainResult`: status, step, run folder, last row of metrics and sampled text.
@@ -212,7 +212,7 @@ def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
 
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
-    """`pipeline.check`: the stages are compared with the model before the split, in process 0, on its own data."""
+    """`pipeline.check`: process 0 compares the stages with the model before the split, on its own data."""
     pipeline, setting = run.program.pipeline, run.recipe.pipeline.check
     if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
         return
@@ -226,7 +226,7 @@ def _check_stages(run: Run, *, is_new: bool) -> None:
             remat=pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)
             split_backward=pipeline.schedule.splits_backward,
         )
-        return "pipeline.check: the stages compute what the model computes, on two microbatches"
+        return "pipeline.check: the stages compute the same as the model, on two microbatches"
 
     run.say(broadcast_from_process_0("check of the stages", check))
 
@@ -511,7 +511,7 @@ def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
 
 
 def vocabulary_problems(ids: Any, corpus: Corpus, source: str) -> list[str]:
-    """One line if the vocabulary is smaller than that of the text, or larger than the dtype of the files."""
+    """One line if the vocabulary is smaller than the vocabulary of the text, or larger than the dtype of the files."""
     found = corpus.vocab_size
     if isinstance(ids, int) and found is not None and ids < found:
         return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {found}"]

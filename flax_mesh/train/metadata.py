@@ -16,7 +16,7 @@ from flax_mesh.text import mesh_text
 from flax_mesh.train.metrics import Row
 
 MICROBATCHES = "pipeline.num_microbatches"
-AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so one decay must be that of all updates
+AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so all updates must have one decay
 
 
 def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str,
 
 
 def config_lines(run: Mapping[str, Any]) -> list[str]:
-    """The lines of config.txt: the settings of a `run_record`, and what its data is, as a comment."""
+    """The lines of config.txt: the settings of a `run_record`, and a description of its data as a comment."""
     return [*(f"{key}={text}" for key, text in run["config"].items()), _data_line(run)]
 
 

@@ -1,6 +1,6 @@
 """Metrics of the training steps: one row of numbers per step, written to metrics.jsonl of the run folder.
 
-`StepCheck` finds the rows whose numbers are not finite, or far above those of earlier rows.
+`StepCheck` finds the rows whose numbers are not finite, or far above the numbers of earlier rows.
 """
 
 import math

@@ -30,7 +30,7 @@ COMPILED = "compiled"  # the cache of compiled programs, which the command line 
 PLAIN_ROW = re.compile(rb'\{"step": ([0-9]{1,18})(?:,[^{}\0]*)?\}')  # not two rows; found 10 times faster than by JSON
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}
 FOLDER = ("a folder", os.R_OK | os.W_OK | os.X_OK)
-# What each entry must be, and the required rights. To replace a config.txt no right to write it is required.
+# The required kind and rights of each entry. To replace a config.txt no right to write it is required.
 ENTRIES = {METRICS: ("a file", os.R_OK | os.W_OK), CONFIG: ("a file", 0), CHECKPOINTS: FOLDER}
 
 
@@ -59,7 +59,7 @@ def run_folder(folder: Path) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             before = {*os.listdir(folder)}
             # The lock of the folder is not lost if a file in it is deleted. On a network file system it may exclude the
-            # processes of this machine only; there the lock of the file excludes those of other machines.
+            # processes of this machine only; there the lock of the file excludes processes of other machines.
             for path, flags in ((folder, os.O_RDONLY), (folder / LOCK, os.O_RDWR | os.O_CREAT)):
                 descriptor = os.open(path, flags, 0o666)
                 stack.callback(os.close, descriptor)
@@ -264,7 +264,7 @@ def _rename_old(folder: Path, names: Sequence[str]) -> list[str]:
 
 
 def _problem(path: Path, wanted: str, rights: int) -> str:
-    """One line if what is at `path` is not `wanted`, or cannot be used with these rights; "" if nothing is there."""
+    """One line if the entry at `path` is not `wanted`, or cannot be used with these rights; "" if nothing is there."""
     if not os.path.lexists(path):
         return ""
     try:

@@ -42,7 +42,7 @@ class Start(NamedTuple):
 
 
 def find_start(folder: str) -> Start:
-    """Find what `folder` contains. Only process 0 reads the files to verify them."""
+    """Find the kind and the content of `folder`. Only process 0 reads the files to verify them."""
     if is_huggingface(folder):
         other_files(Path(folder).expanduser())  # checks the links
         return Start(folder)
@@ -59,7 +59,7 @@ def check_start_settings(start: Start, config: TrainConfig, kind: str, *, allow_
     """List the settings of the model, and the kind of the data, that differ from those saved with the checkpoint.
 
     Raises ConfigError if one of them changes the result, unless `allow_changes` or it is in MAY_DIFFER. Nothing is
-    compared with a checkpoint without settings; `check_config` compares those of config.json.
+    compared with a checkpoint without settings; `check_config` compares the settings of config.json.
     """
     if start.step is None:
         return []
@@ -79,7 +79,7 @@ def check_start_settings(start: Start, config: TrainConfig, kind: str, *, allow_
 
 
 def _change_of_kind(record: Mapping[str, Any], kind: str) -> list[Change]:
-    """One change if the ids of the model were bytes of text and are those of a tokenizer now, or the reverse."""
+    """One change if the ids of the model were bytes of text and now belong to a tokenizer, or the reverse."""
     before = TEXT if is_trained_on_text(record) else record.get("data", {}).get("kind")
     if before not in KINDS or kind not in KINDS or before == kind:
         return []
@@ -102,7 +102,7 @@ def check_text(kind: str, source: str, files: Path) -> None:
         ids = f"AutoTokenizer.from_pretrained({str(files)!r}).encode({read})"
     raise ConfigError(
         [
-            f"data.source={source} is text, whose tokens are bytes, but the ids of the model are those of {tokenizer}; "
+            f"data.source={source} is text, whose tokens are bytes, but the ids of the model belong to {tokenizer}; "
             f"encode the text, and set data.source={tokens}:",
             f"  import numpy as np; from pathlib import Path; from {package}",
             f"  np.save({str(tokens)!r}, np.array({ids}, np.uint32))",
@@ -112,7 +112,7 @@ def check_text(kind: str, source: str, files: Path) -> None:
 
 
 def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """Return `state` with the parameters from `start`, and a text that lists what was and was not restored."""
+    """Return `state` with the parameters from `start`, and a text that lists the restored and the missing arrays."""
     if start.step is None:
         tree = state.to_nnx()
         adapters, own = nnx.split_state(tree["model"], nnx.LoRAParam, ...)

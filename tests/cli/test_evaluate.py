@@ -94,7 +94,7 @@ def test_wrong_sources_and_lengths_are_one_line(trained, command, tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"abc")
     odd = (tmp_path / "odd.bin").rename(tmp_path / "data.source: data.bin_dtype.bin")  # only settings are renamed
     for arguments, text in (
-        ([], "there is no data; pass --data SOURCE"),
+        ([], "--data is missing; pass --data SOURCE"),
         (["--data", "a=x", "--data", "a=y"], "two sets have the name a"),
         (["--data", ""], "--data '': this text is empty"),
         (["--data", odd], f"--data {odd}: {odd} has 3 bytes; uint16 tokens (--bin-dtype)"),

@@ -167,7 +167,7 @@ def test_everything_that_cannot_be_adapted_is_an_error_with_all_weights():
         assert error.match(f"(?s).*{found}")
     with pytest.raises(ConfigError, match="'bias' matches down/bias, up/bias, which no product uses"):
         add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="bias")
-    with pytest.raises(ConfigError, match=r"(?s)rank must be.*got 0.*alpha must be.*got -1.*'\(' is no regular"):
+    with pytest.raises(ConfigError, match=r"(?s)rank must be.*got 0.*alpha must be.*got -1.*'\(' is not a regular"):
         add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=0, alpha=-1, modules="(")
 
 

@@ -142,7 +142,7 @@ ON_DEVICES: list[tuple[tuple[str, ...], str]] = [
     (("checkpoint.best_metric=accuracy",), "best_metric=accuracy is in no row of metrics, which have loss"),
     (("run.profile=20",), r"^run.profile=20 records the steps 3 to 22, but run.steps=12 ends before that"),
     (("run.hooks=tensorbord",), r"^run.hooks: 'tensorbord' must be tensorboard, or .* did you mean tensorboard\?"),
-    (("run.hooks=no.such.module",), r"^run.hooks: 'no.such.module' cannot be .* is no module 'no.such'. Install"),
+    (("run.hooks=no.such.module",), r"^run.hooks: 'no.such.module' cannot be .* 'no.such' does not exist. Install"),
     (("run.hooks=os.path.join, os.path.join",), r"^run.hooks: 'os.path.join' is there twice; once is enough"),
     (("run.hooks=os.path.nope",), r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),
     (("run.hooks=math.pi",), r"^run.hooks=math.pi must be a function \(folder, config, start\) -> hook, got 3.14"),
@@ -251,8 +251,8 @@ PLACE = r"test_mistakes\.py, line \d+: "
 ROW_METRICS: list[tuple[Any, str]] = [
     (
         lambda loss: dict.fromkeys(["own", "step", "skipped", "eval_loss", "tokens_per_s"], loss),
-        "must have names of their own: rows of metrics.jsonl have 'eval_loss', 'skipped', 'step', 'tokens_per_s' "
-        "already. Rename them",
+        "must have names that the rows do not use: rows of metrics.jsonl have 'eval_loss', 'skipped', 'step', "
+        "'tokens_per_s' already. Rename them",
     ),
     (
         lambda loss: {"own": loss, "three": jnp.ones(3), "a": {"b": loss * 1j}},

@@ -42,7 +42,7 @@ def test_the_stages_are_checked_at_the_start_of_a_new_run(tmp_path, text, monkey
     with monkeypatch.context() as changed:
         changed.setattr(StagedModel, "check", lambda staged, batch, **kinds: calls.append((batch, kinds)))
         train(config_of(folder, text, *SHORT, "run.seed=3", "pipeline.schedule=zb-h1"), say=printed.append)
-    assert "pipeline.check: the stages compute what the model computes, on two microbatches" in printed
+    assert "pipeline.check: the stages compute the same as the model, on two microbatches" in printed
     ((batch, kinds),) = calls
     assert batch["inputs"].shape == (16, 16) and kinds == {"seed": 3, "remat": "none", "split_backward": True}
     monkeypatch.setattr(StagedModel, "check", planted)

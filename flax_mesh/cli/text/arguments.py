@@ -47,13 +47,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "--coordinator",
         metavar="HOST:PORT",
         default="",
-        help="process 0 listens there; the number of each process is that of the launcher, such as MPI",
+        help="process 0 listens there; the launcher, such as MPI, numbers the processes",
     )
     parser.add_argument(
         "--devices-per-process",
         type=int,
         metavar="K",
-        help="virtual CPU devices per process (default: those of run.platform=cpu:N divided among the processes)",
+        help="virtual CPU devices per process (default: the N of run.platform=cpu:N divided among the processes)",
     )
     parser.add_argument(
         "--step-timeout",

@@ -17,7 +17,7 @@ from flax_mesh.train.run_folder import Row
 
 
 class Forecast:
-    """Prints the plan of a run in one line, and collects what the rows measure.
+    """Prints the plan of a run in one line, and collects the measurements of the rows.
 
     The speed of CPUs is not known, so their times are left out, unless `run.hardware` describes them.
     """

@@ -49,7 +49,7 @@ def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenize
 class Printer:
     """Prints tokens as they are generated, as `on_token` of `generate`, and measures their rate.
 
-    The text of a single prompt is printed token by token, that of several when each is complete.
+    The text of a single prompt is printed token by token, the texts of several prompts when each is complete.
     """
 
     def __init__(

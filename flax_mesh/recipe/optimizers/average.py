@@ -42,7 +42,7 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
 
 
 def average_factor(decay: float, steps: int) -> float:
-    """What the stored average after `steps` updates is multiplied by."""
+    """The factor of the stored average after `steps` updates."""
     return 1 / (1 - decay**steps)
 
 

@@ -1,4 +1,4 @@
-"""Calls a recipe's make_optimizer, and traces the init and the update of what it returns: optax checks neither."""
+"""Calls a recipe's make_optimizer, and traces the init and the update of the result: optax checks neither."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ def _differences(what: str, before: Any, after: Any, text: Callable[[Any], str])
 
 @contextmanager
 def _errors_of(part: str, place: str) -> Iterator[None]:
-    """Report errors of libraries as well, such as those of optax for arguments of another kind."""
+    """Report errors of libraries as well, such as optax's errors for arguments of another kind."""
     try:
         with user_code(joined(NAME, part), place):
             yield

@@ -39,8 +39,8 @@ class OptimizerConfig:
         b2: Of adamw and muon's AdamW: decay of the second moment.
         epsilon: Of adamw and muon.
         momentum: Of muon, sgd and adafactor. None: 0.95, 0.9 and no momentum. With 0, sgd and adafactor store none.
-        moment_dtype: dtype of the first moment or momentum. "parameter": that of the parameter, but float32 for the
-            momentum of adafactor. Second moments have the dtype of the parameter, because bfloat16 cannot represent
+        moment_dtype: dtype of the first moment or momentum. "parameter": the dtype of the parameter, but float32 for
+            the momentum of adafactor. Second moments have the dtype of the parameter, because bfloat16 cannot represent
             the small changes of one step.
         no_decay: Pattern of the paths of parameters without weight decay. "": none.
         groups: Parameter groups, "PATTERN WORDS; PATTERN WORDS": a parameter belongs to the first group whose pattern
@@ -48,8 +48,8 @@ class OptimizerConfig:
             parameters are not trained and have no moments.
         matrices: Of muon: the parameters that are matrices, "PATTERN DIMS; PATTERN DIMS". DIMS such as 0>1,2 are input
             and output dims of an array of more than two dims, without the leading dim of a scanned stack; other dims
-            are those of separate matrices, as of experts. "": what the model's config states, else every "kernel" of
-            two dims but those of an embedding or a head.
+            belong to separate matrices, such as experts. "": the table of the model's config, else every "kernel" of
+            two dims except embeddings and heads.
         clip_norm: Maximum global norm of the gradients; inf disables clipping.
         ema: Decay of a moving average of the parameters after every step, in float32, which evaluation, samples and
             exports use in the place of the parameters. 0: none.
@@ -86,7 +86,7 @@ class OptimizerConfig:
         """One line for every mistake in the texts of settings, and in settings that depend on each other.
 
         `own_optimizer` and `own_schedule`: whether the recipe has `make_optimizer` and `make_schedule`. They may read
-        any setting, so one that is of no use to an optimizer or schedule by name is no mistake then.
+        any setting, so a setting that no optimizer or schedule with a name uses is accepted then.
         """
         found = [] if own_optimizer or own_schedule else self._schedule_problems()
         found += [] if own_optimizer else self._unused()

@@ -1,4 +1,4 @@
-"""Parameters by path: parameter groups, what is trained, and the matrices of Muon, from the text of settings."""
+"""Parameters by path: parameter groups, trained parameters and the matrices of Muon, from the text of settings."""
 
 import re
 import warnings
@@ -116,6 +116,6 @@ class Trained:
 
 
 def trained_filter(wrt: Any, text: str) -> Any:
-    """The filter of what is trained: `wrt` without the frozen groups of `optimizer.groups`."""
+    """The filter of the trained parameters: `wrt` without the frozen groups of `optimizer.groups`."""
     groups = tuple(parse_groups(text)[0])
     return Trained(wrt, groups) if any(group.is_frozen for group in groups) else wrt

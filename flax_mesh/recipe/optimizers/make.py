@@ -16,7 +16,7 @@ from flax_mesh.text import group_paths, listed
 from flax_mesh.tree import in_stack, map_named, named_leaves
 
 MATRICES = r"^(?!.*(embed|head)).*kernel$"
-MUON_RMS = 0.2  # of an update; that of AdamW, so that both use one learning rate (Liu et al. 2025, arXiv:2502.16982)
+MUON_RMS = 0.2  # of an update; equal to AdamW's, so that both use one learning rate (Liu et al. 2025, arXiv:2502.16982)
 
 
 def make_optimizer(
@@ -51,7 +51,7 @@ def parameter_problems(config: OptimizerConfig, parameters: Any, layers: Sequenc
     """
     named = named_leaves(parameters)
     patterns = [("groups", one.pattern) for one in parse_groups(config.groups)[0] if not one.is_frozen]
-    if config.no_decay != OptimizerConfig.no_decay:  # that of a model without norms and biases selects nothing
+    if config.no_decay != OptimizerConfig.no_decay:  # the default selects nothing in a model without norms and biases
         patterns.append(("no_decay", config.no_decay))
     matrices = parse_matrices(config.matrices or MATRICES)[0] if config.name == "muon" else []
     patterns += [("matrices", one.pattern) for one in matrices if config.matrices]

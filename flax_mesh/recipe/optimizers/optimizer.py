@@ -31,7 +31,7 @@ class RecipeOptimizer:
         settings: The section `optimizer`.
         wrt: The filter of the recipe.
         layers: The layer lists or stacks of the model.
-        matrices: `optimizer.matrices` where the setting is empty: what the config of the model states.
+        matrices: the value of `optimizer.matrices` where the setting is empty, from the config of the model.
         make: `make_optimizer` of the recipe: parameters -> optax transformation. None: the optimizer by name.
         make_schedule: `make_schedule` of the recipe. None: the schedule by name.
         places: Where these functions are defined.

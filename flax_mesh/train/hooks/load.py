@@ -66,7 +66,7 @@ def _import(name: str) -> Any:
             if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
                 raise  # a module that the hook's own module imports
             raise ConfigError(
-                f"run.hooks: {name!r} cannot be imported: there is no module {module!r}. Install it, or set PYTHONPATH "
+                f"run.hooks: {name!r} cannot be imported: {module!r} does not exist. Install it, or set PYTHONPATH "
                 "to the folder that contains it"
             ) from error
     if not hasattr(found, attribute):
