@@ -1,4 +1,4 @@
-"""run_page.py PAGE: runs the Python blocks of a page from top to bottom, in one process with one device.
+"""run_page.py PAGE: runs the Python blocks of a page or a notebook from top to bottom, in one process with one device.
 
 A text block directly after a Python block must be what that prints. Exits with 1 and the difference otherwise.
 """
@@ -6,17 +6,30 @@ A text block directly after a Python block must be what that prints. Exits with 
 import contextlib
 import difflib
 import io
+import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 
+def text_of(page: Path) -> str:
+    """The Markdown of a page. Cells of a notebook become text, Python blocks, and the text blocks that these print."""
+    if page.suffix != ".ipynb":
+        return page.read_text()
+    parts = []
+    for cell in json.loads(page.read_text())["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        parts += [f"```text\n{''.join(output['text'])}```" for output in cell.get("outputs", ())]
+    return "\n\n".join(parts) + "\n"
+
+
 def main(page: Path) -> str:
     """The difference between what the page shows and what its code prints, "" if there is none."""
     namespace: dict[str, Any] = {"__name__": "__page__"}
     shown, printed = [], []
-    text = page.read_text()
+    text = text_of(page)
     pairs = re.findall(r"^```python\n(.*?)^```(?:\n\n```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
     for number, (code, output) in enumerate(pairs, start=1):
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -23,14 +23,15 @@ from flax import nnx
 import flax_mesh as fm
 from flax_mesh.cli import main
 from tests.run_page import main as run_page
+from tests.run_page import text_of
 from tests.suite.syntax import read_imports
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -278,14 +279,14 @@ def test_the_example_of_a_docstring_runs(example, tmp_path, monkeypatch):
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as in a repository and on the site."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^```.*?^```", "", text_of(page), flags=re.DOTALL | re.MULTILINE)
     titles = [title.lower().strip() for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 
 
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
-        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", text_of(page)):
             if "://" not in target:
                 other = page.parent / target if target else page
                 assert other.exists(), f"{page.name} links to {target}"
