@@ -171,10 +171,12 @@ def _imported(settings: Mapping[str, Any]) -> TrainConfig:
 
 def _list(path: str, *, verify: bool) -> Output:
     steps = find.find_steps(path)
-    found = _each(steps, lambda step: describe.step_data(step, verify=verify and bool(find.STEP.fullmatch(step.name))))
+    steps_data = _each(
+        steps, lambda step: describe.step_data(step, verify=verify and bool(find.STEP.fullmatch(step.name)))
+    )
     data = {
         "folder": str(steps[0].parent),
-        "checkpoints": found,
+        "checkpoints": steps_data,
         "leftovers": [leftover.name for leftover in find.find_unfinished(steps[0].parent)],
         "verified": verify,
     }
@@ -183,11 +185,11 @@ def _list(path: str, *, verify: bool) -> Output:
 
 def _each(steps: Sequence[Path], read: Callable[[Path], dict[str, Any]]) -> list[dict[str, Any]]:
     """`read(step)` of all steps but those that a run deletes. StepDeletedError if none is left."""
-    found = []
+    results = []
     for step in steps:
         with suppress(StepDeletedError):
-            found.append(read(step))
-    return found or [read(steps[-1])]
+            results.append(read(step))
+    return results or [read(steps[-1])]
 
 
 def _output_of_steps(data: dict[str, Any], as_text: Callable[[int], str]) -> Output:
@@ -200,21 +202,21 @@ def _inspect(step: Path, every: bool) -> Output:
     record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
-    more = {name: record.get(name) for name in ("recipe", "sharding", "data", "versions", "config", "axes", "rules")}
-    data |= more | {
+    details = {name: record.get(name) for name in ("recipe", "sharding", "data", "versions", "config", "axes", "rules")}
+    data |= details | {
         "subtotals": {part: _total(arrays, part) for part in ("model", "optimizer", "")},
-        "arrays": [one._asdict() | {"shape": list(one.shape), "bytes": one.nbytes} for one in arrays],
+        "arrays": [array._asdict() | {"shape": list(array.shape), "bytes": array.nbytes} for array in arrays],
     }
     return Output(data, lambda width: text.inspect_text(data, arrays, width, every=every), bool(data["problems"]))
 
 
 def _total(arrays: Sequence[describe.Array], part: str) -> dict[str, int]:
     """Numbers of arrays, values and bytes below `part`; "" for all."""
-    chosen = [one for one in arrays if one.path.startswith(f"{part}/") or not part]
+    chosen = [array for array in arrays if array.path.startswith(f"{part}/") or not part]
     return {
         "arrays": len(chosen),
-        "values": sum(one.size for one in chosen),
-        "bytes": sum(one.nbytes for one in chosen),
+        "values": sum(array.size for array in chosen),
+        "bytes": sum(array.nbytes for array in chosen),
     }
 
 
@@ -223,9 +225,9 @@ def _verify(path: str, number: int | None) -> Output:
     chosen = [find.find_step(path, number)] if number is not None else steps
     if len(chosen) > 1:  # quarantined steps are known to be damaged; they are verified only if their path is given
         chosen = [step for step in steps if find.STEP.fullmatch(step.name)] or steps
-    found = _each(chosen, _verified)
+    results = _each(chosen, _verified)
     quarantined = [step.name for step in steps if step not in chosen and not find.STEP.fullmatch(step.name)]
-    data = {"folder": str(steps[0].parent), "checkpoints": found, "set_aside": quarantined}
+    data = {"folder": str(steps[0].parent), "checkpoints": results, "set_aside": quarantined}
     return _output_of_steps(data, lambda width: text.verify_text(data))
 
 
@@ -255,25 +257,27 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
             raise ConfigError(f"--values requires two checkpoints, but {b} is a recipe, which has no values")
         name = " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
-    found = differences(record, other, tree, other_tree)
+    rows = differences(record, other, tree, other_tree)
     data: dict[str, Any] = {
         "a": str(old),
         "b": name,
         "recipe": new is None,
         "compared": [section for section in SECTIONS if in_both(section, record, other)],
         "not_compared": [section for section in SECTIONS if in_one(section, record, other)],
-        "differences": [one._asdict() for one in found],
+        "differences": [array._asdict() for array in rows],
         "values": None,
     }
-    differs = bool(found)
+    differs = bool(rows)
     if values and new is not None:
         same = [
-            one for path, one in tree.items() if path in other_tree and array_text(one) == array_text(other_tree[path])
+            array
+            for path, array in tree.items()
+            if path in other_tree and array_text(array) == array_text(other_tree[path])
         ]
         largest = value_differences(old, new, same)
         data["values"] = {"compared": len(same), "differing": describe.finite(largest)}
         differs = differs or bool(largest)
-    return Output(data, lambda width: text.diff_text(data, found), differs)
+    return Output(data, lambda width: text.diff_text(data, rows), differs)
 
 
 def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, describe.Array]]:

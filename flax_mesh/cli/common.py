@@ -172,11 +172,11 @@ def use_platform(platform: str) -> None:
             jax.config.update("jax_platforms", {"gpu": "cuda,cpu", "cpu": "cpu"}.get(name, f"{name},cpu"))
         if count:
             jax.config.update("jax_num_cpu_devices", int(count))
-        found, reason = jax.devices()[0].platform, ""
+        platform_here, reason = jax.devices()[0].platform, ""
     except (RuntimeError, AssertionError) as error:  # JAX raises AssertionError if cuda has no devices
-        found, reason = None, f" ({text})" if (text := one_line(error)) else ""
-    if name not in ("auto", found):  # without the cuda plugin, JAX silently uses the CPU
-        reason = reason or f" (JAX found {found})"
+        platform_here, reason = None, f" ({text})" if (text := one_line(error)) else ""
+    if name not in ("auto", platform_here):  # without the cuda plugin, JAX silently uses the CPU
+        reason = reason or f" (JAX found {platform_here})"
         raise ConfigError(
             f"run.platform={platform} has no devices here{reason}; use run.platform=auto for the available devices"
         )

@@ -57,15 +57,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     options = {"sequence_length": length, "batch_size": arguments.batch_size}
     say(f"windows: {length} tokens")
     results: dict[str, Evaluation] = {}
-    for name, one in evaluate(trained.model, trained.mesh, sets, **options):
-        results[name] = one
-        if not math.isfinite(one.loss):
+    for name, result in evaluate(trained.model, trained.mesh, sets, **options):
+        results[name] = result
+        if not math.isfinite(result.loss):
             say(
-                f"warning: the loss of {plain(name)} is {one.loss}: numbers of the model are not finite; "
+                f"warning: the loss of {plain(name)} is {result.loss}: numbers of the model are not finite; "
                 "try model.dtype=float32, or another --step"
             )
     if arguments.json:
-        shown = {name: one.to_dict() for name, one in results.items()}
+        shown = {name: result.to_dict() for name, result in results.items()}
         model = {"model": trained.description, "mesh": mesh_text(trained.mesh.shape)}
         print(json.dumps(finite(model | options | {"sets": shown}), indent=1))
     else:
@@ -76,12 +76,12 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
     """The rows of the table, with "-" for unknown values."""
 
-    def cells(name: str, one: Evaluation) -> list[str]:
-        bits = "-" if one.bits_per_byte is None else f"{one.bits_per_byte:.4f}"
-        size = "-" if one.num_bytes is None else f"{one.num_bytes:,}"
-        return [plain(name), f"{one.num_tokens:,}", size, f"{one.loss:.4f}", bits, f"{one.perplexity:.4g}"]
+    def cells(name: str, result: Evaluation) -> list[str]:
+        bits = "-" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}"
+        size = "-" if result.num_bytes is None else f"{result.num_bytes:,}"
+        return [plain(name), f"{result.num_tokens:,}", size, f"{result.loss:.4f}", bits, f"{result.perplexity:.4g}"]
 
-    return [cells(name, one) for name, one in results.items()]
+    return [cells(name, result) for name, result in results.items()]
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, TextSet], int]:
@@ -104,7 +104,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, Text
 
 def read_sources(texts: Sequence[str]) -> dict[str, str]:
     """Name -> source of every --data; a source without a name is called by its text."""
-    found, problems = {}, []
+    sources, problems = {}, []
     if not texts:
         problems.append(
             '--data is missing; pass --data SOURCE: a text file, a token file, a folder, a glob or "stdlib"'
@@ -114,13 +114,13 @@ def read_sources(texts: Sequence[str]) -> dict[str, str]:
         name, source = (match[1], match[2]) if match else (text, text)
         if problem := path_problem(source) or ("" if source else "is empty"):
             problems.append(f"--data {text[:80]!r}: this text {problem}")
-        elif name in found:
+        elif name in sources:
             problems.append(f"--data: two sets have the name {name}; write NAME=SOURCE with another name")
         else:
-            found[name] = source
+            sources[name] = source
     if problems:
         raise ConfigError(problems)
-    return found
+    return sources
 
 
 def _read_set(

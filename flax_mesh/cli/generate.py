@@ -102,9 +102,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         if reader_has_ended(sys.stdout) and not arguments.out:
             raise _ReaderEnded
 
-    def on_result(prompt: int, one: Generated) -> None:
-        found = json_of(prompts[prompt], rows[prompt], one, trained.tokenizer)
-        line = json.dumps(found, ensure_ascii=False) + "\n"
+    def on_result(prompt: int, result: Generated) -> None:
+        record = json_of(prompts[prompt], rows[prompt], result, trained.tokenizer)
+        line = json.dumps(record, ensure_ascii=False) + "\n"
         if arguments.json:
             print(line, end="", flush=True)
         if arguments.out:
@@ -139,8 +139,8 @@ def _chat(arguments: argparse.Namespace) -> int:
             say(note)
         printer = Printer([Prompt("line", text)], [row], tokenizer, frozenset(stops), arguments.max_tokens, quiet=False)
         options = {"sampling": _sampling(arguments), "stop_tokens": stops, "seed": arguments.seed, **sizes}
-        (one,) = generate(trained.model, [row], **options, on_token=printer.token)
-        chat.answer(row, one, tokenizer, stops)
+        (result,) = generate(trained.model, [row], **options, on_token=printer.token)
+        chat.answer(row, result, tokenizer, stops)
         if reader_has_ended(sys.stdout):
             break
     return DONE

@@ -88,10 +88,10 @@ def _run(argv: Sequence[str]) -> int:
             return INTERRUPTED
 
 
-def _unraisable(found: Any) -> None:
+def _unraisable(event: Any) -> None:
     """Suppress the message that tensorstore prints for every array after a failed save, which was reported already."""
-    if found.object is not None or str(found.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(found)
+    if event.object is not None or str(event.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(event)
 
 
 class _ArgumentParser(argparse.ArgumentParser):

@@ -96,16 +96,16 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return _search(arguments, config)
     if arguments.compile:
         return _compile(arguments)
-    found = plan(config, topology_of(arguments.topology, config))
+    forecast = plan(config, topology_of(arguments.topology, config))
     if arguments.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(forecast.to_dict(), indent=1))
     elif arguments.html is not None:
         title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
-        write_file("--html", arguments.html, found.to_html(title=title))
-        print(f"{arguments.html}: {memory_line(found.memory)}")
+        write_file("--html", arguments.html, forecast.to_html(title=title))
+        print(f"{arguments.html}: {memory_line(forecast.memory)}")
     else:
-        print(found.to_text(width=min(table_width(), WIDTH)))
-    return FINDINGS if found.fits is False else DONE
+        print(forecast.to_text(width=min(table_width(), WIDTH)))
+    return FINDINGS if forecast.fits is False else DONE
 
 
 def _option_problems(arguments: argparse.Namespace) -> list[str]:
@@ -138,10 +138,10 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         )
     check_writable("--calibrate", arguments.calibrate)
     use_platform(platform)
-    found = calibrate(jax.devices())
-    write_file("--calibrate", arguments.calibrate, found.to_toml())
+    calibration = calibrate(jax.devices())
+    write_file("--calibrate", arguments.calibrate, calibration.to_toml())
     load_chip(arguments.calibrate)  # a ConfigError if a figure is not a positive number
-    print(f"{found.to_text()}\n\n{arguments.calibrate}: written; use it with run.hardware={arguments.calibrate}")
+    print(f"{calibration.to_text()}\n\n{arguments.calibrate}: written; use it with run.hardware={arguments.calibrate}")
     return DONE
 
 
@@ -149,13 +149,13 @@ def _compile(arguments: argparse.Namespace) -> int:
     use_platform("cpu")
     words = with_files(arguments.overrides)
     with progress_line() as say:
-        found = compile_recipe(arguments.recipe, words, arguments.topology, limit=_limit(arguments), say=say)
+        compiled = compile_recipe(arguments.recipe, words, arguments.topology, limit=_limit(arguments), say=say)
     if arguments.json:
-        print(json.dumps({**found.plan.to_dict(), "compiled": found.to_dict()}, indent=1))
+        print(json.dumps({**compiled.plan.to_dict(), "compiled": compiled.to_dict()}, indent=1))
     else:
         width = min(table_width(), WIDTH)
-        print(f"{found.plan.to_text(width=width)}\n\n{found.to_text(width=width)}")
-    return FINDINGS if found.fits is False else DONE
+        print(f"{compiled.plan.to_text(width=width)}\n\n{compiled.to_text(width=width)}")
+    return FINDINGS if compiled.fits is False else DONE
 
 
 def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
@@ -167,15 +167,15 @@ def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
     fixed = [name for text in words if (name := setting_of(text)) in SEARCHED]
     confirmed = []
     with progress_line() as say:
-        found = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
+        layouts = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
         if arguments.compile:
-            confirmed = confirm(found, arguments.recipe, words, limit=_limit(arguments), say=say)
+            confirmed = confirm(layouts, arguments.recipe, words, limit=_limit(arguments), say=say)
     if arguments.json:
-        print(json.dumps(search_report.to_dict(found, confirmed), indent=1))
+        print(json.dumps(search_report.to_dict(layouts, confirmed), indent=1))
     else:
         command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
-        print(search_report.to_text(found, command, min(table_width(), SEARCH_WIDTH), confirmed))
-    return FINDINGS if search_report.fits(found, confirmed) is False else DONE
+        print(search_report.to_text(layouts, command, min(table_width(), SEARCH_WIDTH), confirmed))
+    return FINDINGS if search_report.fits(layouts, confirmed) is False else DONE
 
 
 def _limit(arguments: argparse.Namespace) -> float:

@@ -87,18 +87,18 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         use_platform(config.run.platform)
         unit = _set_measured(arguments, measure_recipe(config))
         print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
-    found = _find(arguments)
+    choice = _find(arguments)
     if arguments.svg is not None:
-        write_file("--svg", arguments.svg, draw_schedule_svg(found.schedule, found.costs))
+        write_file("--svg", arguments.svg, draw_schedule_svg(choice.schedule, choice.costs))
     if arguments.out is not None:
-        notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(found.schedule, found.costs))}"
-        write_file("--out", arguments.out, schedule_text(found.schedule, notes))
+        notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(choice.schedule, choice.costs))}"
+        write_file("--out", arguments.out, schedule_text(choice.schedule, notes))
     if arguments.json:
-        print(json.dumps(_data(found)))
+        print(json.dumps(_data(choice)))
     else:
-        print(schedule_table(found.schedule, found.costs, width=table_width()))
-        if found.result is not None:
-            print(f"\n{_summary(found.result)}")
+        print(schedule_table(choice.schedule, choice.costs, width=table_width()))
+        if choice.result is not None:
+            print(f"\n{_summary(choice.result)}")
     return DONE
 
 
@@ -119,9 +119,9 @@ def _check_outputs(arguments: argparse.Namespace, files: dict[str, str]) -> None
     mistakes.raise_if_any()
 
 
-def _data(found: Found) -> dict[str, Any]:
-    schedule, result = found.schedule, found.result
-    simulated = simulate(schedule, found.costs)
+def _data(choice: Found) -> dict[str, Any]:
+    schedule, result = choice.schedule, choice.result
+    simulated = simulate(schedule, choice.costs)
     data: dict[str, Any] = {
         "name": schedule.name,
         "makespan": simulated.makespan,

@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def trace_problems(trace: str, files: Mapping[str, str]) -> list[str]:
     """One line if --trace is not a file, or if the trace or the picture beside it is one of `files`."""
-    found = output_problems("--trace", trace, files)
-    return found or output_problems("the picture of --trace", str(Path(trace).with_suffix(".svg")), files)
+    problems = output_problems("--trace", trace, files)
+    return problems or output_problems("the picture of --trace", str(Path(trace).with_suffix(".svg")), files)
 
 
 def devices_of_process(platform: str, count: int, devices: int | None) -> str:

@@ -27,9 +27,9 @@ def assert_equal(name: str, facts: Mapping[str, str]) -> None:
     def differences(texts: Sequence[str]) -> str:
         return "\n".join(_differences(list(map(json.loads, texts))))
 
-    if found := decide_at_process_0(f"assert_equal/{name}", json.dumps(dict(facts)), differences):
+    if problems := decide_at_process_0(f"assert_equal/{name}", json.dumps(dict(facts)), differences):
         repair = "Start all processes with the same code, recipe, settings, data and versions."
-        raise ConfigError(["the processes of this run differ:", *found.split("\n"), repair])
+        raise ConfigError(["the processes of this run differ:", *problems.split("\n"), repair])
 
 
 def decide_at_process_0(name: str, text: str, decide: Callable[[Sequence[str]], str]) -> str:
@@ -172,12 +172,12 @@ def _wait(key: str, process: int) -> str:
 
 def _differences(all_facts: Sequence[Mapping[str, str]]) -> list[str]:
     """One line per field that differs, with its values and the processes with each value."""
-    found = []
+    lines = []
     for field in sorted(set().union(*all_facts)):
         values: dict[str, list[int]] = {}
         for process, facts in enumerate(all_facts):
             values.setdefault(facts.get(field, "(missing)"), []).append(process)
         if len(values) > 1:
             each = "; ".join(f"{value} on {processes_text(processes)}" for value, processes in values.items())
-            found.append(f"  {field}: {each}")
-    return found
+            lines.append(f"  {field}: {each}")
+    return lines

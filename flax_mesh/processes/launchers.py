@@ -54,10 +54,10 @@ def detect_launcher(environment: Mapping[str, str] = os.environ) -> Launched | N
         wrong = [f"{name}={shown(text)}" for name, text in texts.items() if not (text.isascii() and text.isdecimal())]
         index, count = (0, 0) if wrong else map(int, texts.values())
         if wrong or (index >= count and count > 1):
-            found = ", ".join(wrong or [f"{name}={text}" for name, text in texts.items()])
+            settings = ", ".join(wrong or [f"{name}={text}" for name, text in texts.items()])
             raise ConfigError(
                 f"{launcher.name}: {launcher.index} and {launcher.count} must be the number of a process, from 0, and "
-                f"of all processes, got {found}; unset them for a run of one process"
+                f"of all processes, got {settings}; unset them for a run of one process"
             )
         if count > 1:
             return Launched(launcher, index, count, _address(launcher, environment))
@@ -73,9 +73,9 @@ def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
 
 def check_single_process(command: str) -> None:
     """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
-    if (found := detect_launcher()) is not None:
-        name, count = found.launcher.name, found.count
+    if (launched := detect_launcher()) is not None:
+        name, count = launched.launcher.name, launched.count
         raise ConfigError(
-            f"{command} runs in one process, but {found.launcher.count}={count}: {name} has started {count} processes, "
-            f"each of which would do all of the work; run the command without {name}"
+            f"{command} runs in one process, but {launched.launcher.count}={count}: {name} has started {count} "
+            f"processes, each of which would do all of the work; run the command without {name}"
         )

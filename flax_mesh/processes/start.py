@@ -41,8 +41,8 @@ def parse_processes(text: str, form: str = FORM) -> Processes:
 def resolve_address(address: str) -> tuple[socket.AddressFamily, Any]:
     """The address family of "host:port", and the address for a socket of this family."""
     host, _, port = address.rpartition(":")
-    family, _, _, _, found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    return family, found
+    family, _, _, _, address_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    return family, address_
 
 
 def check_coordinator(coordinator: str) -> None:

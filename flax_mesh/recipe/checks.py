@@ -36,58 +36,60 @@ MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 def check_config(config: TrainConfig) -> list[str]:
     """One line for every mistake that can be found without devices and without tracing the model."""
     wrong = type_problems(config)
-    found = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
+    problems = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
     if not wrong:  # otherwise values cannot be compared
-        found += _check_together(config)
-    return list(dict.fromkeys(found))  # a model's own check repeats the lines about its fields
+        problems += _check_together(config)
+    return list(dict.fromkeys(problems))  # a model's own check repeats the lines about its fields
 
 
 def _check_together(config: TrainConfig) -> list[str]:
     """One line for every mistake in the texts of settings, and in settings that depend on each other."""
-    run, found = config.run, []
+    run, problems = config.run, []
     axes = ", ".join(MODEL_AXES)
     if unknown := [name for name in shard_over(config.optimizer) if name not in MODEL_AXES]:
-        found.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
+        problems.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
     if twice := sorted({name for name in shard_over(config.optimizer) if shard_over(config.optimizer).count(name) > 1}):
-        found.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
+        problems.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
     if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
-        found.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
-    found += _check_axes("model.axes", getattr(config.model, "axes", None))
-    found += _check_axes("rules.axes", getattr(config.rules, "axes", None))
-    found += check_start(config.checkpoint.start_from, config.model)
-    own = {"own_optimizer": config.make_optimizer is not None, "own_schedule": config.make_schedule is not None}
-    found += config.optimizer.problems(**own)
+        problems.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
+    problems += _check_axes("model.axes", getattr(config.model, "axes", None))
+    problems += _check_axes("rules.axes", getattr(config.rules, "axes", None))
+    problems += check_start(config.checkpoint.start_from, config.model)
+    replaced = {"own_optimizer": config.make_optimizer is not None, "own_schedule": config.make_schedule is not None}
+    problems += config.optimizer.problems(**replaced)
     batch, parts = config.data.batch_size, config.pipeline.num_microbatches
     if parts >= 1 and batch % parts:
-        found.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")
+        problems.append(f"data.batch_size={batch} is not divisible by pipeline.num_microbatches={parts}")
     if not PLATFORM.fullmatch(run.platform):
-        found.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
+        problems.append(f"run.platform must be auto, cpu, cpu:N (N devices), gpu or tpu, got {run.platform!r}")
     try:
         if (num_groups := axis_sizes(config.mesh)["pp"]) == -1:
-            found.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
-        found += [*_check_pipeline(config.pipeline, num_groups), *_check_layers(config.model, num_groups)]
+            problems.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
+        problems += [*_check_pipeline(config.pipeline, num_groups), *_check_layers(config.model, num_groups)]
     except ValueError as error:
-        found.append(f"mesh.shape: {error}")
+        problems.append(f"mesh.shape: {error}")
     try:
         parse_compiler_options(run.compiler_options)
     except ConfigError as error:
-        found += error.problems
+        problems += error.problems
     if run.hardware and not path_problem(run.hardware):
         try:
             load_chip(run.hardware)
         except ConfigError as error:
-            found += [f"run.hardware: {problem}" for problem in error.problems]
+            problems += [f"run.hardware: {problem}" for problem in error.problems]
     if config.make_batches is not None and config.sample is not None:
-        found.append("sample continues text and requires the tokens of data.source; with make_batches, set sample=None")
-    found += _check_lora(config)
+        problems.append(
+            "sample continues text and requires the tokens of data.source; with make_batches, set sample=None"
+        )
+    problems += _check_lora(config)
     if config.make_batches is None and not config.data.resumable:
-        found.append("data.resumable=false is for iterators that make_batches returns; remove it")
-    found += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
+        problems.append("data.resumable=false is for iterators that make_batches returns; remove it")
+    problems += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
-        found.append(NO_SOURCE)
+        problems.append(NO_SOURCE)
     if run.folder == "":
-        found.append("run.folder is empty; name a folder, such as runs/default")
-    return found
+        problems.append("run.folder is empty; name a folder, such as runs/default")
+    return problems
 
 
 def check_functions(config: TrainConfig) -> list[Problem]:
@@ -135,16 +137,20 @@ def _check_lora(config: TrainConfig) -> list[str]:
     """One line for every setting that adapters leave without a meaning."""
     if not config.lora.rank:
         return []
-    found = []
+    problems = []
     try:
         re.compile(config.lora.modules)
     except re.error as error:
-        found.append(f"lora.modules={config.lora.modules} is not a regular expression: {error}")
+        problems.append(f"lora.modules={config.lora.modules} is not a regular expression: {error}")
     if config.wrt is not nnx.Param:
-        found.append("wrt selects the trained variables, but with lora.rank above 0 these are the adapters; remove wrt")
+        problems.append(
+            "wrt selects the trained variables, but with lora.rank above 0 these are the adapters; remove wrt"
+        )
     if config.optimizer.name == "muon" and config.make_optimizer is None:
-        found.append("optimizer.name=muon is for the matrices of the model, not for adapters; use adamw with lora.rank")
-    return found
+        problems.append(
+            "optimizer.name=muon is for the matrices of the model, not for adapters; use adamw with lora.rank"
+        )
+    return problems
 
 
 def _check_filter(wrt: Any) -> list[str]:
@@ -157,24 +163,24 @@ def _check_filter(wrt: Any) -> list[str]:
     try:
         nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError):  # some versions of Flax fail to format their own message
-        found = shown(wrt)
-        return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {found}"]
+        text = shown(wrt)
+        return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {text}"]
     return []
 
 
 def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
     """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
-    found = []
+    problems = []
     try:
         parse_cut(config.cut)
     except ConfigError as error:
-        found += error.problems
+        problems += error.problems
     if num_groups > 1 and config.num_microbatches >= 1:
         try:
             pipeline_schedule(config, num_groups)
         except ConfigError as error:
-            found += error.problems
-    return found
+            problems += error.problems
+    return problems
 
 
 def _check_layers(model: Any, num_groups: int) -> list[str]:
@@ -199,8 +205,8 @@ def check_start(folder: str, model: Any) -> list[str]:
         problems = [f"checkpoint.start_from: {line}" for line in source.problems()]
     except ConfigError as error:
         hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
-        found = [f"checkpoint.start_from: {line}" for line in error.lines]
-        return found + (hint if error.can_ignore else [])
+        lines = [f"checkpoint.start_from: {line}" for line in error.lines]
+        return lines + (hint if error.can_ignore else [])
     except OSError as error:
         return [f"checkpoint.start_from={folder} cannot be read: {error.strerror}"]
     return problems + [
@@ -223,10 +229,10 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     dims = [("data.batch_size", f"{data.batch_size}{divisor}", "batch", data.batch_size // parts)]
     if config.make_batches is None:
         dims.append(("data.sequence_length", str(data.sequence_length), "sequence", data.sequence_length))
-    found = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
+    problems = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
     if problem := memory_problem(mesh, config.optimizer.memory):
-        found.append(Problem("optimizer.memory", f": {problem}", "use optimizer.memory=device"))
-    return found
+        problems.append(Problem("optimizer.memory", f": {problem}", "use optimizer.memory=device"))
+    return problems
 
 
 def check_model_on_mesh(
@@ -245,7 +251,7 @@ def _undivided(
     dims: Sequence[tuple[str, str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis
 ) -> list[Problem]:
     """One problem for every (setting, its value, logical axis, size) that is not divisible by its mesh axes."""
-    found = []
+    problems = []
     for setting, value, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
         ways = math.prod(mesh.shape[name] for name in names)
@@ -255,7 +261,7 @@ def _undivided(
             general = f"{setting}={size} is not divisible by its mesh axes"
             if setting == "data.batch_size":
                 general = f"{setting} is not divisible by its mesh axes and pipeline.num_microbatches"
-            found.append(
+            problems.append(
                 Problem(setting, problem, "use a multiple, or another mesh.shape", value=value, general=general)
             )
-    return found
+    return problems

@@ -18,7 +18,7 @@ def parse_compiler_options(text: str) -> CompilerOptions:
     A value may contain commas: it extends to the next `NAME=`. Raises ConfigError with one line for every malformed
     part and for every name that is set twice.
     """
-    found, problems = {}, []
+    options, problems = {}, []
     for part in re.split(r",(?=[^,=]*=)", text) if text else []:
         name, equals, value = part.strip().partition("=")
         if not (name and equals) or name.startswith("-"):
@@ -26,13 +26,13 @@ def parse_compiler_options(text: str) -> CompilerOptions:
                 f"run.compiler_options: {part!r} is not an option; write NAME=VALUE, such as "
                 "xla_gpu_enable_latency_hiding_scheduler=true"
             )
-        elif name in found:
+        elif name in options:
             problems.append(f"run.compiler_options: {name} is set twice")
         else:
-            found[name] = _parse_option(value)
+            options[name] = _parse_option(value)
     if problems:
         raise ConfigError(problems)
-    return found
+    return options
 
 
 def options_text(options: Mapping[str, Any]) -> str:
@@ -49,11 +49,11 @@ def _parse_option(value: str) -> bool | int | str:
 
 def check_compiler_options(options: Mapping[str, Any], device: Any) -> list[str]:
     """One line for every option that the compiler of `device` rejects, found by compiling `x + 1` with it."""
-    found, sharding = [], jax.sharding.SingleDeviceSharding(device)
+    problems, sharding = [], jax.sharding.SingleDeviceSharding(device)
     for name, value in options.items():
         add_one = jax.jit(lambda x: x + 1, compiler_options={name: value})
         try:
             add_one.lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding)).compile()
         except (jax.errors.JaxRuntimeError, ValueError) as error:
-            found.append(f"run.compiler_options: {options_text({name: value})} is refused: {first_line(error)}")
-    return found
+            problems.append(f"run.compiler_options: {options_text({name: value})} is refused: {first_line(error)}")
+    return problems

@@ -100,6 +100,8 @@ def _function_of_file(file: str, function: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     make = getattr(module, function, None)
     if not callable(make):
-        found = [k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name]
-        raise ConfigError(f"recipe {file} has no function {function!r}; it defines {', '.join(found) or 'none'}")
+        functions = [
+            k for k, v in vars(module).items() if isinstance(v, types.FunctionType) and v.__module__ == spec.name
+        ]
+        raise ConfigError(f"recipe {file} has no function {function!r}; it defines {', '.join(functions) or 'none'}")
     return make

@@ -54,17 +54,17 @@ def _layers(model: nnx.Module, rules: Rules | None) -> Sequence[str]:
 
 def _call_filter(wrt: Any, model: nnx.State) -> None:
     """Calls the functions of `wrt`: later, their exceptions would look like errors of the loss or of the optimizer."""
-    for one in wrt if isinstance(wrt, list | tuple) else [wrt]:
-        if callable(one) and not isinstance(one, type):
-            check_arguments("wrt", one, "path", "variable")
+    for part in wrt if isinstance(wrt, list | tuple) else [wrt]:
+        if callable(part) and not isinstance(part, type):
+            check_arguments("wrt", part, "path", "variable")
     with user_code("wrt"):
         nnx.filter_state(model, wrt)
 
 
 def method_of(model: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
     """An optional method of a model config, `default` without it. A field of the user's may have this name too."""
-    found = getattr(model, name, None)
-    return found if callable(found) else default
+    method = getattr(model, name, None)
+    return method if callable(method) else default
 
 
 def model_notes(model: Any, mesh: Mesh | AbstractMesh, sequence_length: int | None) -> list[str]:

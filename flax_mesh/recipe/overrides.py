@@ -101,9 +101,9 @@ def _nearest(key: str, fields: Iterable[str]) -> str | None:
     shorts = {name: name.rpartition(".")[2] for name in fields}
     same = [name for name, short in shorts.items() if last == short]
     initials = [name for name, short in shorts.items() if last == "".join(word[:1] for word in short.split("_"))]
-    found = same or initials
+    names = same or initials
     return max(
-        found or difflib.get_close_matches(key, shorts, n=1, cutoff=0.5),
+        names or difflib.get_close_matches(key, shorts, n=1, cutoff=0.5),
         key=lambda name: difflib.SequenceMatcher(None, key, name).ratio(),
         default=None,
     )
@@ -117,11 +117,11 @@ def setting_of(text: str) -> str:
 
 def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Settings saved by any version, under their current names. Unknown values are returned unchanged."""
-    found = {}
+    settings = {}
     for key, value in saved.items():
         name, values = RENAMED.get(key, (key, {}))
-        found[name] = values.get(value, value) if isinstance(value, str) else value
-    return found
+        settings[name] = values.get(value, value) if isinstance(value, str) else value
+    return settings
 
 
 def default_settings() -> dict[str, str]:
@@ -185,15 +185,15 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
 
 def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
     hints = field_types(section)
-    found = {}
+    fields = {}
     for item in dataclasses.fields(section):
         key, value = f"{prefix}.{item.name}", getattr(section, item.name)
         matters = changes_result and item.metadata.get("changes_result", True)
         if dataclasses.is_dataclass(value):
-            found |= _flatten(value, key, matters)
+            fields |= _flatten(value, key, matters)
         elif has_text(hints[item.name]):  # other fields can be set by the recipe only
-            found[key] = (value, hints[item.name], matters)
-    return found
+            fields[key] = (value, hints[item.name], matters)
+    return fields
 
 
 def _replace(node: Any, values: Mapping[str, Any]) -> Any:
@@ -201,12 +201,12 @@ def _replace(node: Any, values: Mapping[str, Any]) -> Any:
 
     All fields of one dataclass are replaced in one call, so that its `__post_init__` checks them together.
     """
-    own, nested = {}, {}
+    direct, nested = {}, {}
     for key, value in values.items():
         head, dot, rest = key.partition(".")
         if dot:
             nested.setdefault(head, {})[rest] = value
         else:
-            own[head] = value
-    own |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
-    return dataclasses.replace(node, **own)
+            direct[head] = value
+    direct |= {head: _replace(getattr(node, head), inner) for head, inner in nested.items()}
+    return dataclasses.replace(node, **direct)

@@ -195,11 +195,11 @@ def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
         of_step |= {"skipped"}
     with user_code("loss_fn", place_of(recipe.loss_fn)):
         if pipeline is None:
-            found = program.step.eval_shape(program.layout, batch)[1]
+            metrics = program.step.eval_shape(program.layout, batch)[1]
         else:
             part = microbatch_shapes(batch, recipe.pipeline.num_microbatches)
-            found = pipeline.staged.cut(part, seed=recipe.step_options.seed).sums
-        of_loss = {name: value for name, value in found.items() if name not in of_step}
+            metrics = pipeline.staged.cut(part, seed=recipe.step_options.seed).sums
+        of_loss = {name: value for name, value in metrics.items() if name not in of_step}
         if taken := sorted(FIELDS_OF_ROW.intersection(of_loss)):
             names = f"rows of metrics.jsonl have {listed(map(repr, taken))} already"
             raise ValueError(f"metrics of loss_fn must have names that the rows do not use: {names}. Rename them.")
@@ -247,5 +247,5 @@ def _check_best_metric(
     known = [*METRICS_OF_STEP, *evaluated, *of_loss]
     if wanted in known or (not best and wanted == CheckpointConfig.best_metric):
         return
-    more = "" if eval_every else "; held-out metrics require run.eval_every above 0"
-    raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {listed(known)}{more}")
+    hint = "" if eval_every else "; held-out metrics require run.eval_every above 0"
+    raise ConfigError(f"checkpoint.best_metric={wanted} is in no row of metrics, which have {listed(known)}{hint}")

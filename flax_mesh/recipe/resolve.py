@@ -188,10 +188,12 @@ def _recipe(
 ) -> Recipe:
     make = maker(config)
     optimizer = optimizer_of_recipe(config, rules)
-    own = None
+    user_batches = None
     if config.make_batches is not None and batch is None:
-        own = UserBatches(partial(config.make_batches, config), config.data.batch_size, resumable=config.data.resumable)
-    shapes = own.shapes if own else token_shapes(config.data) if batch is None else batch
+        user_batches = UserBatches(
+            partial(config.make_batches, config), config.data.batch_size, resumable=config.data.resumable
+        )
+    shapes = user_batches.shapes if user_batches else token_shapes(config.data) if batch is None else batch
     flops, run = config.flops_per_token, config.run
     loss_fn = config.loss_fn
     if config.lora.rank:
@@ -214,7 +216,7 @@ def _recipe(
         optimizer=optimizer,
         step_options=options,
         schedule=pipeline_schedule(config.pipeline, target.num_groups) if target.num_groups > 1 else None,
-        user_batches=own,
+        user_batches=user_batches,
         batch=shapes,
         tokens_per_step=tokens_per_step(config),
         flops_per_token=flops and _flops_of(flops, config.model, config.data.sequence_length),
@@ -250,13 +252,13 @@ def layout_of_recipe(config: TrainConfig, rules: PartitionRules) -> StateLayout:
 
 
 def optimizer_of_recipe(config: TrainConfig, rules: PartitionRules) -> RecipeOptimizer:
-    own, schedule = config.make_optimizer, config.make_schedule
+    make, schedule = config.make_optimizer, config.make_schedule
     return RecipeOptimizer(
         config.optimizer,
         trained_variables(config),
         rules.layers,
         method_of(config.model, "matrices", lambda: "")(),
-        own and partial(own, config),
+        make and partial(make, config),
         schedule and partial(schedule, config),
     )
 

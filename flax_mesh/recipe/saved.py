@@ -134,9 +134,9 @@ def versions() -> dict[str, str]:
 
 def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any]) -> dict[str, tuple[Array, float]]:
     """Path of a parameter -> its moving average and the factor of the average; {} before the first update."""
-    found = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
+    stored = {match[1]: array for path, array in arrays.items() if (match := AVERAGE.fullmatch(path))}
     counts = [array for path, array in arrays.items() if COUNT.fullmatch(path)]
-    if not found or len(counts) != 1:
+    if not stored or len(counts) != 1:
         return {}
     (steps,) = read_batch(step, counts).values()
     decay = parse_value(str(record["config"].get("optimizer.ema")), float | str)
@@ -144,18 +144,18 @@ def averages(step: Path, arrays: Mapping[str, Array], record: Mapping[str, Any])
         raise CheckpointCorruptedError(
             f"{step}: optimizer.ema in its metadata must be above 0 and below 1, got {decay}"
         )
-    return {path: (array, average_factor(decay, int(steps))) for path, array in found.items()} if steps > 0 else {}
+    return {path: (array, average_factor(decay, int(steps))) for path, array in stored.items()} if steps > 0 else {}
 
 
 def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mapping[str, str]) -> dict[str, Any]:
     """The layout of a checkpoint as JSON. Tuples become lists, so that it equals the JSON that is read back."""
-    found = {
+    record = {
         "mesh": {"axis_names": list(sizes), "shape": list(sizes.values())},
         "axes": {field.name: getattr(rules.axes, field.name) for field in dataclasses.fields(rules.axes)},
         "rules": [[pattern, str(dims)] for pattern, dims in rules.table],
         "layout": dict(layout),
     }
-    return json.loads(json.dumps(found, default=dict))
+    return json.loads(json.dumps(record, default=dict))
 
 
 STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text

@@ -43,13 +43,13 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
         raise ConfigError(f"pipeline.schedule={config.schedule}: {error}") from error
     virtual = config.num_virtual_stages or schedule.num_stages // num_groups
     problems = [
-        f"{setting} is {wanted}, but the schedule has {found}"
-        for setting, wanted, found in (
+        f"{setting} is {wanted}, but the schedule has {value}"
+        for setting, wanted, value in (
             ("pp in mesh.shape", num_groups, schedule.num_groups),
             ("pipeline.num_microbatches", config.num_microbatches, schedule.num_microbatches),
             ("the number of stages", virtual * num_groups, schedule.num_stages),
         )
-        if wanted != found
+        if wanted != value
     ]
     if schedule.num_slices > 1:
         problems.append("a pipeline runs whole sequences, not slices; use 1f1b, whose order is the same")
@@ -62,14 +62,14 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
 def first_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
     """The schedule of the steps that are measured: the best one for stages of equal cost."""
     num_stages = num_groups * (config.num_virtual_stages or 1)
-    found = search_schedule(
+    result = search_schedule(
         [StageCost()] * num_stages,
         schedule_memory(config, num_groups),
         num_microbatches=config.num_microbatches,
         num_groups=num_groups,
         seconds=1.0,
     )
-    return found.schedule
+    return result.schedule
 
 
 def schedule_memory(config: PipelineConfig, num_groups: int) -> int:

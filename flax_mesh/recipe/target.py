@@ -93,8 +93,8 @@ def local_target(mesh: MeshConfig, platform: str) -> Target:
     if platform == "auto":
         fitted = fit_sizes(sizes, len(devices))
         if any(size not in (-1, fitted[name]) for name, size in sizes.items()):
-            wanted, found = mesh_text(sizes), mesh_text(fitted)
-            notes.append(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {found}")
+            wanted, text = mesh_text(sizes), mesh_text(fitted)
+            notes.append(f"mesh: {wanted} needs more than the {len(devices)} devices here; shrunk to {text}")
         sizes = without_groups(fitted)
         used = math.prod(sizes.values())
         if used < len(devices):

@@ -77,25 +77,27 @@ def export(
 
 
 def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None, average: bool) -> dict[str, Any]:
-    found, passed_over = find_valid(folder, step)
-    record = saved_record(found)
-    arrays = read_tree(found, record)
+    checkpoint, passed_over = find_valid(folder, step)
+    record = saved_record(checkpoint)
+    arrays = read_tree(checkpoint, record)
     tree = _parameters(arrays)
     cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
-    averaged = averages(found, arrays, record) if average else {}
-    with new_folder(out, found, by_orbax=to == "orbax") as work:
-        more: dict[str, Any] = {"notes": [f"note: these are {NOT_EVALUATED}"] if schedule_free_sources(arrays) else []}
+    averaged = averages(checkpoint, arrays, record) if average else {}
+    with new_folder(out, checkpoint, by_orbax=to == "orbax") as work:
+        details: dict[str, Any] = {
+            "notes": [f"note: these are {NOT_EVALUATED}"] if schedule_free_sources(arrays) else []
+        }
         if to == "safetensors":
-            values = _merged(found, cast, averaged, record)
+            values = _merged(checkpoint, cast, averaged, record)
             cast = {path: array for path, array in cast.items() if not path.endswith((A, B))}
-            more["model_type"] = _export_safetensors(found, work, cast, values, record, dtype)
+            details["model_type"] = _export_safetensors(checkpoint, work, cast, values, record, dtype)
         elif to == "peft":
-            more["notes"] += _export_peft(found, work, cast, averaged, record)
+            details["notes"] += _export_peft(checkpoint, work, cast, averaged, record)
             cast = {path: array for path, array in cast.items() if path.endswith((A, B))}
         else:
-            _export_orbax(work, _values(found, cast, averaged))
+            _export_orbax(work, _values(checkpoint, cast, averaged))
     sizes = {"arrays": len(cast), "bytes": sum(array.nbytes for array in cast.values()), "averaged": len(averaged)}
-    return _written(found, out, passed_over) | {"to": to} | sizes | more
+    return _written(checkpoint, out, passed_over) | {"to": to} | sizes | details
 
 
 def _merged(
@@ -160,24 +162,24 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
     abstract, layers = program.layout, program.rules.layers
 
     def read() -> tuple[Path, dict[Path, list[str]], dict[str, Any], Any]:
-        found, passed_over = find_valid(folder, step)
-        check_committed(found)
-        with noticing_deletion(found), Checkpointer(found.parent, layers=layers or None) as checkpointer:
+        source, passed_over = find_valid(folder, step)
+        check_committed(source)
+        with noticing_deletion(source), Checkpointer(source.parent, layers=layers or None) as checkpointer:
             # find_valid has verified it.
-            state = checkpointer.restore(abstract, step_number(found), verify=False)
-            return found, passed_over, saved_record(found), state
+            state = checkpointer.restore(abstract, step_number(source), verify=False)
+            return source, passed_over, saved_record(source), state
 
-    found, passed_over, record, state = of_newest(read, folder, step=step)
+    source, passed_over, record, state = of_newest(read, folder, step=step)
     before, after = mesh_text(mesh_of(record)), mesh_text(program.mesh.shape)
     record |= layout_record(program.mesh.shape, program.rules, layout_of(abstract, layers))
     record |= {"sharding": sharding_fingerprint(abstract.to_nnx()), "resharded_from": before}
     if record["config"]:
         record["config"] |= {"mesh.shape": config.mesh.shape}
-    with new_folder(out, found) as work:
-        sizes = _save(work, step_number(found), state, layers, record)
-        keep_files(found.parent / KEPT, work)
-    more = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
-    return _written(found, out, passed_over) | more | sizes
+    with new_folder(out, source) as work:
+        sizes = _save(work, step_number(source), state, layers, record)
+        keep_files(source.parent / KEPT, work)
+    details = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
+    return _written(source, out, passed_over) | details | sizes
 
 
 @contextmanager
@@ -236,10 +238,12 @@ def _is_part_of(path: Path, step: Path) -> bool:
 def _parameters(tree: Mapping[str, Array]) -> dict[str, Array]:
     """Path without "model/" -> array of the model. A tree without "model/" and "optimizer/" is a model itself."""
     parts = any(path.startswith((MODEL, "optimizer/")) for path in tree)
-    found = {path.removeprefix(MODEL): array for path, array in tree.items() if path.startswith(MODEL) or not parts}
-    if not found:
+    parameters = {
+        path.removeprefix(MODEL): array for path, array in tree.items() if path.startswith(MODEL) or not parts
+    }
+    if not parameters:
         raise ConfigError(f"the checkpoint must have arrays below {MODEL}, found none")
-    return found
+    return parameters
 
 
 def _export_safetensors(
@@ -259,9 +263,11 @@ def _export_safetensors(
     json_files = {} if config == kept else {CONFIG: config}
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])
-    shapes = {one.name: jax.ShapeDtypeStruct(one.shape, param.value.dtype) for param in params for one in param.arrays}
+    shapes = {
+        part.name: jax.ShapeDtypeStruct(part.shape, param.value.dtype) for param in params for part in param.arrays
+    }
     arrays = {param.path: param.arrays for param in params}
-    pieces = ((one.name, stored_value(one, value[one.at])) for path, value in values for one in arrays[path])
+    pieces = ((part.name, stored_value(part, value[part.at])) for path, value in values for part in arrays[path])
     write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
     return config["model_type"]
 
@@ -286,8 +292,8 @@ def _export_peft(
         written |= peft_factors(array, factors[path + A], factors[path + B])
     lora, start = saved_lora(record), str(record["config"].get("checkpoint.start_from", ""))
     base = str(user_path(start).absolute()) if start and is_huggingface(start) else None
-    all_names = [one.name for param in params for one in param.arrays]
-    config = adapter_config([one.name for one in arrays.values()], all_names, lora.rank, lora.scale, base)
+    all_names = [part.name for param in params for part in param.arrays]
+    config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base)
     write_safetensors(
         work, written, written.items(), json_files={ADAPTER_CONFIG: config}, file=ADAPTER, max_file_bytes=sys.maxsize
     )
@@ -352,4 +358,8 @@ def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Ma
 
 
 def _written(step: Path, out: str, passed_over: Mapping[Path, Sequence[str]]) -> dict[str, Any]:
-    return {"from": str(step), "out": out, "passed_over": {one.name: list(lines) for one, lines in passed_over.items()}}
+    return {
+        "from": str(step),
+        "out": out,
+        "passed_over": {step_path.name: list(lines) for step_path, lines in passed_over.items()},
+    }

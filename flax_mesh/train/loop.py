@@ -148,10 +148,10 @@ def train(
         with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
             step = latest_step(checkpointer)
             for damaged, problems in checkpointer.damaged.items():
-                more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+                others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
                 say(
-                    f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{more}); the "
-                    f"next save renames it to {damaged}.damaged"
+                    f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{others}); "
+                    f"the next save renames it to {damaged}.damaged"
                 )
             _check_recording(run, step or 0)
             if step is None:
@@ -178,8 +178,8 @@ def train(
             check_text(data.kind, config.data.source, folder / CHECKPOINTS / KEPT)
             say(f"run: found {folder} at step {step}; resuming, {config.run.steps - step} steps to go")
             if changed := layout_changes(saved, record):
-                more = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
-                say(f"layout: changed since the checkpoint: {changed[0]}{more}")
+                others = f"; {len(changed) - 1} more changes" * (len(changed) > 1)
+                say(f"layout: changed since the checkpoint: {changed[0]}{others}")
             if not has_finite_numbers(saved):
                 known = _newest_finite(checkpointer)
                 say(f"warning: the numbers of the checkpoint of step {step} are not finite; {known}")
@@ -494,27 +494,29 @@ def _sample(run: Run, state: TrainState) -> str:
 
 
 def check_trace(path: Path, shape: str, pipeline: Pipeline | None) -> list[str]:
-    found = []
+    problems = []
     if pipeline is None:
-        found.append(f"--trace {path}: only a pipeline can be traced; add pp to mesh.shape={shape}")
+        problems.append(f"--trace {path}: only a pipeline can be traced; add pp to mesh.shape={shape}")
     elif pipeline.channel is not None:
-        found.append(f"--trace {path}: all groups must be in one process; this run has {jax.process_count()} processes")
+        problems.append(
+            f"--trace {path}: all groups must be in one process; this run has {jax.process_count()} processes"
+        )
     if path.suffix == ".svg":
-        found.append(
+        problems.append(
             f"--trace {path}: the trace is a JSON file, with an .svg beside it; use {path.with_suffix('.json')}"
         )
     if path.is_dir():
-        found.append(f"--trace {path}: this is a folder; name a JSON file")
+        problems.append(f"--trace {path}: this is a folder; name a JSON file")
     elif not path.parent.is_dir():
-        found.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
-    return found
+        problems.append(f"--trace {path}: folder {path.parent} does not exist; create it first")
+    return problems
 
 
 def vocabulary_problems(ids: Any, corpus: Corpus, source: str) -> list[str]:
     """One line if the vocabulary is smaller than the vocabulary of the text, or larger than the dtype of the files."""
-    found = corpus.vocab_size
-    if isinstance(ids, int) and found is not None and ids < found:
-        return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {found}"]
+    size = corpus.vocab_size
+    if isinstance(ids, int) and size is not None and ids < size:
+        return [f"model.vocab_size={ids} is too small for data.source={source}: text needs {size}"]
     if isinstance(ids, int) and corpus.bin_dtype == "uint16" and ids > UINT16_IDS:
         return [
             f"model.vocab_size={ids} is more than the {UINT16_IDS} ids of uint16, which data.source={source} is read "

@@ -60,7 +60,7 @@ def repeats_rows(run: Mapping[str, Any], config: TrainConfig, lines: Sequence[st
         re.fullmatch("[0-9]{1,18}", text) and last < int(text) for text in saves
     )  # its checkpoints were removed
     # Rows with an evaluation are not repeated if other steps have one.
-    changed = any(one.changes_result or one.key == "run.eval_every" for one in changes(before, config))
+    changed = any(change.changes_result or change.key == "run.eval_every" for change in changes(before, config))
     return not had_saved and not changed and last <= config.run.steps and _data_line(run) in lines
 
 
@@ -77,19 +77,21 @@ def check_resume(
     Raises ConfigError if one of them changes the result, unless `allow_changes`, and always if AVERAGE_DECAY changed.
     `is_sum` returns whether the loss is a sum over rows: another number of microbatches is then accepted.
     """
-    found = changes(saved["config"], config)
-    if any(one.key == MICROBATCHES for one in found) and is_sum():
+    changed = changes(saved["config"], config)
+    if any(change.key == MICROBATCHES for change in changed) and is_sum():
         note = "rounding only, unless a term of the loss depends on the entire batch, as a router's does"
-        found = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in found]
+        changed = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in changed]
     before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
     if before != after:
-        found.append(Change(now["data"]["name"], before[:12], after[:12], True))
+        changed.append(Change(now["data"]["name"], before[:12], after[:12], True))
     if ("state" in saved["data"]) != ("state" in now["data"]):
         before, after = ("present" if "state" in record["data"] else "(absent)" for record in (saved, now))
-        found.append(Change("state of the iterator of make_batches", before, after, True))
-    refused = [one for one in found if one.changes_result and (not allow_changes or one.key == AVERAGE_DECAY)]
+        changed.append(Change("state of the iterator of make_batches", before, after, True))
+    refused = [
+        change for change in changed if change.changes_result and (not allow_changes or change.key == AVERAGE_DECAY)
+    ]
     if refused:
-        if any(one.key == AVERAGE_DECAY for one in refused):
+        if any(change.key == AVERAGE_DECAY for change in refused):
             repair = (
                 "Restore these settings, or start a new run (--restart, or another run.folder); --allow-changes does "
                 f"not accept another {AVERAGE_DECAY}, because the stored average needs one decay for all updates."
@@ -104,7 +106,7 @@ def check_resume(
             head=f"the checkpoint of step {saved['step']} was saved with different settings:",
             repair=repair,
         )
-    return found
+    return changed
 
 
 def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

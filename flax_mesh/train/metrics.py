@@ -65,14 +65,14 @@ class StepCheck:
     def read(self, row: Row) -> str:
         """Check a row, and replace its "skipped", 0 or 1, by their number so far. Returns a warning, "" for none."""
         names, step = ("loss", "grad_norm"), row["step"]
-        found = {
+        limits = {
             name: (row[name], float(limit))
             for name, limit in zip(names, self.limits(step), strict=True)
             if not (math.isfinite(row[name]) and row[name] <= limit)
         }
         texts = [
             f"{name} {value:.4g}" + (f" (limit {limit:.4g}, run.spike_factor)" if math.isfinite(value) else "")
-            for name, (value, limit) in found.items()
+            for name, (value, limit) in limits.items()
         ]
         skipped, of_step = bool(row.get("skipped")), all(math.isfinite(row[name]) for name in names)
         if of_step and self._factor:
@@ -131,13 +131,13 @@ class Rows:
     def begin(self, step: int, metrics: Any, waited: float) -> None:
         self._pending = (step, metrics, waited)
 
-    def finish(self, more: Callable[[], Row] = dict) -> None:
+    def finish(self, last_values: Callable[[], Row] = dict) -> None:
         """Write the pending row, merged with `more()`. The time spent here is excluded from `seconds` of all rows."""
         if self._pending is None:
             return
         row = self._row(*self._pending)
         self._check_callbacks()
-        self.last = row | self._extra | more()
+        self.last = row | self._extra | last_values()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
         if warning := self._check.read(self.last):
             self._say(warning)

@@ -101,7 +101,7 @@ def _optimizer_text(program: TrainProgram) -> str:
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    found: Counter[Any] = Counter()
+    sizes: Counter[Any] = Counter()
     for leaf in leaves:
-        found.update(dict.fromkeys(leaf.sharding.device_set, shard_bytes(leaf)))
-    return found
+        sizes.update(dict.fromkeys(leaf.sharding.device_set, shard_bytes(leaf)))
+    return sizes

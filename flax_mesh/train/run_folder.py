@@ -168,10 +168,10 @@ class MetricsFile:
     def _found(self) -> tuple[int, ...]:
         """Identity and size of the file that the path names now; (0,) without a file."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except FileNotFoundError:
             return (0,)
-        return found.st_dev, found.st_ino, found.st_size
+        return status.st_dev, status.st_ino, status.st_size
 
     def _open(self, step: int) -> None:
         """Open the file that the path names, and create it if it is gone. Warns if rows of this run are not in it."""
@@ -197,8 +197,8 @@ class MetricsFile:
         except OSError:
             self._file.truncate(end)
             raise
-        found = os.fstat(self._file.fileno())
-        self._written = found.st_dev, found.st_ino, found.st_size
+        status = os.fstat(self._file.fileno())
+        self._written = status.st_dev, status.st_ino, status.st_size
         self._count += line != b"\n"
 
 
@@ -268,11 +268,11 @@ def _problem(path: Path, wanted: str, rights: int) -> str:
     if not os.path.lexists(path):
         return ""
     try:
-        found = KINDS.get(stat.S_IFMT(path.stat().st_mode), "neither a file nor a folder")
+        kind = KINDS.get(stat.S_IFMT(path.stat().st_mode), "neither a file nor a folder")
     except OSError as error:
-        found = f"{'a broken link' if path.is_symlink() else 'something else'} ({error.strerror})"
-    if found != wanted:
-        return f"{path} must be {wanted}, found {found}; rename or remove it, or use another run.folder"
+        kind = f"{'a broken link' if path.is_symlink() else 'something else'} ({error.strerror})"
+    if kind != wanted:
+        return f"{path} must be {wanted}, found {kind}; rename or remove it, or use another run.folder"
     if not os.access(path, rights, effective_ids=os.access in os.supports_effective_ids):
         return f"{path} must be readable and writable; change its rights, or use another run.folder"
     return ""

@@ -64,18 +64,20 @@ def check_start_settings(start: Start, config: TrainConfig, kind: str, *, allow_
     if start.step is None:
         return []
     step, record = start.step.name, read_record(start.step)
-    saved, found = record["config"], _change_of_kind(record, kind)
+    saved, changed = record["config"], _change_of_kind(record, kind)
     if any(key.startswith("model.") for key in saved):
         compared = changes(default_texts(config, "model") | saved, config)
-        found += [change for change in compared if change.key.startswith("model.")]
-    refused = [one for one in found if one.changes_result and one.key.removeprefix("model.") not in MAY_DIFFER]
+        changed += [change for change in compared if change.key.startswith("model.")]
+    refused = [
+        change for change in changed if change.changes_result and change.key.removeprefix("model.") not in MAY_DIFFER
+    ]
     if refused and not allow_changes:
         raise ConfigError(
             list(map(str, refused)),
             head=f"checkpoint.start_from={start.folder}: step {step} was saved with other settings:",
             repair="Use the saved settings, or start with these by --allow-changes.",
         )
-    return found
+    return changed
 
 
 def _change_of_kind(record: Mapping[str, Any], kind: str) -> list[Change]:
@@ -115,8 +117,8 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
     """Return `state` with the parameters from `start`, and a text that lists the restored and the missing arrays."""
     if start.step is None:
         tree = state.to_nnx()
-        adapters, own = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
-        model = open_decoder(start.folder).load(own)
+        adapters, model_state = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
+        model = open_decoder(start.folder).load(model_state)
         text = f"restored all {len(named_leaves(model))} arrays of the model"
         model = nnx.merge_state(model, adapters)
         return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
@@ -125,9 +127,9 @@ def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[
     given = [start]
 
     def read() -> tuple[TrainState, str]:
-        one = given.pop() if given else find_start(start.folder)
-        assert one.step is not None
-        return _from_step(one, one.step, state, layers)
+        source = given.pop() if given else find_start(start.folder)
+        assert source.step is not None
+        return _from_step(source, source.step, state, layers)
 
     return of_newest(read, start.folder)
 

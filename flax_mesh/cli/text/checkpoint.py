@@ -63,18 +63,18 @@ def verify_text(data: Mapping[str, Any]) -> str:
 def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *, every: bool) -> str:
     """Metadata, arrays with subtotals, rules and settings."""
     copies = {} if every else _copies_of_parameters(arrays)
-    copied = {one.path for members in copies.values() for one in members}
-    listed = [one for one in arrays if one.path not in copied]
-    alike = [(one.shape, one.dtype, one.split) for one in listed]
-    paths = [one.path for one in listed]
+    copied = {array.path for members in copies.values() for array in members}
+    listed = [array for array in arrays if array.path not in copied]
+    alike = [(array.shape, array.dtype, array.split) for array in listed]
+    paths = [array.path for array in listed]
     groups = [(path, [i]) for i, path in enumerate(paths)] if every else group_paths(paths, alike)
     rows = []
     for path, members in groups:
-        times, one = len(members), listed[members[0]]
+        times, array = len(members), listed[members[0]]
         number = f"{times} x " if times > 1 else ""
-        rows.append([plain(path), number + array_text(one), plain(one.split), bytes_text(times * one.nbytes)])
+        rows.append([plain(path), number + array_text(array), plain(array.split), bytes_text(times * array.nbytes)])
     for head, members in copies.items():
-        size = bytes_text(sum(one.nbytes for one in members))
+        size = bytes_text(sum(array.nbytes for array in members))
         rows.append([f"{plain(head)}*", f"{len(members)} like the model's", "alike", size])
     tree = table_text(["path", "array", "split when saved", "bytes"], rows, width, right={"bytes"}, wrap={"path"})
     sums = [
@@ -92,13 +92,13 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
     return "\n\n".join(parts)
 
 
-def diff_text(data: Mapping[str, Any], found: Sequence[Difference]) -> str:
+def diff_text(data: Mapping[str, Any], rows: Sequence[Difference]) -> str:
     """The differences by section, then the sections without differences."""
     lines = [f"A  {_path(data['a'])}", f"B  {plain(data['b']) if data['recipe'] else _path(data['b'])}"]
     for section in SECTIONS:
-        if here := [one for one in found if one.section == section]:
+        if here := [row for row in rows if row.section == section]:
             lines += ["", section if section in GROUPED else f"{section}, A -> B", *_difference_lines(here)]
-    if same := [section for section in data["compared"] if not any(one.section == section for one in found)]:
+    if same := [section for section in data["compared"] if not any(row.section == section for row in rows)]:
         lines += ["", f"the same: {', '.join(same)}"]
     if data["not_compared"]:
         lines += ["", f"not compared, only in one of them: {', '.join(data['not_compared'])}"]
@@ -167,17 +167,17 @@ def _settings(config: Mapping[str, Any], width: int) -> list[str]:
     return [folded(f"  {' '.join(words)}", width, indent=" " * 4) for words in sections.values()]
 
 
-def _difference_lines(found: Sequence[Difference]) -> list[str]:
-    if found[0].section not in GROUPED:
-        return [f"  {plain(one.name)}: {_sides(one)}" for one in found]
-    of_model = {one.name.removeprefix("model/"): one[2:] for one in found if one.name.startswith("model/")}
-    owned = owners_of([one.name for one in found if one.name.startswith("optimizer/")], of_model)
-    apart = [one for one in found if one.name not in owned or of_model[owned[one.name]] != one[2:]]
+def _difference_lines(rows: Sequence[Difference]) -> list[str]:
+    if rows[0].section not in GROUPED:
+        return [f"  {plain(row.name)}: {_sides(row)}" for row in rows]
+    of_model = {row.name.removeprefix("model/"): row[2:] for row in rows if row.name.startswith("model/")}
+    owned = owners_of([row.name for row in rows if row.name.startswith("optimizer/")], of_model)
+    apart = [row for row in rows if row.name not in owned or of_model[owned[row.name]] != row[2:]]
     lines = []
-    for path, members in group_paths([one.name for one in apart], [one[2:] for one in apart]):
+    for path, members in group_paths([row.name for row in apart], [row[2:] for row in apart]):
         number = f" ({len(members)})" if len(members) > 1 else ""
         lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")
-    if count := len(found) - len(apart):
+    if count := len(rows) - len(apart):
         number = count_text(count, "array")
         lines.append(f"  optimizer/: {number} with the same differences as their parameters (--json lists all)")
     return lines
@@ -210,20 +210,20 @@ def _state(step: Mapping[str, Any], verified: bool) -> str:
 
 def _copies_of_parameters(arrays: Sequence[Array]) -> dict[str, list[Array]]:
     """Path prefix -> the optimizer arrays below it with the same shape, dtype and split as their parameters."""
-    like = {one.path.removeprefix("model/"): one[1:] for one in arrays if one.path.startswith("model/")}
-    owned = owners_of([one.path for one in arrays if one.path.startswith("optimizer/")], like)
-    found: dict[str, list[Array]] = {}
-    for one in arrays:
-        owner = owned.get(one.path)
-        if owner and like[owner] == one[1:]:
-            found.setdefault(one.path.removesuffix(owner), []).append(one)
-    return found
+    like = {array.path.removeprefix("model/"): array[1:] for array in arrays if array.path.startswith("model/")}
+    owned = owners_of([array.path for array in arrays if array.path.startswith("optimizer/")], like)
+    copies: dict[str, list[Array]] = {}
+    for array in arrays:
+        owner = owned.get(array.path)
+        if owner and like[owner] == array[1:]:
+            copies.setdefault(array.path.removesuffix(owner), []).append(array)
+    return copies
 
 
-def _sides(one: Difference) -> str:
-    if one.section == "tree" and (one.a is None or one.b is None):
-        return f"only in B, {one.b}" if one.a is None else f"only in A, {one.a}"
-    a, b = ("(absent)" if side is None else plain(side) or '""' for side in (one.a, one.b))
+def _sides(row: Difference) -> str:
+    if row.section == "tree" and (row.a is None or row.b is None):
+        return f"only in B, {row.b}" if row.a is None else f"only in A, {row.a}"
+    a, b = ("(absent)" if side is None else plain(side) or '""' for side in (row.a, row.b))
     return f"{a} -> {b}"
 
 

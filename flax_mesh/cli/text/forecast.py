@@ -67,11 +67,11 @@ def compiled_bytes(program: TrainProgram) -> tuple[int, int] | None:
         return None
     batch = abstract_batch(recipe.batch, program.mesh, program.rules.axes)
     step: Any = program.step
-    found = step.lower(program.layout, batch).compile().memory_analysis()
-    if found is None:
+    memory = step.lower(program.layout, batch).compile().memory_analysis()
+    if memory is None:
         return None
     # On CPUs, arguments in the memory of the host count as the others.
-    return found.argument_size_in_bytes + found.host_argument_size_in_bytes, found.temp_size_in_bytes
+    return memory.argument_size_in_bytes + memory.host_argument_size_in_bytes, memory.temp_size_in_bytes
 
 
 def plan_of(program: TrainProgram) -> Plan:

@@ -30,18 +30,18 @@ def _is_control(char: str) -> bool:
     return char not in "\n\t" and (unicodedata.category(char) == "Cc" or char in BIDIRECTIONAL)
 
 
-def json_of(prompt: Prompt, row: np.ndarray, one: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def json_of(prompt: Prompt, row: np.ndarray, result: Generated, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """One line of JSON; the text of a model without a tokenizer is null."""
-    stops = frozenset(one.tokens[-1:].tolist() if one.stopped else ())
-    before, tokens = row.tolist(), one.tokens.tolist()
+    stops = frozenset(result.tokens[-1:].tolist() if result.stopped else ())
+    before, tokens = row.tolist(), result.tokens.tolist()
     return finite(
         {
             "prompt": prompt.text,
             "prompt_tokens": before,
             "text": None if tokenizer is None else text_of(tokens, stops, tokenizer, before),
             "tokens": tokens,
-            "log_probs": one.log_probs.tolist(),
-            "stopped": one.stopped,
+            "log_probs": result.log_probs.tolist(),
+            "stopped": result.stopped,
         }
     )
 

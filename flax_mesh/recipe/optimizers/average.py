@@ -50,7 +50,7 @@ def with_average(state: TrainState, decay: float) -> TrainState:
     """`state` with the moving average in the place of the parameters; `state` itself before the first update."""
     tree = state.to_nnx()
     named = named_leaves(tree)
-    averages = {found[1]: x for path, x in named if (found := AVERAGE.fullmatch(path))}
+    averages = {match[1]: x for path, x in named if (match := AVERAGE.fullmatch(path))}
     (steps,) = (x for path, x in named if COUNT.fullmatch(path))
     steps = int(jax.device_get(steps.addressable_shards[0].data))
     if not steps:

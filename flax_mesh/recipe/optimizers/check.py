@@ -25,25 +25,27 @@ def own_optimizer(make: Callable[[nnx.State], Any], parameters: nnx.State) -> op
     """
     place = place_of(make)
     with _errors_of("", place):
-        made = make(parameters)
-    if not isinstance(made, optax.GradientTransformation):
-        raise ConfigError(joined(NAME, place, f"it must return an optax transformation, got {type(made).__name__}"))
+        optimizer = make(parameters)
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise ConfigError(
+            joined(NAME, place, f"it must return an optax transformation, got {type(optimizer).__name__}")
+        )
     with _errors_of("the init of its optimizer", place):
-        state = nnx.as_pure(jax.eval_shape(made.init, parameters))
+        state = nnx.as_pure(jax.eval_shape(optimizer.init, parameters))
     pure = nnx.as_pure(parameters)
     with _errors_of("the update of its optimizer", place):
-        found: Any = jax.eval_shape(made.update, pure, state, pure)
-    if problems := _problems(pure, state, found):
+        result: Any = jax.eval_shape(optimizer.update, pure, state, pure)
+    if problems := _problems(pure, state, result):
         head = "the update of its optimizer must return (updates, state), like the parameters and like the state before"
         raise ConfigError(joined(NAME, place, f"{head}: {listed(path_lines(problems))}; {REPAIR}"))
-    return optax.chain(made) if jax.tree.structure(state) == jax.tree.structure(0) else made
+    return optax.chain(optimizer) if jax.tree.structure(state) == jax.tree.structure(0) else optimizer
 
 
-def _problems(parameters: Any, state: Any, found: Any) -> list[str]:
-    if not isinstance(found, tuple) or len(found) != 2:
-        return [f"it returns an object of type {type(found).__name__}"]
-    updates = _differences("updates", parameters, found[0], lambda x: str(x.shape))  # optax casts them
-    return updates + _differences("arrays of the state", state, nnx.as_pure(found[1]), array_text)
+def _problems(parameters: Any, state: Any, result: Any) -> list[str]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        return [f"it returns an object of type {type(result).__name__}"]
+    updates = _differences("updates", parameters, result[0], lambda x: str(x.shape))  # optax casts them
+    return updates + _differences("arrays of the state", state, nnx.as_pure(result[1]), array_text)
 
 
 def _differences(what: str, before: Any, after: Any, text: Callable[[Any], str]) -> list[str]:
@@ -64,5 +66,5 @@ def _errors_of(part: str, place: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:  # code of a user may make a library raise anything
-        found = joined(type(error).__name__, shortened(first_line(error)))
-        raise ConfigError(f"{joined(NAME, place, part, found)}; {REPAIR}") from error
+        cause = joined(type(error).__name__, shortened(first_line(error)))
+        raise ConfigError(f"{joined(NAME, place, part, cause)}; {REPAIR}") from error

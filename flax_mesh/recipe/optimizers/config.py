@@ -88,33 +88,33 @@ class OptimizerConfig:
         `own_optimizer` and `own_schedule`: whether the recipe has `make_optimizer` and `make_schedule`. They may read
         any setting, so a setting that no optimizer or schedule with a name uses is accepted then.
         """
-        found = [] if own_optimizer or own_schedule else self._schedule_problems()
-        found += [] if own_optimizer else self._unused()
+        problems = [] if own_optimizer or own_schedule else self._schedule_problems()
+        problems += [] if own_optimizer else self._unused()
         if problem := pattern_problem(self.no_decay):
-            found.append(f"optimizer.no_decay: {problem}")
-        return [*found, *parse_groups(self.groups)[1], *parse_matrices(self.matrices)[1]]
+            problems.append(f"optimizer.no_decay: {problem}")
+        return [*problems, *parse_groups(self.groups)[1], *parse_matrices(self.matrices)[1]]
 
     def _schedule_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
-            found.append(
+            problems.append(
                 f"optimizer.warmup_steps={self.warmup_steps} must be below optimizer.decay_steps={self.decay_steps}, "
                 "which includes the warm-up"
             )
         if self.decay_start is None:
-            return found
+            return problems
         if self.schedule != "wsd":
-            found.append(_unused_text("decay_start", self.decay_start, "schedule", self.schedule, ("wsd",)))
+            problems.append(_unused_text("decay_start", self.decay_start, "schedule", self.schedule, ("wsd",)))
         elif not self.warmup_steps <= self.decay_start < self.decay_steps:
-            found.append(
+            problems.append(
                 f"optimizer.decay_start={self.decay_start} must be at least optimizer.warmup_steps={self.warmup_steps} "
                 f"and below optimizer.decay_steps={self.decay_steps}"
             )
-        return found
+        return problems
 
     def _unused(self) -> list[str]:
         """One line for every setting, other than its default, that the optimizer by name does not use."""
-        found = [
+        problems = [
             _unused_text(name, value, "name", self.name, users)
             for name, users in USERS.items()
             if self.name not in users and (value := getattr(self, name)) != getattr(OptimizerConfig, name)
@@ -124,11 +124,11 @@ class OptimizerConfig:
             and self.name in ("sgd", "adafactor")
             and not momentum_of(self)
         ):
-            found.append(
+            problems.append(
                 f"optimizer.moment_dtype={self.moment_dtype} has no effect with optimizer.name={self.name} without "
                 "momentum; remove it, or set optimizer.momentum"
             )
-        return found
+        return problems
 
 
 def momentum_of(config: OptimizerConfig) -> float:
@@ -138,5 +138,5 @@ def momentum_of(config: OptimizerConfig) -> float:
 
 def _unused_text(name: str, value: Any, of: str, chosen: str, users: Sequence[str]) -> str:
     text = " ".join(str(value).split())  # without line breaks
-    found = f"optimizer.{name}={text} has no effect with optimizer.{of}={chosen}"
-    return f"{found}, only with {' or '.join(users)}; remove it"
+    problem = f"optimizer.{name}={text} has no effect with optimizer.{of}={chosen}"
+    return f"{problem}, only with {' or '.join(users)}; remove it"

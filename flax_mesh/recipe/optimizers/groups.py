@@ -46,7 +46,7 @@ def parse_groups(text: str) -> tuple[list[Group], list[str]]:
     groups, problems = [], []
     for part in filter(None, map(str.strip, text.split(";"))):
         pattern, *words = part.split()
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         wrong = [] if words else [f"{pattern!r} has no words"]
         for word in words:
             factor = FACTOR.fullmatch(word)
@@ -54,11 +54,11 @@ def parse_groups(text: str) -> tuple[list[Group], list[str]]:
             name = "is_frozen" if word == "frozen" else factor[1] if factor and value is not None else ""
             if not name:
                 wrong.append(f"{word!r} of {pattern!r} is neither frozen nor a factor that is at least 0")
-            elif name in found:
+            elif name in fields:
                 wrong.append(f"{pattern!r} has {word!r} twice or after another value")
             else:
-                found[name] = True if word == "frozen" else value
-        if found.get("is_frozen") and len(found) > 1:
+                fields[name] = True if word == "frozen" else value
+        if fields.get("is_frozen") and len(fields) > 1:
             wrong.append(f"{pattern!r} is frozen, so its factors have no effect")
         if problem := pattern_problem(pattern):
             wrong.append(problem)
@@ -67,7 +67,7 @@ def parse_groups(text: str) -> tuple[list[Group], list[str]]:
             "weight_decay*0 or frozen"
             for line in wrong
         ]
-        groups.append(Group(pattern, **found))
+        groups.append(Group(pattern, **fields))
     return groups, problems
 
 
@@ -81,7 +81,7 @@ def _factor(text: str) -> float | None:
 
 def parse_matrices(text: str) -> tuple[list[Matrices], list[str]]:
     """The matrices of `optimizer.matrices`, and one line for every mistake."""
-    found, problems = [], []
+    rows, problems = [], []
     for part in filter(None, map(str.strip, text.split(";"))):
         pattern, *words = part.split()
         dims = DIMS.fullmatch(words[0]) if len(words) == 1 else None
@@ -91,8 +91,8 @@ def parse_matrices(text: str) -> tuple[list[Matrices], list[str]]:
             problem = f"{' '.join(words)!r} of {pattern!r} must be input and output dims, each once, such as 0>1,2"
         if problem:
             problems.append(f"optimizer.matrices: {problem}")
-        found.append(Matrices(pattern, inputs, outputs))
-    return found, problems
+        rows.append(Matrices(pattern, inputs, outputs))
+    return rows, problems
 
 
 def first_match(path: str, rows: Sequence[Any]) -> Any:

@@ -33,8 +33,8 @@ def make_optimizer(
     rest = build(rate, config.weight_decay)
     if not groups:
         return optax.chain(optax.clip_by_global_norm(config.clip_norm), rest)
-    parts = {f"group_{at}": build(_scaled(rate, one), config.weight_decay * one.weight_decay)
-             for at, one in enumerate(groups)}  # fmt: skip
+    parts = {f"group_{at}": build(_scaled(rate, settings), config.weight_decay * settings.weight_decay)
+             for at, settings in enumerate(groups)}  # fmt: skip
 
     def label(path: str, _: Any) -> str:
         group = first_match(path, groups)
@@ -50,32 +50,32 @@ def parameter_problems(config: OptimizerConfig, parameters: Any, layers: Sequenc
     `parameters` are the trained ones, abstract or not.
     """
     named = named_leaves(parameters)
-    patterns = [("groups", one.pattern) for one in parse_groups(config.groups)[0] if not one.is_frozen]
+    patterns = [("groups", entry.pattern) for entry in parse_groups(config.groups)[0] if not entry.is_frozen]
     if config.no_decay != OptimizerConfig.no_decay:  # the default selects nothing in a model without norms and biases
         patterns.append(("no_decay", config.no_decay))
     matrices = parse_matrices(config.matrices or MATRICES)[0] if config.name == "muon" else []
-    patterns += [("matrices", one.pattern) for one in matrices if config.matrices]
-    found = [
+    patterns += [("matrices", entry.pattern) for entry in matrices if config.matrices]
+    problems = [
         f"optimizer.{setting}: no trained parameter has {pattern!r} in its path; the paths are such as {_paths(named)}"
         for setting, pattern in patterns
         if pattern and not any(re.search(pattern, path) for path, _ in named)
     ]
     if config.name != "muon":
-        return found
+        return problems
     sizes = {path: x.ndim - bool(in_stack(path, layers)) for path, x in named}
     chosen = {path: row for path in sizes if (row := first_match(path, matrices))}
     wrong = [path for path, row in chosen.items() if not _fits(sizes[path], row.inputs, row.outputs)]
     for pattern, at in group_paths(wrong, [sizes[path] for path in wrong]):
-        found.append(
+        problems.append(
             f"optimizer.matrices: {pattern} has {sizes[wrong[at[0]]]} dims; write which are inputs and which outputs, "
             "such as kernel 0>1,2, or choose another pattern"
         )
     if not chosen:
-        found.append(
+        problems.append(
             f"optimizer.name=muon: no trained parameter is a matrix; set optimizer.matrices to a pattern of the paths, "
             f"which are such as {_paths(named)}"
         )
-    return found
+    return problems
 
 
 def _paths(named: Sequence[tuple[str, Any]]) -> str:

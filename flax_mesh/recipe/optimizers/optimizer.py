@@ -59,12 +59,12 @@ class RecipeOptimizer:
         settings = self.settings
         if settings.name == "muon" and not settings.matrices:
             settings = replace(settings, matrices=self.matrices)
-        frozen = [one for one in parse_groups(settings.groups)[0] if one.is_frozen]
+        frozen = [group for group in parse_groups(settings.groups)[0] if group.is_frozen]
         every = [path for path, _ in named_leaves(model)]
         problems = [
-            f"optimizer.groups: no variable of the model has {one.pattern!r} in its path"
-            for one in frozen
-            if not any(re.search(one.pattern, path) for path in every)
+            f"optimizer.groups: no variable of the model has {group.pattern!r} in its path"
+            for group in frozen
+            if not any(re.search(group.pattern, path) for path in every)
         ]
         if not jax.tree.leaves(parameters):
             problems.append(
@@ -99,13 +99,13 @@ class RecipeOptimizer:
         if self.make_schedule is None:
             return None
         with user_code("make_schedule", place := place_of(self.make_schedule)):
-            made = self.make_schedule()
-            value = made(jnp.zeros([], jnp.int32)) if callable(made) else None
+            schedule = self.make_schedule()
+            value = schedule(jnp.zeros([], jnp.int32)) if callable(schedule) else None
         if value is None or jnp.shape(value) != ():
-            found = type(made).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
-            problem = f"it must return a function of the step to a number, got {found}"
+            text = type(schedule).__name__ if value is None else f"a function that returns the shape {jnp.shape(value)}"
+            problem = f"it must return a function of the step to a number, got {text}"
             raise ConfigError(joined("make_schedule", place, problem))
-        return made
+        return schedule
 
 
 def _check_one_average(chosen: optax.GradientTransformation, parameters: nnx.State, ema: float) -> None:

@@ -20,13 +20,13 @@ SCALARS = ("b1", "weight_sum", "step_count", "max_lr")
 def schedule_free_sources(paths: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Path of a parameter -> the paths of its z and of b1, from the paths of a state; {} without schedule-free."""
     known = [path for path in paths if path.startswith("optimizer/")]
-    every, found = set(known), {}
+    every, sources = set(known), {}
     for b1 in (path for path in known if path.endswith("/b1")):
         prefix = b1.removesuffix("b1")
         if all(prefix + name in every for name in SCALARS):
             start = f"{prefix}z/"
-            found |= {path.removeprefix(start): (path, b1) for path in known if path.startswith(start)}
-    return found
+            sources |= {path.removeprefix(start): (path, b1) for path in known if path.startswith(start)}
+    return sources
 
 
 def with_evaluated(state: TrainState) -> TrainState:
@@ -38,10 +38,10 @@ def with_evaluated(state: TrainState) -> TrainState:
         return state
 
     def leaf(path: str, y: Any) -> Any:
-        found = sources.get(path.removeprefix("model/")) if path.startswith("model/") else None
-        if found is None or not y.addressable_shards:  # of a group of other processes
+        paths = sources.get(path.removeprefix("model/")) if path.startswith("model/") else None
+        if paths is None or not y.addressable_shards:  # of a group of other processes
             return y
-        z, b1 = (values[source] for source in found)
+        z, b1 = (values[source] for source in paths)
         b1 = float(b1.addressable_shards[0].data)  # a number of the host: it may be on the devices of another group
         only = ScheduleFreeState(b1, None, None, None, None, jax.device_put(z, y.sharding))  # pyright: ignore
         return schedule_free_eval_params(only, y).astype(y.dtype)

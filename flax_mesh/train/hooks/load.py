@@ -18,20 +18,20 @@ FAILED = object()  # in place of the value of a function that raised an exceptio
 REQUIRED = {"tensorboard": "tensorboardX"}  # the package of the extra with the name of the hook
 
 
-def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
+def find_hooks(text: str, of_recipe: Sequence[Any]) -> list[tuple[str, Factory]]:
     """(name, factory) of the hooks in `run.hooks`, then of the recipe's own. One ConfigError with all mistakes."""
-    found, problems = [], []
+    factories, problems = [], []
     names = [*filter(None, map(str.strip, text.split(",")))]
     problems += [
         f"run.hooks: {name!r} is there twice; once is enough" for name in sorted({*names}) if names.count(name) > 1
     ]
     for name in dict.fromkeys(names):
         try:
-            found.append((f"run.hooks={name}", _import(name)))
+            factories.append((f"run.hooks={name}", _import(name)))
         except ConfigError as error:
             problems += error.lines
-    found += [(f"hooks[{at}] of the recipe", factory) for at, factory in enumerate(own)]
-    for name, factory in found:
+    factories += [(f"hooks[{at}] of the recipe", factory) for at, factory in enumerate(of_recipe)]
+    for name, factory in factories:
         if not callable(factory):
             problems.append(f"{name} must be a function (folder, config, start) -> hook, got {factory!r}")
             continue
@@ -41,7 +41,7 @@ def find_hooks(text: str, own: Sequence[Any]) -> list[tuple[str, Factory]]:
             problems += error.lines
     if problems:
         raise ConfigError(problems)
-    return found
+    return factories
 
 
 def _import(name: str) -> Any:
@@ -61,7 +61,7 @@ def _import(name: str) -> Any:
         )
     with user_code(f"run.hooks={name}"):
         try:
-            found = importlib.import_module(module)
+            imported = importlib.import_module(module)
         except (ModuleNotFoundError, ValueError, TypeError) as error:  # ValueError, TypeError: names such as ".x"
             if isinstance(error, ModuleNotFoundError) and error.name and not f"{module}.".startswith(f"{error.name}."):
                 raise  # a module that the hook's own module imports
@@ -69,9 +69,9 @@ def _import(name: str) -> Any:
                 f"run.hooks: {name!r} cannot be imported: {module!r} does not exist. Install it, or set PYTHONPATH "
                 "to the folder that contains it"
             ) from error
-    if not hasattr(found, attribute):
+    if not hasattr(imported, attribute):
         raise ConfigError(f"run.hooks: {name!r} cannot be imported: {module} has no {attribute!r}")
-    return getattr(found, attribute)
+    return getattr(imported, attribute)
 
 
 class Hooks:
