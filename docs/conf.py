@@ -44,7 +44,7 @@ def add_navigation(app, docname, source):
     """Add the sidebar to the front page: a toctree for each of its tables, with the pages that the table links to."""
     if docname == "index":
         for section in source[0].split("\n## ")[1:]:
-            pages = re.findall(r"^\| \[\w+\]\((\w+)\.md\)", section, re.MULTILINE)
+            pages = re.findall(r"^\| \[\w+\]\(([\w/]+)\.md\)", section, re.MULTILINE)
             if pages:
                 options = f":hidden:\n:caption: {section.splitlines()[0]}\n\n"
                 source[0] += "\n```{toctree}\n" + options + "\n".join(pages) + "\n```\n"
