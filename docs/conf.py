@@ -13,9 +13,10 @@ html_show_copyright = False
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_design"]
 templates_path = ["_templates"]
 exclude_patterns = ["_templates"]
+myst_enable_extensions = ["colon_fence"]  # cards
 myst_heading_anchors = 4  # links such as page.md#a-heading resolve here as they do in a repository
 
 # `name` in a docstring links to the page of that name, and is code where there is none.
@@ -40,14 +41,36 @@ CONSTANTS = {
 shutil.rmtree(Path(__file__).parent / "generated", ignore_errors=True)
 
 
+CARD = """:::{{grid-item-card}} {0}
+:link: {1}
+:link-type: doc
+
+{2}
+:::"""
+
+
 def add_navigation(app, docname, source):
-    """Add the sidebar to the front page: a toctree for each of its tables, with the pages that the table links to."""
-    if docname == "index":
-        for section in source[0].split("\n## ")[1:]:
-            pages = re.findall(r"^\| \[\w+\]\((\w+)\.md\)", section, re.MULTILINE)
-            if pages:
-                options = f":hidden:\n:caption: {section.splitlines()[0]}\n\n"
-                source[0] += "\n```{toctree}\n" + options + "\n".join(pages) + "\n```\n"
+    """On the front page, show every table of pages as cards, and add a toctree with these pages for the sidebar.
+
+    It begins as README does: the installation, the picture and the first example.
+    """
+    if docname != "index":
+        return
+    head, *sections = source[0].split("\n## ")
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    picture = re.search(r"^!\[.*", readme, re.MULTILINE)[0].replace("docs/", "")
+    example = re.search(r"^```python\n.*?^```\n", readme, re.DOTALL | re.MULTILINE)[0]
+    parts = [f"{head}\n```sh\npip install -e .  # in a clone of the repository\n```\n\n{picture}\n\n{example}"]
+    for section in sections:
+        rows = re.findall(r"^\| \[([\w ]+)\]\(([\w/]+)\.md\) \| (.*) \|$", section, re.MULTILINE)
+        if rows:
+            cards = "\n\n".join(CARD.format(*row) for row in rows)
+            grid = f"::::{{grid}} 1 2 3 3\n:gutter: 2\n\n{cards}\n::::\n"
+            pages = "\n".join(page for _, page, _ in rows)
+            toctree = f"```{{toctree}}\n:hidden:\n:caption: {section.splitlines()[0]}\n\n{pages}\n```\n"
+            section = re.sub(r"(^\|.*\n)+", lambda _, grid=grid: grid, section, count=1, flags=re.MULTILINE) + toctree
+        parts.append(section)
+    source[0] = "\n## ".join(parts)
 
 
 def skip_fields_of_named_tuples(app, what, name, obj, skip, options):

@@ -27,7 +27,7 @@ from tests.run_page import text_of
 from tests.suite.syntax import read_imports
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "docs").glob("*.ipynb"))]
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -124,7 +124,7 @@ def find_words(path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_docs_and_docstrings_use_standard_terms():
-    files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "flax_mesh").rglob("*.py")]
+    files = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "flax_mesh").rglob("*.py")]
     assert len(files) > 100, "the search does not find the files of the repository"
     found = [line for path in sorted(files) for line in find_words(path)]
     lines = (ROOT / "flax_mesh" / "recipe" / "saved.py").read_text().splitlines()
