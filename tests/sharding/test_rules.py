@@ -108,7 +108,7 @@ def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
 
 
 def test_all_malformed_rules_are_listed_in_one_error():
-    with pytest.raises(ShardingError, match=r"rule 1: '\(q' is no regular expression") as error:
+    with pytest.raises(ShardingError, match=r"rule 1: '\(q' is not a regular expression") as error:
         PartitionRules([("(q", ()), ("k", ("embd",))])
     assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
     with pytest.raises(ShardingError) as error:

@@ -26,7 +26,7 @@ from flax_mesh.tree import Shaped
 
 _Arrays = list[jax.Array]
 
-# What one group runs in one phase: its program, its donated and its other input variables, and the jitted
+# The work of one group in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
 _GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
@@ -35,8 +35,8 @@ class Update:
     """new leaves, metrics, copies = update(leaves, grads, sums, shared, old, limits, transfer).
 
     Leaves are placed as in `placement`. With `old_at`, an update whose loss or gradient norm is not finite, or above
-    `limits`, returns the leaves of before the step. `old` has their values where the forward passes changed them: at
-    the indices `old_at`.
+    `limits`, is skipped: it returns the leaves from before the step. The forward passes change the leaves at the
+    indices `old_at`; `old` has the values of these leaves from before the step.
 
     `grads` has the summed gradients by group and leaf of the staged model. `sums` has the sums of the loss function by
     name, each on its group of `sum_groups`. `shared` has the local copies of every SHARED leaf by group, `copies` every
@@ -217,7 +217,7 @@ def _donated(part: GroupProgram, placed: Mapping[Var, Sharding], hosted: Set[Var
 
     JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
     the same memory and have the same sharding, so inputs are donated up to the first result for which none is left.
-    The sharding of a value that is not a leaf is not known: it is used where no leaf fits.
+    The sharding of a value that is not a leaf is unknown: such a value is used where no leaf fits.
     """
     free: dict[tuple[object, ...], list[Var]] = {}
     for v in part.last_used:
@@ -273,16 +273,16 @@ def _trace(
     plain_update, _ = trace(update, shapes, wide, scalars, [shapes[source] for source in old_sources], limits)
 
     def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
-        found: dict[int, jax.Array] = {}
+        gradient_of: dict[int, jax.Array] = {}
         for (_, leaf), value in zip(grads, parts, strict=True):
-            found[leaf] = found[leaf] + value if leaf in found else value
+            gradient_of[leaf] = gradient_of[leaf] + value if leaf in gradient_of else value
         for at, leaf in enumerate(staged.leaves):
-            if leaf.trained and at not in found:  # the loss does not use it
+            if leaf.trained and at not in gradient_of:  # the loss does not use it
                 value = leaves[owner_at[at]]
-                found[at] = jnp.zeros_like(value, _wide(value).dtype)
+                gradient_of[at] = jnp.zeros_like(value, _wide(value).dtype)
         model = [owner for owner in placement.owners if owner.leaf is not None]
-        # None: not trained, such as a random key.
-        gradients = chunked(model, [None if owner.leaf is None else found.get(owner.leaf) for owner in model])
+        # None: a leaf that is not trained, such as a random key.
+        gradients = chunked(model, [None if owner.leaf is None else gradient_of.get(owner.leaf) for owner in model])
         replaced = dict(zip(old_at or (), old, strict=True))
         before = chunked(placement.owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
         args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
@@ -294,7 +294,7 @@ def _trace(
             flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
         return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
-    # The mesh of a type is that of a group, also for leaves on all groups.
+    # Every type has the mesh of one group, even the types of leaves that are on all groups.
     sources = [shapes[owner.source] for owner in placement.owners]
     leaves = [shape_of(like, x.shape) for like, x in zip(sources, placement.abstract.leaves, strict=True)]
     owner_at = {owner.leaf: at for at, owner in enumerate(placement.owners) if owner.leaf is not None}

@@ -292,7 +292,8 @@ def _named(problem: Problem, stage_to_group: Sequence[int], sizes: Sequence[floa
 
 
 def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:
-    """The schedule that serves lanes in this order. If `backwards`, they are lanes of the reversed problem, in its order."""
+    """The schedule that serves lanes in this order. If `backwards`, `served` is a result of the search
+    of the reversed problem."""
     if backwards:
         served = [len(problem.lanes) - 1 - lane for lane in reversed(served)]
     counts = [0] * len(problem.lanes)

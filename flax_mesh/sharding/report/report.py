@@ -61,7 +61,7 @@ class ArrayReport(NamedTuple):
 
     @property
     def logical_text(self) -> str:
-        """`embed, heads, head_dim`; `-` if there is no rule, or it is a PartitionSpec."""
+        """`embed, heads, head_dim`; `-` without a rule, or if the rule has a PartitionSpec."""
         return dims_text(self.logical) if self.logical else "-"
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,12 +86,13 @@ class ShardingReport(Mapping[str, Any]):
 
     Attributes:
         memory_per_device: Device, or its index in an AbstractMesh -> bytes of the state that it stores.
-        balance_score: The smallest of these divided by the largest; 1.0 if all are equal.
+        balance_score: The smallest value of `memory_per_device` divided by the largest; 1.0 if all are equal.
         replicated_bytes: Bytes on all devices together in excess of one copy of every array.
         parameter_bytes, optimizer_bytes, variable_bytes: Parts of the device with the most bytes. Variables are the
             statistics of BatchNorm, random streams and the like.
         gradient_bytes: Bytes that gradients add on that device, with the dtypes and shardings of the floating
-            parameters, in `explain_sharding` of those that the optimizer trains. Not part of `memory_per_device`.
+            parameters; `explain_sharding` counts only the parameters that the optimizer trains. Not part of
+            `memory_per_device`.
         host_bytes: Bytes in pinned host memory, on all devices together. Not part of the other figures per device.
     """
 
@@ -258,13 +259,13 @@ def _traffic_table(report: ShardingReport) -> Table:
     heads = ("mesh axes", "collective", "times per step", "payload", "sent per device")
     rows = [
         [
-            "+".join(one.axes),
-            one.kind,
-            f"{one.times:,}" if one.times_known else f"{one.times:,} or more",
-            bytes_text(one.payload_bytes),
-            bytes_text(one.sent_bytes),
+            "+".join(traffic.axes),
+            traffic.kind,
+            f"{traffic.times:,}" if traffic.times_known else f"{traffic.times:,} or more",
+            bytes_text(traffic.payload_bytes),
+            bytes_text(traffic.sent_bytes),
         ]
-        for one in report.traffic
+        for traffic in report.traffic
     ]
     return Table(heads, rows, right=heads[2:])
 

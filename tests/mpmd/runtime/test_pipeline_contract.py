@@ -223,7 +223,7 @@ WRONG_OPTIMIZERS = {
     "two filters": (lambda: split_two(make_trained, wrt=kernels), "=kernels must be that of the optimizer, wrt=Param;"),
     "filter": (
         lambda: Pipeline(split_two(make_net), make_trained(kernels)[1]),
-        "of the optimizer must be that",
+        "of the optimizer must equal",
     ),
     "class": (
         lambda: Pipeline(split_two(make_net), make_trained(kind=OwnOptimizer)[1]),

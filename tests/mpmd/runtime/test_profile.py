@@ -157,7 +157,7 @@ def test_steps_are_measured_before_the_search_and_a_file_of_the_same_settings_is
         return found
 
     plain = losses(pipeline)
-    searched = r"searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the f"
+    searched = r"searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of the makespan of the f"
     for setting, damaged, text in (
         ("pp:2", "", searched),
         ("pp:2", "", re.escape(str(file))),
