@@ -427,6 +427,8 @@ def lower_without_devices(
         def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
             kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
             avals = [*ctx.avals_in[:3], *ctx.avals_in[10:]]
+            # Outputs with three dims are the statistics of the softmax, which are float32 for every dtype of the
+            # operands.
             call = mlir.custom_call(
                 ATTENTION,
                 result_types=[
@@ -438,6 +440,7 @@ def lower_without_devices(
                 operands=kept,
                 backend_config=f"{name} {mask_type} {sliding_window_length or 0}",
             )
+            # Without a rule, Shardy propagates no shardings through a custom call.
             call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
                 _attention_rule(avals, ctx.avals_out, swapped=layout == 1)
             )
@@ -455,6 +458,7 @@ def lower_without_devices(
         return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
 
     rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
+    # This set is a global of JAX, so the two primitives are put back even if lowering raises an error.
     removed = {forward, backward} & needing_devices
     needing_devices -= removed
     try:

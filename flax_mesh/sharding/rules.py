@@ -218,11 +218,11 @@ def match_leaves(
         if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
-                unmatched.append(f"{path} {tuple(shape)}")
+                unmatched.append(f"{path} {tuple(shape)}")  # raised after the loop, with all others
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
                 spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
-                if problem:
+                if problem:  # reported per leaf, so it is not cached
                     kept.append(problem)
                     specs.append(spec)
                     continue

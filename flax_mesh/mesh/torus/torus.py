@@ -159,8 +159,8 @@ def factorings(size: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
         return
     for factor in range(1, math.gcd(size, limits[0]) + 1):
         if limits[0] % factor == 0 and size % factor == 0:
-            for rest in factorings(size // factor, limits[1:]):
-                yield (factor, *rest)
+            for others in factorings(size // factor, limits[1:]):
+                yield (factor, *others)
 
 
 def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:

@@ -70,9 +70,9 @@ class Update:
         self.owner_of_leaf = {owner.leaf: owner for owner in owners if owner.leaf is not None}
         every = tuple(range(len(self.meshes)))
         self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
-        readers = (
-            mesh.representative_groups if mesh.jax_mesh.is_multi_process else ()
-        )  # (): any group may compute metrics
+        # Every process returns the metrics, so each must receive them on one of its groups. In a run of one process any
+        # group may compute them: ().
+        readers = mesh.representative_groups if mesh.jax_mesh.is_multi_process else ()
         groups = [owner.group for owner in owners]
         groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
         groups += [owners[at].group for at in self.old_at] + [SHARED] * (0 if old_at is None else 2)
@@ -81,6 +81,7 @@ class Update:
         try:
             parts, self.groups_of_output = cut_by_group(program, groups, destinations)
         except MixedGroups as error:
+            # Names of the first inputs of the program, in its order: the leaves and the gradients.
             named = [owner.path for owner in owners]
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
             paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
@@ -90,6 +91,7 @@ class Update:
                 "optimizer, or pp:1."
             ) from error
         self.program = program
+        # A SHARED leaf is computed on several groups, so no single sharding applies to it.
         shardings = {
             v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
@@ -138,8 +140,8 @@ class Update:
         new, copies = [], {}
         for at, (owner, v) in enumerate(zip(owners, self.program.outputs, strict=False)):
             if v is self.program.inputs[at] or owner.group not in (SHARED, *self.local_groups):
-                new.append(leaves[at])
-            elif not is_var(v):
+                new.append(leaves[at])  # unchanged, or remote
+            elif not is_var(v):  # a constant, which no part computes
                 new.append(put_host(np.asarray(v.val), owner.sharding))
             elif owner.group == SHARED:
                 parts = {g: env[g][v] for g in self.groups_of_output[at] if g in self.local_groups}
@@ -250,6 +252,9 @@ def _trace(
     plain, metric_names = placement.plain, []
     old_sources = list(dict.fromkeys(placement.owners[at].source for at in old_at or ()))
 
+    # Two traces: `update` computes on the plain state, as the step without a pipeline does. `placed_update` evaluates
+    # its program on the leaves of the placement, so that a stack stays one chunk per group, with separate equations for
+    # each chunk.
     def update(leaves: _Arrays, trained: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
@@ -262,7 +267,7 @@ def _trace(
             replaced = dict(zip(old_sources, old, strict=True))
             before = TrainState(tuple(replaced.get(at, x) for at, x in enumerate(leaves)), plain.definition)
             after, metrics = skip_update(before, after, metrics, (limits[0], limits[1]))
-        metric_names[:] = list(metrics)
+        metric_names[:] = list(metrics)  # known only once the trace has run
         return [*after.leaves, *metrics.values()]
 
     shapes = [shape_of(x) for x in plain.leaves]
@@ -274,6 +279,7 @@ def _trace(
 
     def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
         gradient_of: dict[int, jax.Array] = {}
+        # A leaf that several groups use has one gradient per group.
         for (_, leaf), value in zip(grads, parts, strict=True):
             gradient_of[leaf] = gradient_of[leaf] + value if leaf in gradient_of else value
         for at, leaf in enumerate(staged.leaves):
@@ -287,6 +293,7 @@ def _trace(
         before = chunked(placement.owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
         args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
         args += [*(before[source] for source in old_sources), *limits]
+        # Every remat and cond is opened: as a single equation it could use arrays of several groups.
         outs = interpret(plain_update, args, lambda eqn: True)
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):

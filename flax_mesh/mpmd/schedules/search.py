@@ -116,6 +116,7 @@ def search_schedule(
         raise ValueError("; ".join(problems))
     check_size(len(stages), num_microbatches)
     sizes = activation_sizes_of(activation_sizes, len(stages))
+    # Without a limit: the memory of all activations at once, which no schedule exceeds.
     limits = memory_limits(math.fsum(sizes) * num_microbatches if memory_limit is None else memory_limit, num_groups)
     placements = [tuple(range(num_groups)) * virtual]
     if stage_to_group is not None:
@@ -134,6 +135,8 @@ def search_schedule(
         for placement in placements
     ]
     interrupted = False
+    # Ctrl-C may stop the search at any point. The named schedules and the bounds of all placements therefore come
+    # before the beam searches, which take most of the time.
     try:
         for search in searches:
             search.try_named()
@@ -144,7 +147,7 @@ def search_schedule(
     except KeyboardInterrupt:
         interrupted = True
     best = min(searches, key=lambda search: search.value)
-    bound = min(search.bound for search in searches)
+    bound = min(search.bound for search in searches)  # the bound of a placement holds for it only
     named = min((search for search in searches if search.named), key=lambda search: search.named_value, default=None)
     return SearchResult(
         schedule=best.schedule,
