@@ -115,7 +115,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
-    """Index of this device among those along `axis_names`; the first name is the most significant. 0 for no axis.
+    """Index of this device along `axis_names`, of which the first is the most significant. 0 without axes.
 
     The value differs per device, so it is defined only if the axes are mapped: inside `shard_map` it is a traced int32
     scalar. Raises a ValueError elsewhere.

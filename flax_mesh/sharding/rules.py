@@ -36,11 +36,11 @@ class PartitionRules:
     Args:
         table: (pattern, dims) pairs. dims are logical axes, `("embed", "heads")`, which `axes` maps to mesh axes; or a
             `PartitionSpec` of mesh axes; or None or () for a replicated array. Instead of a table, the names of mesh
-            axes: "fsdp", or "fsdp+dp". Every array is then split over these axes on its largest dim that divides (the
-            last one, of equal dims), and replicated where none divides.
+            axes: "fsdp", or "fsdp+dp". Every array is then split over these axes on its largest divisible dim (of equal
+            dims, the last one), and replicated if no dim is divisible.
         axes: The mesh axes of each logical axis.
         layers: Paths of the layer lists, "layers" or ("encoder/layers", "decoder/layers"). An array of a scanned stack
-            there has one more dim, in front. Rules do not name it, and it is never split.
+            at such a path has an additional first dim, the layer dim. Rules do not name it, and it is never split.
 
     Raises:
         ShardingError: A pattern is not a regular expression, or dims are malformed. Names every such rule.
@@ -150,7 +150,7 @@ def match_partition_rules(
     """The PartitionSpec of every leaf of a tree, in a tree of the same structure.
 
     Scalars, leaves of one element or of fewer than `min_size`, and leaves that are not arrays get `P()`. A mesh axis
-    that only the defaults of PartitionAxis bring in, and that the mesh lacks, counts as an axis of size 1.
+    that only the defaults of PartitionAxis name, and that the mesh lacks, counts as an axis of size 1.
 
     Args:
         rules: A table, a PartitionRules, or names of mesh axes such as "fsdp" (see PartitionRules).
@@ -159,9 +159,9 @@ def match_partition_rules(
         axes: The mesh axes of each logical axis; by default the axes of `rules`.
         min_size: Arrays of fewer elements are replicated.
         on_mismatch: For specs that do not fit (longer than the rank, a mesh axis twice, an axis that the mesh lacks, a
-            dim that does not divide): "error"; "warn" and "drop" leave these axes out, with or without one warning.
+            dim that is not divisible): "error"; "warn" and "drop" leave these axes out, with or without one warning.
         dropped: A list that receives a finding for every axis that was left out, and for every array that rules such
-            as "fsdp" leave replicated because none of its dims divides.
+            as "fsdp" leave replicated because none of their dims is divisible.
 
     Raises:
         ShardingError: Leaves without a rule, or specs that do not fit. Lists all of them.

@@ -240,7 +240,7 @@ def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> As
 
 
 def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """As above, but may split axes: prefers complete axes, then axes of which busier ones already took a factor."""
+    """As above, but may split axes: prefers complete axes, then axes that busier logical axes already use."""
     used = [1] * len(shape)
     columns: list[tuple[int, ...]] = []
 

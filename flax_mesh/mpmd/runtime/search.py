@@ -1,4 +1,4 @@
-"""`pipeline.schedule=search`: the first steps of a run are measured; it continues with the best schedule for them."""
+"""`pipeline.schedule=search`: the first steps of a run are measured to search for the best schedule."""
 
 import json
 import os

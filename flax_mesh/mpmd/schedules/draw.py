@@ -1,4 +1,4 @@
-"""A simulated schedule as an SVG document, with the measured timeline above it if there is one."""
+"""A simulated schedule as an SVG document, optionally below the measured timeline."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

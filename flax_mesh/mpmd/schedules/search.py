@@ -91,8 +91,8 @@ def search_schedule(
     Example:
         >>> from flax_mesh.mpmd.schedules import search_schedule
         >>> costs = [(1, 1.5, 1), (1, 1, 1), (2, 2, 1), (1, 2.5, 2)]
-        >>> found = search_schedule(costs, memory_limit=4, num_microbatches=8)
-        >>> found.makespan, found.optimal, found.best_named, found.best_named_makespan
+        >>> result = search_schedule(costs, memory_limit=4, num_microbatches=8)
+        >>> result.makespan, result.optimal, result.best_named, result.best_named_makespan
         (48.0, True, 'zb-h1', 49.0)
     """
     stages = stage_costs(costs, len(costs))
@@ -218,7 +218,7 @@ class _Search:
         return self._value(self.of_named)
 
     def _value(self, simulated: Simulation) -> tuple[float, float]:
-        """(objective, the other one of makespan and period): the second decides between equal objectives."""
+        """(makespan, period), the objective first: of schedules with equal objectives, the other value decides."""
         makespan, period = simulated.makespan, simulated.period
         return (makespan, period) if self.objective == "makespan" else (period, makespan)
 

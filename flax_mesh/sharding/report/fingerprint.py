@@ -1,4 +1,4 @@
-"""Fingerprint of the layout of a tree, and the check that all processes of a run have the same one."""
+"""Fingerprint of the layout of a tree, and the check that all processes of a run have the same fingerprint."""
 
 import hashlib
 from typing import Any

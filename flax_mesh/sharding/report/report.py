@@ -39,11 +39,11 @@ class ArrayReport(NamedTuple):
     dtype: str
     spec: PartitionSpec | None  # None: a sharding without a spec
     pieces: tuple[int, ...]  # number of shards along each dim
-    total_bytes: int  # of one copy
-    device_bytes: int  # of one shard
+    total_bytes: int  # bytes of one copy
+    device_bytes: int  # bytes of one shard
     num_devices: int
-    padded_bytes: int  # on all devices together: if a dim is not divisible, all shards have the size of the largest
-    rule: int | None = None  # index in the table
+    padded_bytes: int  # bytes on all devices, where all shards of an array have the size of its largest shard
+    rule: int | None = None  # index in the rule table
     logical: tuple[str | None, ...] | None = None
     on_host: bool = False  # stored in the memory of the host
 
@@ -76,7 +76,7 @@ class AxisStats(NamedTuple):
     size: int
     arrays: int
     parameters: int  # number of elements
-    total_bytes: int  # of one copy
+    total_bytes: int  # bytes of one copy
     traffic: tuple[Traffic, ...] = ()
 
 
@@ -276,8 +276,8 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
     number = next((f"{count / size:.3g} {word}" for word, size in units if count >= size), f"{count:,}")
     return [
         ("state per device", bytes_text(max(report.memory_per_device.values(), default=0))),
-        ("of it parameters", bytes_text(report.parameter_bytes)),
-        ("of it optimizer", bytes_text(report.optimizer_bytes)),
+        ("parameters per device", bytes_text(report.parameter_bytes)),
+        ("optimizer per device", bytes_text(report.optimizer_bytes)),
         ("gradients, in addition", bytes_text(report.gradient_bytes)),
         ("number of parameters", number),
         ("one copy of the state", bytes_text(report.total_bytes)),
