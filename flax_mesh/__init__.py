@@ -44,8 +44,8 @@ def __getattr__(name: str) -> object:
     if name in _FOLDERS:
         return _import_module(f"flax_mesh.{name}")
     if name in _MODULES:
-        found = globals()[name] = getattr(_import_module(_MODULES[name]), name)
-        return found
+        value = globals()[name] = getattr(_import_module(_MODULES[name]), name)
+        return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.errors import ShardingError
 from flax_mesh.text import shown
 
-AxisName = str | tuple[str, ...] | None  # one mesh axis, several that shard one dim together, or none
+AxisName = str | tuple[str, ...] | None  # one mesh axis, several mesh axes that shard one dim together, or none
 Mode = Literal["train", "prefill", "decode"]
 
 
@@ -30,9 +30,8 @@ _FOLLOW_DATA = _follow(("fully_sharded_data_parallel_axis", "data_parallel_axis"
 _FOLLOW_TENSOR = _follow(("tensor_parallel_axis",))
 _FOLLOW_SEQUENCE = _follow(("sequence_parallel_axis",))
 _FOLLOW_EXPERT = _follow(("expert_parallel_axis",))
-_MESH_AXIS_FIELDS = tuple(
-    name for one in (_FOLLOW_DATA, _FOLLOW_TENSOR, _FOLLOW_SEQUENCE, _FOLLOW_EXPERT) for name in one.mesh_axis_fields
-)
+_FOLLOWED = (_FOLLOW_DATA, _FOLLOW_TENSOR, _FOLLOW_SEQUENCE, _FOLLOW_EXPERT)
+_MESH_AXIS_FIELDS = tuple(name for follow in _FOLLOWED for name in follow.mesh_axis_fields)
 
 # Logical axis -> field; `layers` (the leading dim of a scanned stack) is never sharded.
 LOGICAL_AXES = {
@@ -138,8 +137,8 @@ class PartitionAxis:
         try:
             extra = sorted(dict(self.extra).items())
         except (TypeError, ValueError) as error:
-            found = shown(self.extra)
-            raise TypeError(f"extra must map logical axes to mesh axes, as {{'rows': 'dp'}}, got {found}.") from error
+            extra = shown(self.extra)
+            raise TypeError(f"extra must map logical axes to mesh axes, as {{'rows': 'dp'}}, got {extra}.") from error
         object.__setattr__(self, "extra", tuple((k, _axis_name(f"extra[{k!r}]", v)) for k, v in extra))
 
     def __repr__(self) -> str:
@@ -191,8 +190,8 @@ class PartitionAxis:
     ) -> PartitionSpec:
         """The spec of an array whose dims have the names `logical_axes`.
 
-        If two dims request the same mesh axis, the earlier one gets it (`resolve_and_report` returns what the later
-        one lost). With `on_duplicate="error"` this raises a ShardingError instead.
+        If two dims request the same mesh axis, the earlier one gets it (`resolve_and_report` also returns the
+        axes that later dims lost). With `on_duplicate="error"` a duplicate raises a ShardingError instead.
 
         >>> PartitionAxis().resolve(("batch", "sequence", "heads", None))
         P(('fsdp', 'dp'), 'sp', 'tp', None)
@@ -213,7 +212,7 @@ class PartitionAxis:
 
     @functools.cached_property
     def _changed(self) -> dict[str, AxisName]:
-        """The fields, without `extra`, whose values are neither the default nor that of the mesh axis they follow."""
+        """The fields, without `extra`, whose values are neither the default nor the mesh axis that they follow."""
         followed = PartitionAxis(**{name: getattr(self, name) for name in _MESH_AXIS_FIELDS})
         defaults = {
             field.name: field.default if field.name in _MESH_AXIS_FIELDS else getattr(followed, field.name)
@@ -237,7 +236,7 @@ class PartitionAxis:
 
 def num_parts(axes: PartitionAxis, sizes: Mapping[str, int], *logical: str, mode: Mode = "train") -> int:
     """The number of parts into which a mesh with axes of these sizes splits dims of these logical axes together."""
-    names = {name for one in logical for name in axes.mesh_axes(one, mode)}
+    names = {name for axis in logical for name in axes.mesh_axes(axis, mode)}
     return math.prod(sizes.get(name, 1) for name in names)
 
 

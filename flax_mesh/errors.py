@@ -21,12 +21,12 @@ class Problem(str):
     '--num-heads=6 is not divisible by 4 (tp=4); use a multiple'
 
     Attributes:
-        setting: The setting, option, file or function that is invalid; "" if the problem belongs to none.
-        text: What must hold, and what was found.
+        setting: The setting, option, file or function that is invalid; "" if the problem belongs to none of these.
+        text: The condition that must hold, and the value that was found.
         repair: How to repair it; "" if the text states it.
         value: The value of the setting, if the line shows it after the name.
         general: The text without the sizes of one mesh, by which a search counts problems; by default the line.
-        can_ignore: Whether the user may accept it by `ignore`, as an array of a file that has no effect.
+        can_ignore: Whether the user may accept the problem by `ignore`, such as an array of a file that has no effect.
     """
 
     setting: str
@@ -60,7 +60,7 @@ class Problem(str):
         return (self.setting, self.text, self.repair), options
 
     def renamed(self, setting: str) -> "Problem":
-        """The problem of the same value under another name, such as an option of a command."""
+        """The same problem of the value under another name, such as an option of a command."""
         return Problem(setting, self.text, self.repair, value=self.value, can_ignore=self.can_ignore)
 
     def within(self, setting: str) -> "Problem":
@@ -85,8 +85,8 @@ def limited(lines: Sequence[str], *, end: str = "") -> str:
             break
         kept.append(line)
     left = len(lines) - len(kept)
-    more = [f"and {left:,} more {plural('line', left)}"] if left else []
-    return "\n".join([*kept, *more, *tail])
+    omitted = [f"and {left:,} more {plural('line', left)}"] if left else []
+    return "\n".join([*kept, *omitted, *tail])
 
 
 class ShardingError(ValueError):
@@ -101,14 +101,14 @@ class ConfigError(ValueError):
 
     Attributes:
         problems: One line per problem, each a `Problem`.
-        head: A line before them, which they are indented below; "" if there is none.
-        repair: A line after them: how to repair them all; "" if there is none.
-        lines: All lines of the message, also those that are left out of a long text.
+        head: A line before the problems, which are then indented; "" for no such line.
+        repair: A line after the problems, which states how to repair all of them; "" for no such line.
+        lines: All lines of the message, including lines that a long message omits.
     """
 
     def __init__(self, problems: Sequence[str] | str, *, head: str = "", repair: str = ""):
-        found = [problems] if isinstance(problems, str) else problems
-        self.problems = [as_problem(problem) for problem in found]
+        lines = [problems] if isinstance(problems, str) else problems
+        self.problems = [as_problem(line) for line in lines]
         self.head, self.repair = head, repair
         indent = "  " if head else ""
         self.lines = [*filter(None, [head]), *(indent + line for line in self.problems)]
@@ -123,7 +123,7 @@ class ConfigError(ValueError):
 
 
 class CheckpointCorruptedError(ConfigError):
-    """Files of a checkpoint are missing or differ from what was written; `problems` names them."""
+    """Files of a checkpoint are missing or differ from the written files; `problems` names them."""
 
 
 class StepDeletedError(ConfigError):
@@ -165,7 +165,7 @@ class Mistakes:
         return True
 
     def raise_if_any(self) -> None:
-        """Raise one error with all lines: a CheckpointCorruptedError if one of them was."""
+        """Raise one error with all lines: a CheckpointCorruptedError if one of the errors was."""
         if self.problems:
             damaged = any(issubclass(kind, CheckpointCorruptedError) for kind in self._kinds)
             raise (CheckpointCorruptedError if damaged else ConfigError)(list(dict.fromkeys(self.problems)))

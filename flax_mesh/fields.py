@@ -1,4 +1,4 @@
-"""The fields of a config: their types, their text, and the limits in their metadata; and the types of arguments.
+"""The fields of a config: their types, their text, and the limits in their metadata. Also the types of arguments.
 
     b1: float = field(default=0.9, metadata={"at_least": 0, "below": 1})
 
@@ -9,7 +9,7 @@ The metadata of a field may contain:
     one_of                              the accepted texts
     path                                True: the text is a path of this machine, "" for none
     changes_result                      False: a run may be resumed with another value
-    added                               True: earlier versions lacked the field, and computed what its default does
+    added                               True: earlier versions lacked the field and behaved like its default
     of_user                             True: a dataclass of the user, in which only fields with limits are checked
 """
 
@@ -34,9 +34,9 @@ SAME_RESULT = {"changes_result": False}
 ADDED = {"added": True}
 MAX_SIZE = 2**31 - 1  # indices and counters are int32
 MAX_FLOAT32 = 3.4028234663852886e38
-MOST_BYTES = 2**30  # of a file that a user names
+MOST_BYTES = 2**30  # size limit of a file that a user names
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in it
+MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in a path
 
 _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "at_least": (operator.ge, "at least"),
@@ -49,10 +49,10 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 class _Kind(NamedTuple):
     """A type that a field may be annotated with."""
 
-    name: str  # what a value must be
+    name: str  # description of a valid value
     accepts: Any  # the type of its values
-    parse: Callable[[str, Any], Any] | None = None  # text and annotation -> value; None if the text is none of it
-    name_of_text: str = ""  # what a text must be, where that has another name
+    parse: Callable[[str, Any], Any] | None = None  # (text, annotation) -> value; None if the text is invalid
+    name_of_text: str = ""  # description of a valid text, if it differs from `name`
 
 
 def changed_repr(self: Any) -> str:
@@ -67,27 +67,27 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
 
     With `only_limited`, and in a field that is `of_user`, fields without limits may contain anything.
     """
-    found, hints = [], field_types(config)
+    problems, hints = [], field_types(config)
     for item in dataclasses.fields(config):
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
             names = " or ".join(_name_of(kind) for kind in _kinds_of(hint))
-            found.append(Problem(key, f"must be {names}, got {_short(value)}"))
+            problems.append(Problem(key, f"must be {names}, got {_short(value)}"))
         elif _is_config(value):
-            found += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
-    return found
+            problems += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
+    return problems
 
 
 def value_problems(config: Any, prefix: str = "") -> list[Problem]:
     """One line for every field, also of nested dataclasses, whose value its metadata does not allow."""
-    found, hints = [], field_types(config)
+    problems, hints = [], field_types(config)
     for item in dataclasses.fields(config):
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
         if _is_config(value):
-            found += value_problems(value, f"{key}.")
+            problems += value_problems(value, f"{key}.")
         elif value is not None and _is_limited(item.metadata) and _is_a(value, hints[item.name]):
-            found += [Problem(key, problem) for problem in _problems(value, item.metadata)]
-    return found
+            problems += [Problem(key, problem) for problem in _problems(value, item.metadata)]
+    return problems
 
 
 def check_types(function: _Function) -> _Function:
@@ -100,24 +100,24 @@ def check_types(function: _Function) -> _Function:
     @functools.wraps(function)
     def checked(*arguments: Any, **keywords: Any) -> Any:
         try:
-            given = signature.bind(*arguments, **keywords).arguments
+            values = signature.bind(*arguments, **keywords).arguments
         except TypeError:  # the call itself raises the error that Python users know
             return function(*arguments, **keywords)
-        require_types(function, **given)
+        require_types(function, **values)
         return function(*arguments, **keywords)
 
     return cast(_Function, checked)
 
 
-def require_types(function: Callable[..., Any], /, **given: Any) -> None:
-    """Raise a TypeError that names all given arguments of a function that are not of their annotated types.
+def require_types(function: Callable[..., Any], /, **arguments: Any) -> None:
+    """Raise a TypeError that names all `arguments` of a function whose values are not of the annotated types.
 
-    Otherwise they fail later, in the middle of other code. Annotations of types that this module does not know accept
-    anything.
+    Otherwise they would fail later, in the middle of other code. Annotations of types that this module does not know
+    accept anything.
     """
     hints = _hints(function)
-    if wrong := [key for key, value in given.items() if key in hints and not _fits(value, hints[key])]:
-        lines = [f"{key} must be {_expected(hints[key])}, got {_short(given[key])}" for key in wrong]
+    if wrong := [key for key, value in arguments.items() if key in hints and not _fits(value, hints[key])]:
+        lines = [f"{key} must be {_expected(hints[key])}, got {_short(arguments[key])}" for key in wrong]
         raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}: {'; '.join(lines)}.")
 
 
@@ -148,14 +148,14 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_plain_class(hint: Any) -> bool:
-    """Whether only its instances are meant: not Any, and not arrays, for which others may be passed."""
+    """Whether arguments must be instances of `hint`: not for Any, nor for arrays, which other types may replace."""
     return isinstance(hint, type) and not (
         hint is Any or typing.get_origin(hint) or hint.__name__ in ("Array", "ndarray")
     )
 
 
 def is_index(value: Any) -> bool:
-    """Whether a value is an integer, as those of numpy are."""
+    """Whether a value is an integer, also an integer of numpy."""
     try:
         operator.index(value)
     except (TypeError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
@@ -172,7 +172,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_sized(value: Any) -> bool:
-    """Whether a value has a length and items, as an array of no dims has not."""
+    """Whether a value has a length and items; an array without dims does not."""
     try:
         len(value)
         iter(value)
@@ -182,12 +182,12 @@ def is_sized(value: Any) -> bool:
 
 
 def _expected(hint: Any) -> str:
-    """What an argument must be: `an integer or none`."""
+    """The description of a valid argument: `an integer or none`."""
     return " or ".join(dict.fromkeys(map(_name_of, _kinds_of(hint))))
 
 
 def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int = MAX_SIZE) -> list[Problem]:
-    """One problem for every name whose value is no integer within the limits."""
+    """One problem for every name whose value is not an integer within the limits."""
     return [
         Problem(name, f"must be an integer from {at_least} to {at_most}, got {_short(value)}")
         for name, value in values.items()
@@ -207,7 +207,7 @@ def field_types(config: Any) -> dict[str, Any]:
 
 
 def parse_value(text: str, annotation: Any) -> Any:
-    """Parse `text` as a value of the annotated type. The ValueError's text is what the value must be."""
+    """Parse `text` as a value of the annotated type. The text of the ValueError describes a valid value."""
     kinds = _kinds_of(annotation)
     if types.NoneType in kinds and text.lower() == "none":
         return None
@@ -231,14 +231,14 @@ def has_text(annotation: Any) -> bool:
     """Whether every value of the annotation has a text form."""
     kinds = _kinds_of(annotation)
     if tuple in kinds:
-        item, *rest = typing.get_args(kinds[tuple]) or (Any,)
-        if rest != [...] or not has_text(item):
+        item, *others = typing.get_args(kinds[tuple]) or (Any,)
+        if others != [...] or not has_text(item):
             return False
     return all(kind is types.NoneType or (kind in _KINDS and _KINDS[kind].parse) for kind in kinds)
 
 
 def path_problem(text: str) -> str:
-    """Why a text cannot be a path, "" if it can: such a text raises exceptions wherever it is used."""
+    """Why a text cannot be a path; "" if it can. Such a text would raise an exception wherever it is used."""
     if "\0" in text or "\n" in text:
         return "contains a null byte or a line break"
     expanded = os.path.expanduser(text)
@@ -262,12 +262,12 @@ def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "it must be a file, but is a folder; name a file in it", path)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             reason = "it must be a regular file, but is a pipe or a device; write its content to a file"
             raise OSError(errno.EINVAL, reason, path)
-        if found.st_size > most:
-            reason = f"it must have at most {most:,} bytes, but has {found.st_size:,}; use a smaller file"
+        if status.st_size > most:
+            reason = f"it must have at most {most:,} bytes, but has {status.st_size:,}; use a smaller file"
             raise OSError(errno.EFBIG, reason, path)
         return file.read()
 

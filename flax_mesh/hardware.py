@@ -1,9 +1,9 @@
 """The figures of chips: peak FLOP/s, memory, links and networks, each with its source.
 
-The cost model of meshes, the MFU of the metrics and the plan of a run read this table; `load_chip` reads a chip that it
-lacks from a TOML file. Figures of compute and memory are those of one JAX device: a v7x chip is two devices, each of
-which has half of its FLOP/s and of its memory. Links and networks are those of the chip, shared by its devices.
-Bandwidths are one-way, in bytes/s.
+The cost model of meshes, the MFU of the metrics and the plan of a run read this table; `load_chip` reads a chip that
+the table lacks from a TOML file. Figures of compute and memory describe one JAX device: a v7x chip is two devices, and
+each device has half of the FLOP/s and half of the memory. Links and networks belong to the chip, whose devices share
+them. Bandwidths are one-way, in bytes/s.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from flax_mesh.text import first_line
 
 GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
-LARGEST = 1e30  # of any figure, far below the limits of a float
-_MOST_CHIPS = 2**20  # of a pod: all factorings of its sides are tried
+LARGEST = 1e30  # limit of any figure, far below the largest float
+_MOST_CHIPS = 2**20  # limit of a pod: all factorings of its sides are tried
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
 
@@ -39,7 +39,7 @@ SOURCES = {
     "b200": "glennklockwood.com/garden/processors/B200 (GB200: at 1200 W)",
     "nvidia": "NVIDIA's datasheets: nvidia.com/en-us/data-center/{h100,grace-hopper-superchip}",
     "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
-    "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from that of its host",
+    "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from its host",
     "fitted": "fitted to published runs in tests/plan/published.py; see docs/plan.md",
     "measured": "python -m tests.benchmarks gpu --ceilings on one H200: a copy reaches 87% of the datasheet's 4.8 TB/s",
     "as H200": "inferred: 87% of the datasheet's 3.35 TB/s, as measured on an H200",
@@ -58,27 +58,28 @@ class Chip:
 
     Attributes:
         name: As in a topology, `v5p:4x4x8`.
-        kinds: Values of JAX's `device_kind`, complete for TPUs; for GPUs each is a part of them.
+        kinds: Values of JAX's `device_kind`; for GPUs, texts that the `device_kind` contains.
         platform: "tpu", "gpu" or "cpu".
         peak_flops: FLOP/s of dense matrix products of one device by dtype, such as "float8"; at least "bfloat16".
         memory: Bytes of one device.
         memory_bandwidth: Bytes/s of one device.
-        link_bandwidth: Bytes/s of one link. A chip of a torus has `links`, others one, to a switch of their domain.
+        link_bandwidth: Bytes/s of one link. A chip of a torus has `links` links; other chips have one link, to
+            a switch of their domain.
         network_bandwidth: Bytes/s of a chip to other slices or NVLink domains, over the data center network (DCN).
         host_bandwidth: Bytes/s between a device and the memory of its host.
         link_fraction: The part of `link_bandwidth` that collectives reach.
         hop_latency: Seconds from one chip to the next over a link.
         network_latency: Seconds from one chip to another over the network.
         pod: Sides of the largest torus, in chips; () if the chips of a domain are connected by a switch.
-        wrap: Which axes of a torus are rings: "cubes": all, if all sizes are multiples of 4; "pod": those of the length
-            of the pod's side; "": none.
-        domain: GPUs that NVLink connects, at most; 0: all devices of a host.
+        wrap: Which axes of a torus are rings: "cubes": all axes, if all sizes are multiples of 4; "pod": axes as long
+            as the side of the pod; "": none.
+        domain: The largest number of GPUs that NVLink connects; 0: all devices of a host.
         domain_spans_hosts: Whether NVLink connects hosts, as in a rack of GB200.
         devices_per_chip: Number of JAX devices of a chip.
         matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
-        overlap_fraction: The part of the transfers that can overlap with compute. Of TPUs one figure is fitted to all.
+        overlap_fraction: The part of the transfers that can overlap with compute. One figure is fitted to all TPUs.
         clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is unknown.
-        sources: Key of SOURCES (or the path of the file) of every figure; those of `peak_flops` by dtype.
+        sources: Figure -> key of SOURCES, or the path of a file. The figures in `peak_flops` are listed by dtype.
     """
 
     name: str
@@ -126,7 +127,7 @@ class Chip:
         return self.peak_flops.get(dtype.partition("_")[0], self.peak_flops["bfloat16"])
 
     def wraps(self, shape: Sequence[int]) -> tuple[bool, ...]:
-        """Which axes of a slice are rings. An axis of two chips has one link, so it never is."""
+        """Which axes of a slice are rings. An axis of two chips has one link, so it is never a ring."""
         if self.wrap == "cubes":
             return (len(shape) == self.torus and all(size % CUBE == 0 for size in shape),) * len(shape)
         return tuple(self.wrap == "pod" and size == self.pod[0] for size in shape)
@@ -250,13 +251,13 @@ CHIPS = (
 @cache
 def chip_of(device_kind: str) -> Chip | None:
     """The chip of a `device_kind`; None if the table lacks it."""
-    found = [
+    candidates = [
         (len(kind), chip)
         for chip in CHIPS
         for kind in chip.kinds
         if (kind in device_kind if chip.platform == "gpu" else kind == device_kind)
     ]
-    return max(found, key=lambda item: item[0])[1] if found else None
+    return max(candidates, key=lambda item: item[0])[1] if candidates else None
 
 
 def peak_flops(device_kind: str, dtype: str = "bfloat16") -> float | None:
@@ -279,7 +280,7 @@ def network_bandwidth(device_kind: str) -> float:
 
 @check_types
 def load_chip(path: str | os.PathLike[str]) -> Chip:
-    """The chip of a TOML file whose keys are the fields of `Chip`; `base = "v5p"` takes the missing ones from a chip of
+    """The chip of a TOML file whose keys are the fields of `Chip`; `base = "v5p"` takes missing fields from a chip of
     the table.
 
         base = "v5p"
@@ -294,25 +295,25 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     values = _read_toml(file)
     known, base = {chip.name.lower(): chip for chip in CHIPS}, values.pop("base", None)
     start = known.get(base.lower()) if isinstance(base, str) else None
-    found = []
+    problems = []
     if base is not None and start is None:
-        found.append(f"base must be one of {', '.join(known)}, got {base!r}")
+        problems.append(f"base must be one of {', '.join(known)}, got {base!r}")
     elif missing := [name for name in _NEEDED if start is None and name not in values]:
-        found.append(f'{", ".join(missing)} must be set, or base = "v5p" or another chip')
+        problems.append(f'{", ".join(missing)} must be set, or base = "v5p" or another chip')
     fields = [item.name for item in dataclasses.fields(Chip) if item.name != "sources"]
     unknown = [key for key in values if key not in fields]
-    found += [f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in unknown]
-    found += [f"{key} {problem}" for key in fields if key in values and (problem := _problem(key, values[key]))]
-    if not found:
+    problems += [f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in unknown]
+    problems += [f"{key} {problem}" for key in fields if key in values and (problem := _problem(key, values[key]))]
+    if not problems:
         chip = _merged(start, values, file)
-        found = _problems_together(chip)
-        if not found:
+        problems = _problems_together(chip)
+        if not problems:
             return chip
-    raise ConfigError([f"{file}: {problem}" for problem in found])
+    raise ConfigError([f"{file}: {problem}" for problem in problems])
 
 
 def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
-    """The chip of the values of a file, the others from `start`."""
+    """The chip with the values of a file; other fields are taken from `start`."""
     options: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
     sources = dict.fromkeys({*values, *values.get("peak_flops", ())}, source)
     if start is None:
@@ -322,7 +323,7 @@ def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
     return dataclasses.replace(start, **options, sources={**start.sources, **sources})
 
 
-_MOST_BYTES = 2**24  # of a TOML file
+_MOST_BYTES = 2**24  # size limit of a TOML file
 
 
 def _read_toml(path: str) -> dict[str, Any]:
@@ -349,7 +350,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
-# Field -> (whether a value from a file is right, what it must be)
+# Field -> (function that checks a value from a file, description of a valid value)
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "name": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"[\w.-]{1,40}", v)), "letters, digits, '.', '_', '-'"),
     "platform": (lambda v: v in ("tpu", "gpu", "cpu"), "tpu, gpu or cpu"),
@@ -380,20 +381,20 @@ _NEEDED = [  # the fields of Chip without a default
 
 
 def _problem(key: str, value: object) -> str:
-    """What is wrong with the value of a field, "" if nothing is."""
+    """The problem with the value of a field; "" if it is valid."""
     is_right, text = _RULES.get(key, _NUMBER)
     return "" if is_right(value) else f"must be {text}, got {str(value)[:80]!r}"
 
 
 def _problems_together(chip: Chip) -> list[str]:
     """Mistakes in fields that depend on each other."""
-    found = []
+    problems = []
     if "bfloat16" not in chip.peak_flops:
-        found.append("peak_flops must contain bfloat16")
+        problems.append("peak_flops must contain bfloat16")
     if (chip.platform == "tpu") != bool(chip.pod):
-        found.append(f"pod, the sides of the largest torus, must be set for tpu only; platform is {chip.platform}")
+        problems.append(f"pod, the sides of the largest torus, must be set for tpu only; platform is {chip.platform}")
     if math.prod(chip.pod) > _MOST_CHIPS:
-        found.append(f"pod must have at most {_MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
+        problems.append(f"pod must have at most {_MOST_CHIPS:,} chips, got {math.prod(chip.pod):,}")
     if chip.wrap and not chip.pod:
-        found.append(f"wrap={chip.wrap} requires pod")
-    return found
+        problems.append(f"wrap={chip.wrap} requires pod")
+    return problems

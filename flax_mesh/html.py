@@ -18,7 +18,7 @@ def html_page(template: Path, **parts: str) -> str:
 
 
 def html_frame(page: str) -> str:
-    """A page inside of another one, such as a notebook, whose styles it leaves as they are."""
+    """A page as a frame inside another page, such as a notebook, without effect on the styles of that page."""
     return f'<iframe srcdoc="{escape(page)}" style="width: 100%; height: 30em; border: 0"></iframe>'
 
 

@@ -22,15 +22,16 @@ import numpy as np
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))  # whose lines are not the user's
+# Lines of files in these folders are not lines of the user's code.
+LIBRARIES = tuple(f"{Path(file).parent}/" for file in (flax.__file__, __file__))
 # The oldest and the newest versions in which these private names were tested.
 TESTED = {"jax": ("0.10.2", "0.12.0"), "flax": ("0.12.8", "0.12.12"), "orbax-checkpoint": ("0.12.8", "0.12.8")}
 # Names of the primitives of jit and of jax.checkpoint. The name of the latter is remat2; only a printed jaxpr calls it
-# checkpoint. JAX 0.12 has one primitive for what were jit, call and closed_call.
+# checkpoint. JAX 0.12 has one primitive instead of jit, call and closed_call.
 JIT = tuple({p.name for p in (primitives.jit_p, primitives.call_p, primitives.closed_call_p)})
 REMAT = (primitives.remat_p.name,)
 
-# What a missing or changed name raises at its use; jaxlib raises TypeError for other arguments.
+# The exceptions that the use of a missing or changed name raises; jaxlib raises TypeError for other arguments.
 CHANGED = (ImportError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 CPU_OPTIONS: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_cpu_experimental_ynn_fusion_type": ""}
 STORE_METHODS = ("key_value_set", "blocking_key_value_get", "key_value_try_get", "key_value_delete")
@@ -38,13 +39,13 @@ Result = TypeVar("Result")
 
 
 class Use(NamedTuple):
-    """The private names that a function uses, or in words what it uses, and what happens without: "" for an error."""
+    """The private names, or descriptions, that a function uses, and the fallback without them: "" for an error."""
 
     names: tuple[str, ...]
     fallback: str
 
 
-USES: dict[str, Use] = {}  # by function
+USES: dict[str, Use] = {}  # function name -> use
 
 
 def _uses(
@@ -52,7 +53,7 @@ def _uses(
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """A decorator: the function gets the objects with these dotted names as its first arguments.
 
-    A name that contains a space is a description, and no argument. If a name is missing, or the function fails because
+    A name that contains a space is a description, and not passed. If a name is missing, or the function fails because
     it has changed, the result is `otherwise`, after one warning that describes the `fallback`. Without a `fallback`:
     RuntimeError.
     """
@@ -92,7 +93,7 @@ def _changed_text(use: Use, error: Exception) -> str:
     have = ", ".join(f"{package} {metadata.version(package)}" for package in TESTED)
     tested = ", ".join(f"{package} {' and '.join(dict.fromkeys(ends))}" for package, ends in TESTED.items())
     return (
-        f"{' and '.join(use.names)}: flax_mesh needs this, there is no public name for it, and it is missing or has "
+        f"{' and '.join(use.names)}: flax_mesh needs this, which has no public name, and it is missing or has "
         f"changed: {type(error).__name__}: {error}.{without} Installed: {have}. Tested with: {tested}. Install tested "
         "versions."
     )
@@ -122,7 +123,7 @@ def distributed_state(state: Any) -> Any:
 def backends_are_initialized(are_initialized: Any) -> bool:
     """Whether JAX has initialized its backends, after which `jax.distributed.initialize` raises an error.
 
-    There is no public query, only that error. Without the private name: RuntimeError.
+    The only public query is that error. Without the private name: RuntimeError.
     """
     return are_initialized()
 
@@ -166,7 +167,8 @@ def device_copy(target: Sharding) -> Callable[[jax.Array], jax.Array] | None:
     copy, array_type = runtime
 
     def copied(x: Any) -> jax.Array:
-        # Random keys have no buffers of their own, and the copy of a deleted array would read freed memory.
+        # The runtime has no buffer for an array of random keys, and its copy of a deleted array would read freed
+        # memory.
         if not isinstance(x, array_type) or x.is_deleted():
             return jax.device_put(x, target)
         try:
@@ -206,7 +208,7 @@ def _runtime_copy(batched_copy: Any, array_type: Any, semantics: Any) -> tuple[C
 def empty_debug_info() -> Any:
     """An empty DebugInfo, which `jax.extend.core.Jaxpr` requires as the description of the traced function.
 
-    There is no public constructor, so it is taken from the jaxpr of a function without arguments and results. Without
+    It has no public constructor, so it is taken from the jaxpr of a function without arguments and results. Without
     `with_unknown_names` the name of that function appears in error messages.
     """
     info: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
@@ -231,7 +233,7 @@ def scan_sizes(eqn: Any) -> tuple[int, int]:
 def source_line(user_frames: Any, eqn: Any) -> str:
     """The line of the user's code that an equation comes from: `model.py:31 (Net.__call__)`.
 
-    A printed jaxpr shows it, but there is no public function for it. Without the private name: "".
+    A printed jaxpr shows the line, but no public function returns it. Without the private name: "".
     """
     for frame in user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(LIBRARIES):
@@ -246,7 +248,7 @@ def sharding_type_errors(error: Any) -> tuple[type[Exception], ...]:
     It has no public name. Without the private one: (), so the error is not caught.
     """
     if not issubclass(error, Exception):
-        raise TypeError(f"{error} is no exception")
+        raise TypeError(f"{error} is not an exception")
     return (error,)
 
 
@@ -256,7 +258,10 @@ def sharding_type_errors(error: Any) -> tuple[type[Exception], ...]:
     fallback="errors about equations that flax_mesh rewrites do not name the lines of the user's code",
 )
 def in_source_of(user_context: Any, eqn: Any) -> AbstractContextManager[Any]:
-    """A context in which new equations have the source line of `eqn`. Without the private name they have their own."""
+    """A context in which new equations have the source line of `eqn`.
+
+    Without the private name they have the line of the code that creates them.
+    """
     return user_context(eqn.source_info.traceback)
 
 
@@ -271,7 +276,7 @@ def reproducible_cpu_options() -> dict[str, Any]:
 
     Level 0 vectorizes nothing: exp, tanh, the inverse error function and others are rounded differently in vectors and
     in the rest of a row. The empty list of fusions keeps YNNPACK from computing sums, which it does only in programs
-    for one device. The options are tried on an empty program; those that XLA does not have are an error there.
+    for one device. The options are tried on an empty program; options that XLA lacks raise an error there.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         jax.jit(lambda: (), compiler_options=CPU_OPTIONS).lower().compile()
@@ -300,7 +305,7 @@ def short_tracer_errors() -> Iterator[None]:
     if (tracer := _tracer_type()) is None:
         yield
         return
-    with _lock:  # threads may overlap: the first one to enter replaces the method, the last one to leave restores it
+    with _lock:  # threads may overlap: the first thread to enter replaces the method, the last one to leave restores it
         _depth += 1
         if _depth == 1:
             _saved.append(tracer._origin_msg)
@@ -321,7 +326,7 @@ def short_tracer_errors() -> Iterator[None]:
 )
 def _tracer_type(tracer: Any) -> Any:
     if not callable(vars(tracer)["_origin_msg"]):
-        raise TypeError("_origin_msg is no method")
+        raise TypeError("_origin_msg is not a method")
     return tracer
 
 
@@ -329,8 +334,8 @@ def _tracer_type(tracer: Any) -> Any:
 def deferred_callback(types: Any) -> Any:
     """A callback that makes Orbax copy arrays to the host in turn, within `save_device_host_concurrent_gb`.
 
-    Orbax applies that limit only to deferred arrays, and ignores its own `is_prioritized_key_fn`. There is no public
-    name for this. Without the private one saving with `host_bytes` is an error, RuntimeError; saving without it and
+    Orbax applies that limit only to deferred arrays, and ignores its `is_prioritized_key_fn`. It has no public
+    name for this. Without the private name, saving with `host_bytes` raises a RuntimeError; saving without it and
     reading still work.
     """
     deferred = types.TransferPriority.ASYNCHRONOUS_DEPRIORITIZED
@@ -343,7 +348,7 @@ def deferred_callback(types: Any) -> Any:
 def propagated_module(ir: Any, manager: Any, lowered: Any, prepare: Callable[[Any, Any], None]) -> Any:
     """The StableHLO module of a lowered function in which Shardy has propagated shardings to every value.
 
-    JAX runs this pass when it compiles; there is no public function that only propagates. `prepare(ir, module)` is
+    JAX runs this pass when it compiles, and has no public function that only propagates. `prepare(ir, module)` is
     called before it, with the module `jaxlib.mlir.ir`. Without the private names: an error.
     """
     module = lowered.compiler_ir("stablehlo")
@@ -353,8 +358,8 @@ def propagated_module(ir: Any, manager: Any, lowered: Any, prepare: Callable[[An
     return module
 
 
-ATTENTION = "flax_mesh.attention"  # the target of calls that stand for attention kernels
-KERNEL = "flax_mesh.kernel"  # of calls that stand for Pallas kernels, which state their FLOPs
+ATTENTION = "flax_mesh.attention"  # target of the calls that stand for attention kernels
+KERNEL = "flax_mesh.kernel"  # target of the calls that stand for Pallas kernels, which state their FLOPs
 _SPLASH = {"fwd": 2, "dq": 3, "dkv": 4}  # kernel of splash attention -> its matrix products
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
 CHECKS = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
@@ -365,7 +370,7 @@ _kernels_lock = threading.RLock()
 def kernels_without_devices() -> Iterator[None]:
     """A context in which `jax.nn.dot_product_attention(implementation="cudnn")` is traced on any machine.
 
-    JAX asks for the version of cuDNN and for the compute capability of the GPU while it traces. There is no setting for
+    JAX asks for the version of cuDNN and for the compute capability of the GPU while it traces. JAX has no setting for
     it. Without the private names: an error.
     """
     module = _attention_module()
@@ -384,7 +389,7 @@ def kernels_without_devices() -> Iterator[None]:
 @_uses(*(f"{CUDNN}.{name}" for name in CHECKS))
 def _attention_module(*functions: Any) -> Any:
     if not all(map(callable, functions)):
-        raise TypeError(f"{functions} are no functions")
+        raise TypeError(f"{functions} are not functions")
     return import_module(CUDNN)
 
 
@@ -408,20 +413,22 @@ def lower_without_devices(
     traced: Any,
     platform: str,
 ) -> Any:
-    """`traced.lower()` for a platform that is not here, on abstract meshes too.
+    """`traced.lower()` for a platform that this machine lacks, also on abstract meshes.
 
-    JAX lowers cuDNN's attention with devices only. Here a call of `ATTENTION` stands for it, whose `backend_config` is
-    "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values first. A call of
-    `KERNEL` stands for splash attention, which Mosaic would lower in seconds and without its FLOPs.
+    JAX lowers cuDNN's attention only if devices are present. Here a call of `ATTENTION` stands for it, whose
+    `backend_config` is "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values
+    first. A call of `KERNEL` stands for splash attention, which Mosaic would lower in seconds and without its FLOPs.
     """
 
     if pallas.name != "pallas_call" or not callable(lower_pallas):  # used only by programs with Pallas kernels
-        raise TypeError(f"{pallas} and {lower_pallas} are no primitive and its lowering")
+        raise TypeError(f"{pallas} and {lower_pallas} are not a primitive and its lowering")
 
     def rule(name: str) -> Any:
         def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
             kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
             avals = [*ctx.avals_in[:3], *ctx.avals_in[10:]]
+            # Outputs with three dims are the statistics of the softmax, which are float32 for every dtype of the
+            # operands.
             call = mlir.custom_call(
                 ATTENTION,
                 result_types=[
@@ -433,6 +440,7 @@ def lower_without_devices(
                 operands=kept,
                 backend_config=f"{name} {mask_type} {sliding_window_length or 0}",
             )
+            # Without a rule, Shardy propagates no shardings through a custom call.
             call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
                 _attention_rule(avals, ctx.avals_out, swapped=layout == 1)
             )
@@ -444,12 +452,13 @@ def lower_without_devices(
         if (flops := _splash_flops(ctx.avals_in, params)) is None:
             return lower_pallas(ctx, *operands, **params)
         types = [ir.RankedTensorType.get(x.shape, mlir.dtype_to_ir_type(x.dtype)) for x in ctx.avals_out]
-        # Queries, keys and values first: the dtype of the first operand is that of the products.
+        # Queries, keys and values first: the products have the dtype of the first operand.
         kept = [x for x, aval in zip(operands, ctx.avals_in, strict=True) if _is_floating(aval.dtype)]
         config = f"flops: {flops}"
         return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
 
     rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
+    # This set is a global of JAX, so the two primitives are put back even if lowering raises an error.
     removed = {forward, backward} & needing_devices
     needing_devices -= removed
     try:

@@ -1,4 +1,4 @@
-"""The modes of NNX: those in which a user's code is called, and that in which flax_mesh does its own work.
+"""The modes of NNX: user code is called in the mode of the user, and flax_mesh itself uses graph mode.
 
 A user's code runs in graph mode or in tree mode (`nnx.set_graph_mode`), as it would without flax_mesh. The calls of
 `nnx.split`, `nnx.state` and the like in flax_mesh itself are always in graph mode, `graph=True`: a state has the same
@@ -22,8 +22,8 @@ from flax_mesh.tree import PyTree, check_arrays, path_of
 def user_modes() -> Iterator[None]:
     """Context for calls of a user's code in a trace: new Variables contain arrays, and flax_mesh alone shards them.
 
-    Eager sharding would place annotated Variables by their logical axes. Variables with `hijax=True` or `ref=True` are
-    not created as such: Flax differentiates neither, and returns neither from a trace.
+    Eager sharding would place annotated Variables by their logical axes. `hijax=True` and `ref=True` of
+    Variables have no effect: Flax differentiates neither, and returns neither from a trace.
 
     Raises a ShardingError of one line for a model that shares Variables where the code calls NNX in tree mode.
     """
@@ -31,8 +31,8 @@ def user_modes() -> Iterator[None]:
         with nnx.use_eager_sharding(False), nnx.var_defaults(hijax=False, ref=False):
             yield
     except ValueError as error:
-        # Flax's message contains the values of the Variable and, in lines of their own, the paths.
-        paths = [found[1] for line in lines_of(error) if (found := re.fullmatch(r"  - \.?(\S+)", line))]
+        # Flax's message contains the values of the Variable and, in separate lines, the paths.
+        paths = [match[1] for line in lines_of(error) if (match := re.fullmatch(r"  - \.?(\S+)", line))]
         if not says(error, "Tree mode") or not paths:
             raise
         raise ShardingError(
@@ -42,16 +42,16 @@ def user_modes() -> Iterator[None]:
         ) from error
 
 
-def check_variables(made: object) -> None:
+def check_variables(modules: object) -> None:
     """Raises a ShardingError for Variables of modules that were created with `hijax=True` or `ref=True`."""
-    nodes = ((path_of(path), node) for path, node in nnx.iter_graph(made, graph=True))
+    nodes = ((path_of(path), node) for path, node in nnx.iter_graph(modules, graph=True))
     variables = [(path, node) for path, node in nodes if isinstance(node, nnx.Variable)]
     hijax = [(path, node) for path, node in variables if not issubclass(type(node), nnx.Variable)]
     check_arrays(hijax or [(path, node.get_raw_value()) for path, node in variables])
 
 
 def set_eval_mode(model: PyTree) -> None:
-    """Calls `model.eval()`, or for an nnx.Pytree, which has no such method, that of the modules in it."""
+    """Calls `model.eval()`. An nnx.Pytree lacks this method: `eval` of the modules in it is called instead."""
     with nnx.set_graph_mode(True):
         for module in [model] if isinstance(model, nnx.Module) else [x for _, x in nnx.iter_modules(model, graph=True)]:
             module.eval()
@@ -60,9 +60,10 @@ def set_eval_mode(model: PyTree) -> None:
 def optimizer_of(
     model: nnx.Pytree, optimizer: optax.GradientTransformation | nnx.Optimizer, wrt: Filter
 ) -> nnx.Optimizer:
-    """An nnx.Optimizer of a model that may share Variables, in any mode, with a transformation or that of another one.
+    """An nnx.Optimizer of a model that may share Variables, in any mode.
 
-    Raises ConfigError for an object of a subclass, which may do more than its transformation.
+    `optimizer` is its transformation, or another nnx.Optimizer that has it. Raises ConfigError for an object of a
+    subclass, which may do more than its transformation.
     """
     if not isinstance(optimizer, nnx.Optimizer):
         transformation = optimizer

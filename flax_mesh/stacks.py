@@ -41,7 +41,7 @@ def ranks_in(model: PyTree) -> dict[str, int]:
 def without_single_layers(
     layers: Sequence[str], leaves: Sequence[tuple[str, object]], ranks: Mapping[str, int] = _EMPTY
 ) -> tuple[str, ...]:
-    """The paths of `layers` except those of modules that are one layer: neither a list nor a scanned stack.
+    """The paths of `layers` except paths of single layers, modules that are neither a list nor a scanned stack.
 
     Args:
         layers: Paths of lists, stacks and single layers.
@@ -52,7 +52,7 @@ def without_single_layers(
 
 
 def module_at(model: PyTree, path: str) -> PyTree:
-    """The attribute at a path such as "encoder/layers". Raises AttributeError if there is none."""
+    """The attribute at a path such as "encoder/layers". Raises AttributeError if the model lacks it."""
     for part in path.split("/"):
         model = model[int(part)] if part.isdigit() and len(part) < 10 else getattr(model, part)
     return model
@@ -74,9 +74,9 @@ def _is_single(top: str, leaves: Iterable[tuple[str, object]], ranks: Mapping[st
 
 
 def _has_no_layer_dim(shapes: Mapping[str, tuple[int, ...]], ranks: Mapping[str, int]) -> bool:
-    """Whether the arrays of a module, by path inside it, are not those of several layers: no list, and no stack.
+    """Whether a module is one layer, neither a list nor a stack, given the shapes of its arrays by path inside it.
 
-    Scalars are no evidence: a stack may have one counter for all of its layers.
+    Scalars prove nothing: a stack may have one counter for all of its layers.
     """
     shapes = {path: shape for path, shape in shapes.items() if not path.split("/")[0].isdigit()}
     if any(path_and_start(path)[0] != path for path in shapes):

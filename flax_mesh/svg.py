@@ -21,7 +21,7 @@ def element(tag: str, content: str | None = None, **attributes: object) -> str:
 
 
 def svg_text(x: object, y: object, content: str, *, size: int, anchor: str = "start", **attributes: object) -> str:
-    """A text element; `anchor` is what x refers to (start, middle, end), and y is the baseline."""
+    """A text element; x is its start, middle or end, according to `anchor`, and y is its baseline."""
     return element("text", content, x=x, y=y, font_size=size, text_anchor=anchor, **attributes)
 
 
@@ -31,7 +31,7 @@ def hex_colour(parts: Sequence[int]) -> str:
 
 
 def ticks(most: float, intervals: int) -> list[float]:
-    """The multiples from 0 to `most` of 1, 2 or 5 times a power of ten, with at most so many intervals."""
+    """The multiples from 0 to `most` of 1, 2 or 5 times a power of ten, with at most this number of intervals."""
     least = most / intervals or 1.0
     power = 10.0 ** math.floor(math.log10(least))
     step = next(power * part for part in (1, 2, 5, 10) if power * part >= least)

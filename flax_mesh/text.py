@@ -14,7 +14,7 @@ Key = TypeVar("Key")
 
 UNLIMITED = 100_000  # characters in a line
 GAP = 2  # characters between the columns of a table
-MOST_LINES = 24  # of a list in a message, so that it fits a terminal
+MOST_LINES = 24  # limit of a list in a message, so that it fits a terminal
 NUMBER = re.compile(r"(?<![^/.\[])(0|[1-9][0-9]{0,8})(?![^/.\]])")  # a whole component of a path
 PATH = re.compile(r"^(\s*[^\s:]*)")  # at the beginning of a line
 SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
@@ -29,7 +29,7 @@ def version_of(package: str) -> str:
 
 
 def plural(noun: str, count: int) -> str:
-    """The noun in the number of `count`: `file` or `files`, `process` or `processes`."""
+    """The noun in singular or plural, depending on `count`: `file` or `files`, `process` or `processes`."""
     return noun if count == 1 else f"{noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
@@ -44,7 +44,7 @@ def listed(items: Iterable[object]) -> str:
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """The text, or its beginning and the number of all of its characters: at most `most` characters."""
+    """The text, or its beginning and its length, in at most `most` characters."""
     end = f"... ({len(text):,} characters)"
     return text if len(text) <= most else f"{text[: max(0, most - len(end))]}{end}"
 
@@ -81,8 +81,8 @@ def at_most(lines: Sequence[str], most: int = MOST_LINES) -> list[str]:
 
 def processes_text(processes: Iterable[int]) -> str:
     """`process 2`, `processes 2, 3`."""
-    found = sorted(set(processes))
-    return f"{plural('process', len(found))} {listed(found)}"
+    numbers = sorted(set(processes))
+    return f"{plural('process', len(numbers))} {listed(numbers)}"
 
 
 def mesh_text(shape: Mapping[str, int]) -> str:
@@ -117,21 +117,21 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
     also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
     parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
-    found = []
+    groups = []
     for indices in grouped(range(len(paths)), lambda i: (*parts[i][::2], keys[i])).values():
         columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
         choices = [sorted(set(column)) for column in columns]
         texts = [_range_text(choice) for choice in choices]
         if math.prod(map(len, choices)) == len(indices) and None not in texts:
             words = parts[indices[0]][::2]
-            found.append(("".join(f"{word}{text}" for word, text in zip(words, [*texts, ""], strict=True)), indices))
+            groups.append(("".join(f"{word}{text}" for word, text in zip(words, [*texts, ""], strict=True)), indices))
         else:
-            found += [(paths[i], [i]) for i in indices]
-    return sorted(found, key=lambda group: group[1][0])
+            groups += [(paths[i], [i]) for i in indices]
+    return sorted(groups, key=lambda group: group[1][0])
 
 
 def group_lines(lines: Iterable[str]) -> list[str]:
-    """Lines that begin with a path; those that differ only in the numbers of their paths as one.
+    """Lines that begin with a path; lines that differ only in the numbers of their paths become one.
 
     >>> group_lines(["layers/0/q: missing", "layers/1/q: missing", "embed: missing"])
     ['layers/{0..1}/q: missing', 'embed: missing']
@@ -161,8 +161,8 @@ def table_text(
 ) -> str:
     """An aligned table of `width` characters; the columns in `right` are right-aligned.
 
-    Where it is too wide, cells are continued on the next line after a space or a /: those of the columns in `wrap`
-    first, then those of all others. Numbers and names are never cut: the table stays wider if they do not fit.
+    If it is too wide, cells are continued on the next line after a space or a /, first in the columns in `wrap`, then
+    in all other columns. Numbers and names are never cut: the table stays wider if they do not fit.
     """
     columns = [list(column) for column in zip(heads, *rows, strict=True)]
     widths = [max(map(len, column)) for column in columns]
@@ -187,7 +187,7 @@ def table_text(
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report, for text and for HTML. `right` and `wrap` are heads, as of `table_text`."""
+    """A table of a report, for text and for HTML. `right` and `wrap` are heads, as in `table_text`."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -202,7 +202,7 @@ class Table:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """Key -> its items, both in the order in which they come first."""
+    """Key -> items with this key; keys and items are in the order of `items`."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -39,10 +39,10 @@ def is_key(x: Shaped) -> bool:
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raise a TypeError for an argument `dtype` that is neither None nor a dtype of JAX."""
     try:
-        found = jnp.dtype(jnp.float32 if dtype is None else dtype)
-        if jnp.issubdtype(found, np.number) or found.kind == "b":
+        parsed = jnp.dtype(jnp.float32 if dtype is None else dtype)
+        if jnp.issubdtype(parsed, np.number) or parsed.kind == "b":
             return
-    except (TypeError, ValueError, SyntaxError):  # the last of thousands of digits
+    except (TypeError, ValueError, SyntaxError):  # a SyntaxError for a text of thousands of digits
         pass
     raise TypeError(f"dtype must be a dtype of numbers, such as 'bfloat16', got {shown(dtype)}.")
 
@@ -68,15 +68,15 @@ def path_of(key_path: Sequence[Any]) -> str:
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
     """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. NNX Variables add no component to the path."""
-    found: list[tuple[str, Any]] = []
+    named: list[tuple[str, Any]] = []
     root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
     if jax.tree_util.all_leaves([root]):
         return [("", root)]
     children = dict(_CHILDREN)
-    _walk("", _CHILDREN.get(type(root), _one_level)(root), children, found)
+    _walk("", _CHILDREN.get(type(root), _one_level)(root), children, named)
     if any(issubclass(kind, HijaxVariable | jax.Ref) for kind in children):
-        check_arrays(found)
-    return found
+        check_arrays(named)
+    return named
 
 
 def check_arrays(named: Iterable[tuple[str, object]]) -> None:
@@ -102,7 +102,7 @@ def map_named(fn: Callable[[str, Any], object], tree: PyTree) -> PyTree:
 
 
 def indexed_paths(tree: PyTree) -> list[str]:
-    """Paths of the leaves as Python indexes them, such as "['a']['b'][0]". Different leaves have different ones."""
+    """Paths of the leaves as Python indexes them, such as "['a']['b'][0]". Different leaves have different paths."""
     keys = [key for key, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     return [jax.tree_util.keystr(key).removesuffix(".value") for key in keys]
 
@@ -120,11 +120,11 @@ def nest(named: Iterable[tuple[str, object]]) -> dict[str, Any]:
 
 
 def owners_of(paths: Collection[str], parameters: Collection[str], *, tails: bool = False) -> dict[str, str]:
-    """{path: parameter} for the arrays of an optimizer that belong to a parameter, of all its `paths`.
+    """{path: parameter} for the arrays of an optimizer that belong to a parameter, given all `paths` of its state.
 
     The parameter is the longest suffix: "opt_state/0/mu/layers/0/q" belongs to "layers/0/q"; with `tails`, so does
     "opt_state/0/mu/layers/0/q/1". An array of the optimizer itself may have the name of a variable at the top level of
-    the model, such as "step" or "count". It belongs to that one only if all arrays beside it belong to variables.
+    the model, such as "step" or "count". It belongs to this variable only if all arrays beside it belong to variables.
     """
 
     @functools.cache
@@ -141,7 +141,7 @@ def owners_of(paths: Collection[str], parameters: Collection[str], *, tails: boo
                     return name
         return None
 
-    return {path: found for path in paths if (found := owner(path)) is not None}
+    return {path: name for path in paths if (name := owner(path)) is not None}
 
 
 def _heads(path: str) -> Iterable[str]:
@@ -177,7 +177,7 @@ _Children = Callable[[Any], Iterable[tuple[object, PyTree]]]  # (name, child) pa
 
 
 def _walk(
-    prefix: str, pairs: Iterable[tuple[object, PyTree]], children: dict[type, _Children], found: list[tuple[str, Any]]
+    prefix: str, pairs: Iterable[tuple[object, PyTree]], children: dict[type, _Children], named: list[tuple[str, Any]]
 ) -> None:
     """Appends the leaves at and below `pairs`. `jax.tree_util.tree_flatten_with_path` takes five times as long."""
     for name, node in pairs:
@@ -189,9 +189,9 @@ def _walk(
             children[kind] = _none if jax.tree_util.all_leaves([node]) else _one_level
         path = f"{prefix}{name}"
         if children[kind] is _none:
-            found.append((path, node))
+            named.append((path, node))
         else:
-            _walk(path + "/", children[kind](node), children, found)
+            _walk(path + "/", children[kind](node), children, named)
 
 
 def _one_level(node: PyTree) -> list[tuple[str, PyTree]]:

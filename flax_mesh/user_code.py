@@ -18,23 +18,23 @@ MAX_TEXT = 300  # characters of the text of an exception
 
 
 @contextmanager
-def user_code(what: str, place: str = "") -> Iterator[None]:
-    """Convert an exception of the user's code to a ConfigError: `what`, the line of that code, and the exception.
+def user_code(subject: str, place: str = "") -> Iterator[None]:
+    """Convert an exception of the user's code to a ConfigError: `subject`, the line of that code, and the exception.
 
-    The line is the innermost one in the traceback that is in a file of the user. Where there is none, because a file
-    cannot be compiled or a return value is refused, it is `place`. Errors that this library reports with a repair of
-    their own, and errors in which no code of the user takes part, are raised unchanged.
+    The line is the innermost line of the traceback that is in a file of the user. If there is none, because a file
+    cannot be compiled or a return value is refused, `place` is used instead. Errors that this library raises with a
+    repair, and errors that occur outside the user's code, are raised unchanged.
     """
     try:
         yield
     except (ConfigError, ShardingError):
         raise
     except (Exception, SystemExit) as error:  # code of a user may raise anything
-        if found := _place_of_error(error):
-            raise ConfigError(Problem(what, f": {found}: {_named(error)}{_hint(error, found)}")) from error
+        if line := _place_of_error(error):
+            raise ConfigError(Problem(subject, f": {line}: {_named(error)}{_hint(error, line)}")) from error
         if not place or not isinstance(error, OF_INPUT):
             raise
-        raise ConfigError(Problem(what, f": {place}: {_first_line(error)}")) from error
+        raise ConfigError(Problem(subject, f": {place}: {_first_line(error)}")) from error
 
 
 def caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None]:
@@ -45,26 +45,26 @@ def caught(function: Callable[..., Any], *args: Any) -> tuple[Any, BaseException
         return None, error
 
 
-def check_arguments(what: str, function: Callable[..., Any], *names: str) -> None:
+def check_arguments(subject: str, function: Callable[..., Any], *names: str) -> None:
     """Raise a ConfigError with the line of a user's function if it cannot be called with these positional arguments."""
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:
         wanted = f"be callable with the arguments ({', '.join(names)})" if names else "not need arguments"
-        raise ConfigError(joined(what, place_of(function), f"it must {wanted}: {error}")) from error
+        raise ConfigError(joined(subject, place_of(function), f"it must {wanted}: {error}")) from error
     except ValueError:  # a function of C without a signature
         pass
 
 
 def joined(*parts: str) -> str:
-    """`make_batches: FILE, line 3: what is wrong`; a place that is not known is left out."""
+    """`make_batches: FILE, line 3: PROBLEM`; empty parts, such as an unknown place, are left out."""
     return ": ".join(filter(None, parts))
 
 
 def place_of(function: Callable[..., Any] | None) -> str:
     """`FILE, line N` of the definition of a user's function or class, or of the class of a callable object.
 
-    "" for those of a library.
+    "" for functions and classes of a library.
     """
     while hasattr(function, "func"):  # functools.partial
         function = function.func  # pyright: ignore[reportFunctionMemberAccess, reportOptionalMemberAccess]
@@ -100,8 +100,9 @@ def _place_of_error(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not _is_library(frame.f_globals.get("__name__", ""))
     ]
-    own = [found for found in frames if not any(folder in found[0] for folder in INSTALLED)] or frames
-    return f"{own[-1][0]}, line {own[-1][1]}" if own else ""
+    # If every frame is in an installed package, the user's model may be installed too.
+    of_user = [frame for frame in frames if not any(folder in frame[0] for folder in INSTALLED)] or frames
+    return f"{of_user[-1][0]}, line {of_user[-1][1]}" if of_user else ""
 
 
 def _hint(error: BaseException, place: str) -> str:

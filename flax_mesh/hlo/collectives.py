@@ -42,7 +42,7 @@ class Collective(NamedTuple):
     times: int  # executions per step
     times_known: bool  # False inside a loop of unknown trip count, which is counted once
     source: str  # operation of the traced function, such as "jit(step)/while/body/dot_general"
-    name: str = ""  # of the instruction
+    name: str = ""  # name of the instruction
 
     @property
     def sent_bytes(self) -> int:
@@ -79,22 +79,24 @@ def read_collectives(program: HloProgram, mesh: Mesh | AbstractMesh) -> list[Col
     partitions = re.search(r"num_partitions=(\d+)", program.head)
     if int(partitions[1] if partitions else 1) != mesh.size:
         raise ShardingError(
-            f"mesh must be the one of the compiled step, but the step runs on {partitions[1] if partitions else 1} "
+            f"mesh must be the mesh of the compiled step, but the step runs on {partitions[1] if partitions else 1} "
             f"devices and the mesh {dict(mesh.shape)} has {mesh.size}. Pass the mesh of its shardings."
         )
-    found = []
+    collectives = []
     for name, instructions in program.computations.items():
         times, known = program.executions[name]
-        for one in instructions if times else ():
-            kind = one.opcode.removesuffix("-start")
+        for instruction in instructions if times else ():
+            kind = instruction.opcode.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            ids = _pairs(one) if kind == "collective-permute" else _groups(one, mesh.size)
+            ids = _pairs(instruction) if kind == "collective-permute" else _groups(instruction, mesh.size)
             if axes := axes_of(ids, mesh.shape):
                 size = ids.shape[1]
-                payload = _result_bytes(one, kind) * (size if kind == "reduce-scatter" else 1)
-                found.append(Collective(kind, axes, size, payload, times, known, one.source, one.name))
-    return found
+                payload = _result_bytes(instruction, kind) * (size if kind == "reduce-scatter" else 1)
+                collectives.append(
+                    Collective(kind, axes, size, payload, times, known, instruction.source, instruction.name)
+                )
+    return collectives
 
 
 def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
@@ -102,19 +104,20 @@ def sum_traffic(collectives: Iterable[Collective]) -> list[Traffic]:
     sums = [
         Traffic(
             *key,
-            sum(one.times for one in group),
-            sum(one.payload_bytes * one.times for one in group),
-            sum(one.sent_bytes * one.times for one in group),
-            all(one.times_known for one in group),
+            sum(collective.times for collective in group),
+            sum(collective.payload_bytes * collective.times for collective in group),
+            sum(collective.sent_bytes * collective.times for collective in group),
+            all(collective.times_known for collective in group),
         )
-        for key, group in grouped(collectives, lambda one: (one.axes, one.kind)).items()
+        for key, group in grouped(collectives, lambda collective: (collective.axes, collective.kind)).items()
     ]
     return sorted(sums, key=lambda traffic: (-traffic.sent_bytes, traffic.axes, traffic.kind))
 
 
-def _result_bytes(one: Instruction, kind: str) -> int:
-    sizes = [array.content for array in jax.tree.leaves(one.shape)]
-    if one.opcode.endswith("-start"):  # a tuple of the operands, the results, and for a permute two u32 contexts
+def _result_bytes(instruction: Instruction, kind: str) -> int:
+    sizes = [array.content for array in jax.tree.leaves(instruction.shape)]
+    if instruction.opcode.endswith("-start"):
+        # The result is a tuple of the operands, the results, and for a permute two u32 contexts.
         if kind == "collective-permute":
             sizes = sizes[:2]
         if kind != "all-reduce" and len(sizes) > 1:
@@ -122,17 +125,18 @@ def _result_bytes(one: Instruction, kind: str) -> int:
     return sum(sizes)
 
 
-def _groups(one: Instruction, num_devices: int) -> np.ndarray:
+def _groups(instruction: Instruction, num_devices: int) -> np.ndarray:
     """Device ids [group, member] from any of XLA's three notations.
 
     {{0,2},{1,3}}            lists of ids
     [2,2]<=[2,2]T(1,0)       the same: ids 0..3 as a 2x2 array, transposed, reshaped to 2 groups of 2
     mesh['x'=2,'y'=2] {'x'}  the same: groups along axis x of a mesh that the compiler defines
     """
-    match = _GROUPS.search(one.text)
+    match = _GROUPS.search(instruction.text)
     if match is None:
         raise ShardingError(
-            f"replica_groups must be in a notation that this parser knows, got: {str(one)[:200]}. Please report it."
+            "replica_groups must be in a notation that this parser knows, got: "
+            f"{str(instruction)[:200]}. Please report it."
         )
     if match["list"] is not None:
         groups = [_integers(group) for group in re.findall(r"\{([\d,]*)\}", match["list"][1:-1])]
@@ -174,11 +178,11 @@ def _mesh_groups(match: re.Match[str]) -> np.ndarray:
     return devices.reshape(sizes).transpose(*outer, *inner).reshape(-1, math.prod(sizes[i] for i in inner))
 
 
-def _pairs(one: Instruction) -> np.ndarray:
+def _pairs(instruction: Instruction) -> np.ndarray:
     """(source, target) of every pair of different devices."""
-    match = _PAIRS.search(one.text)
+    match = _PAIRS.search(instruction.text)
     if match is None:
-        raise ShardingError(f"a collective-permute must have source_target_pairs, got: {str(one)[:200]}")
+        raise ShardingError(f"a collective-permute must have source_target_pairs, got: {str(instruction)[:200]}")
     pairs = [_integers(pair) for pair in re.findall(r"\{([\d,]*)\}", match[1])]
     return np.array([pair for pair in pairs if pair[0] != pair[1]], int).reshape(-1, 2)
 

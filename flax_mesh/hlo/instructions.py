@@ -25,8 +25,8 @@ _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
 @dataclass(frozen=True)
 class Array:
     text: str  # f32[8,128]
-    content: int  # bytes of its elements
-    bytes: int  # with the padding that its layout states
+    content: int  # bytes of the elements
+    bytes: int  # with the padding that the layout states
     space: int  # 0: the main memory of the device; others: on-chip memory, the host
 
 
@@ -40,7 +40,7 @@ class Instruction:
     name: str
     opcode: str
     result: str  # the text of its shape
-    inputs: str  # operands in parentheses; of a constant its value, of a parameter its number
+    inputs: str  # operands in parentheses; for a constant its value, for a parameter its number
     text: str  # attributes
     is_root: bool
 
@@ -57,17 +57,17 @@ class Instruction:
 
     @property
     def number(self) -> int | None:
-        """Which argument of its computation a parameter is; None for other instructions."""
+        """The number of a parameter among the arguments of its computation; None for other instructions."""
         return int(self.inputs[1:-1]) if self.opcode == "parameter" else None
 
     @cached_property
     def called(self) -> Mapping[str, str]:
-        """Role -> computation: `body`, `calls`; those of a conditional in order, their roles end in `_computation`."""
-        found = dict(_CALLED.findall(self.text))
+        """Role -> computation. Roles: `body`, `calls`, ...; the branches of a conditional end in `_computation`."""
+        computations = dict(_CALLED.findall(self.text))
         if listed := _BRANCHES.search(self.text):
             names = [name.strip().lstrip("%") for name in listed[1].split(",")]
-            found |= {f"{i}_computation": name for i, name in enumerate(names)}
-        return found
+            computations |= {f"{i}_computation": name for i, name in enumerate(names)}
+        return computations
 
     @property
     def branches(self) -> list[str]:
@@ -83,47 +83,47 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """What the compiler for TPUs expects; 0 if it states nothing."""
-        found = _CYCLES.search(self.text)
-        return int(found[1]) if found and int(found[1]) < _UNKNOWN_CYCLES else 0
+        """The number of cycles that the compiler for TPUs expects; 0 if it does not state a number."""
+        match = _CYCLES.search(self.text)
+        return int(match[1]) if match and int(match[1]) < _UNKNOWN_CYCLES else 0
 
 
 def read_instruction(line: str) -> Instruction | None:
     """The instruction of a line; None if the line has none."""
-    if not (found := _LINE.match(line)):
+    if not (match := _LINE.match(line)):
         return None
-    text = _INDEX.sub("", found[3])
-    result, rest = _split_tuple(text) if text.startswith("(") else text.partition(" ")[::2]
-    if not (opcode := _OPCODE.match(rest)):
+    text = _INDEX.sub("", match[3])
+    result, remainder = _split_tuple(text) if text.startswith("(") else text.partition(" ")[::2]
+    if not (opcode := _OPCODE.match(remainder)):
         return None
-    inputs, attributes = _split_tuple(rest[opcode.end() :])
-    return Instruction(found[2], opcode[1], result, inputs, attributes, bool(found[1]))
+    inputs, attributes = _split_tuple(remainder[opcode.end() :])
+    return Instruction(match[2], opcode[1], result, inputs, attributes, bool(match[1]))
 
 
 def _split_tuple(text: str) -> tuple[str, str]:
     """The balanced parentheses at the start of `text`, and the remaining text."""
     depth = 0
-    for found in re.finditer(r"[()]", text):
-        depth += 1 if found[0] == "(" else -1
+    for bracket in re.finditer(r"[()]", text):
+        depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
-            return text[: found.end()], text[found.end() :]
+            return text[: bracket.end()], text[bracket.end() :]
     return text, ""
 
 
 def source_of(metadata: str) -> str:
     """The operation of the traced function: `jit(step)/while/body/dot_general`; "" if it is unknown.
 
-    The compiler escapes quotes and backslashes, and writes the bytes of other letters than ASCII as octal numbers.
+    The compiler escapes quotes and backslashes, and writes the bytes of letters outside ASCII as octal numbers.
     """
-    found = re.search(OP_NAME, metadata)
-    if not found or "\\" not in found[1]:
-        return found[1] if found else ""
-    plain = _ESCAPED.sub(lambda x: bytes([int(x[1], 8)]) if len(x[1]) == 3 else x[1], found[1].encode())
+    match = re.search(OP_NAME, metadata)
+    if not match or "\\" not in match[1]:
+        return match[1] if match else ""
+    plain = _ESCAPED.sub(lambda x: bytes([int(x[1], 8)]) if len(x[1]) == 3 else x[1], match[1].encode())
     return plain.decode(errors="replace")
 
 
 def aliases_of(text: str) -> list[tuple[str, int, str]]:
-    """(path in the result, number of the argument, path in it) of results that are stored in arguments."""
+    """(path in the result, number of the argument, path in the argument) of results that are stored in arguments."""
     return [(out, int(number), path) for out, number, path in _ALIAS.findall(text)]
 
 
@@ -146,10 +146,10 @@ def _read_array(text: str) -> Array:
         return Array(text, 0, 0, 0)
     dtype, layout = match[1], match[3] or ""
     dims = [int(dim.replace("<=", "")) for dim in match[2].split(",") if dim.strip()]
-    order, _, more = layout.partition(":")
-    space = re.search(r"S\((\d+)\)", more)
+    order, _, properties = layout.partition(":")
+    space = re.search(r"S\((\d+)\)", properties)
     sizes = [dims[int(i)] for i in order.split(",")] if order else dims[::-1]  # the fastest dim first
-    if tile := re.match(r"T\(([\d,]+)\)", more):
+    if tile := re.match(r"T\(([\d,]+)\)", properties):
         for i, factor in enumerate(reversed([int(x) for x in tile[1].split(",")])):
             if i == len(sizes):
                 sizes.append(1)

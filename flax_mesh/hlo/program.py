@@ -1,8 +1,8 @@
 """A compiled program: its computations with their instructions in the order in which they run, and how often each runs.
 
 It is read from the text of the optimized program, because XLA's own analyses do not report collectives, count the body
-of a loop once, and report the sum of the memory but no array of it. The text has all of them and, in its tables of
-stack frames, the methods that made them.
+of a loop once, and report the sum of the memory but not its arrays. The text has all of these and, in its tables of
+stack frames, the methods that created them.
 """
 
 import re
@@ -27,15 +27,15 @@ _FRAME = re.compile(r"stack_frame_id=(\d+)")
 class HloProgram:
     """A compiled program."""
 
-    entry: str  # computation
+    entry: str  # name of the entry computation
     computations: Mapping[str, list[Instruction]]
     head: str  # the first line of the text
     tables: Mapping[str, Mapping[int, str]]
 
     @cached_property
     def executions(self) -> Mapping[str, tuple[int, bool]]:
-        """Computation -> (executions per step, whether that is exact). All branches of a conditional count once."""
-        calls = {name: list(self._calls(found)) for name, found in self.computations.items()}
+        """Computation -> (executions per step, whether they are exact). Each branch of a conditional counts once."""
+        calls = {name: list(self._calls(instructions)) for name, instructions in self.computations.items()}
         counts: dict[str, tuple[int, bool]] = dict.fromkeys(self.computations, (0, True))
 
         def run(name: str, times: int, known: bool) -> None:
@@ -50,12 +50,13 @@ class HloProgram:
 
     def _calls(self, instructions: Iterable[Instruction]) -> Iterator[tuple[str, int | None]]:
         """(computation, times) of every call; None for the body of a loop whose trip count is not known."""
-        for one in instructions:
-            for role, name in one.called.items():  # the condition of a loop counts once: it contains no collectives
-                yield name, self._trip_count(one) if role == "body" else 1
+        for instruction in instructions:
+            for role, name in instruction.called.items():
+                # The condition of a loop counts once: it contains no collectives.
+                yield name, self._trip_count(instruction) if role == "body" else 1
 
     def _trip_count(self, loop: Instruction) -> int | None:
-        """The number that the compiler has written, or n of the condition `i < n`: programs for TPUs have only that."""
+        """The trip count that the compiler wrote. Programs for TPUs lack it: n of the condition `i < n` instead."""
         if trips := _TRIPS.search(loop.text):
             return int(trips[1])
         condition = self.computations.get(loop.called.get("condition", ""), [])
@@ -65,20 +66,21 @@ class HloProgram:
 
     @property
     def cycles(self) -> int:
-        """Those of all instructions with a number, times the trips of the loops around them."""
-        # What is inside of one instruction, a fusion or a reduction, is part of its number.
+        """The cycles that the compiler states, summed over all instructions and all trips of the loops around them."""
+        # The cycles of a fusion or a reduction include the instructions inside it.
         loops = ("while", "call", "conditional", "async-start")
-        inside = {name for one in self.instructions() if one.opcode not in loops for name in one.called.values()}
+        callers = (instruction for instruction in self.instructions() if instruction.opcode not in loops)
+        inside = {name for instruction in callers for name in instruction.called.values()}
         return sum(
-            one.cycles * self.executions[name][0]
+            instruction.cycles * self.executions[name][0]
             for name, instructions in self.computations.items()
             if name not in inside
-            for one in instructions
+            for instruction in instructions
         )
 
     def instructions(self) -> Iterator[Instruction]:
-        for found in self.computations.values():
-            yield from found
+        for instructions in self.computations.values():
+            yield from instructions
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -87,12 +89,12 @@ class HloProgram:
         return {int(out or 0): number for out, number, _ in aliases_of(part)}
 
     def place(self, text: str) -> str:
-        """Where the code that made an instruction is: `Decoder/DecoderLayer/Attention (decoder.py:187)`; "" if unknown.
+        """The code that created an instruction: `Decoder/DecoderLayer/Attention (decoder.py:187)`; "" if unknown.
 
         The path has the classes whose methods were running, outermost first.
         """
-        found = _FRAME.search(text)
-        at, classes, line = int(found[1]) if found else 0, [], ""
+        frame = _FRAME.search(text)
+        at, classes, line = int(frame[1]) if frame else 0, [], ""
         while fields := _fields(self.tables["StackFrames"].get(at, "")):
             location = _fields(self.tables["FileLocations"].get(fields["file_location_id"], ""))
             function = self.tables["FunctionNames"].get(location.get("function_name_id", 0), "")
@@ -103,7 +105,7 @@ class HloProgram:
                     line = f"{path.rsplit('/', 1)[-1]}:{location['line']}"
                 if classes[:1] != [owner]:
                     classes.insert(0, owner)
-            at = fields["parent_frame_id"] - 1  # the table counts parents from 1, and 1 is no frame
+            at = fields["parent_frame_id"] - 1  # the table counts parents from 1, and 1 means that there is none
         return f"{'/'.join(classes)} ({line})" if classes else ""
 
 
@@ -117,8 +119,8 @@ def read_hlo(compiled: Any) -> HloProgram:
     entry, instructions, rows = "", [], {}
     for line in text.splitlines():
         if line[:1] in ("", " ", "}"):
-            if one := read_instruction(line):
-                instructions.append(one)
+            if instruction := read_instruction(line):
+                instructions.append(instruction)
         elif header := _HEADER.match(line):
             instructions = computations.setdefault(header[2], [])
             entry = header[2] if header[1] else entry

@@ -20,15 +20,15 @@ AnyMesh = Mesh | AbstractMesh
 
 
 class NoMeshError(AssertionError):
-    """There is no mesh in context, but one is required."""
+    """No mesh is in context, but a mesh is required."""
 
 
 def current_mesh() -> AnyMesh | None:
     """The mesh in context, or None.
 
-    Outside a trace: the `Mesh` of `jax.set_mesh`, otherwise that of the legacy `with mesh:`. Inside jit, `shard_map` or
-    `eval_shape` under `jax.set_mesh`: the `AbstractMesh` of the trace, because a trace has no devices; its axis types
-    mark the axes that are Manual there. Under `jax.sharding.use_abstract_mesh`: that AbstractMesh.
+    Outside a trace: the `Mesh` of `jax.set_mesh`, otherwise the `Mesh` of the legacy `with mesh:`. Inside jit,
+    `shard_map` or `eval_shape` under `jax.set_mesh`: the `AbstractMesh` of the trace, because a trace has no devices;
+    its axis types mark the axes that are Manual there. Under `jax.sharding.use_abstract_mesh`: that AbstractMesh.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
@@ -41,7 +41,7 @@ def current_mesh() -> AnyMesh | None:
 
 
 def get_incontext_mesh() -> AnyMesh:
-    """As `current_mesh`, but raises NoMeshError (an AssertionError) if there is no mesh."""
+    """As `current_mesh`, but raises NoMeshError (an AssertionError) if no mesh is in context."""
     mesh = current_mesh()
     if mesh is None:
         raise NoMeshError(
@@ -59,9 +59,9 @@ def in_mesh(mesh: Mesh | AbstractMesh | None):
 
 @contextlib.contextmanager
 def without_mesh() -> Iterator[None]:
-    """Context, or decorator, in which no mesh is set: the mesh of `jax.set_mesh` would be that of all jitted programs.
+    """Context, or decorator, in which no mesh is set: all jitted programs would use the mesh of `jax.set_mesh`.
 
-    Pipelines run programs on the meshes of groups, also if their caller has set the mesh of all groups.
+    A pipeline runs programs on the meshes of single groups, even if its caller has set the mesh of all groups.
     """
     if jax.sharding.get_abstract_mesh().empty:
         yield
@@ -115,7 +115,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
 
 def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int:
-    """Index of this device among those along `axis_names`; the first name is the most significant. 0 for no axis.
+    """Index of this device along `axis_names`, of which the first is the most significant. 0 without axes.
 
     The value differs per device, so it is defined only if the axes are mapped: inside `shard_map` it is a traced int32
     scalar. Raises a ValueError elsewhere.

@@ -29,7 +29,7 @@ from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.text import shortened, shown
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
-# Set by multislice TPU runs. The library reads no other environment variables than it and those of launchers.
+# Set by multislice TPU runs. The library reads no other environment variables except the ones that launchers set.
 _NUM_SLICES_VARIABLE = "MEGASCALE_NUM_SLICES"
 _NAMES_IN_TEXT = re.compile(r"([^\s,:=]+)\s*[:=]")
 _AXIS_TYPES = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Manual}
@@ -166,23 +166,23 @@ def _cached_mesh(
 def normalize_axis_types(axis_types: _AxisTypes, names: Sequence[str]) -> tuple[AxisType, ...]:
     """One AxisType per axis; None means Auto. ValueError for an invalid string or count, TypeError for a wrong type."""
     if axis_types is None or isinstance(axis_types, str | AxisType):
-        given = [axis_types or AxisType.Auto] * len(names)
+        entries = [axis_types or AxisType.Auto] * len(names)
     elif isinstance(axis_types, Sequence):
-        given = list(axis_types)
+        entries = list(axis_types)
     else:
         raise TypeError(f"axis_types must be an AxisType, a string or a sequence of them, got {shown(axis_types)}.")
-    if len(given) != len(names):
+    if len(entries) != len(names):
         raise ValueError(
-            f"axis_types has {len(given)} entries {tuple(given)} for {len(names)} axes {tuple(names)}. "
+            f"axis_types has {len(entries)} entries {tuple(entries)} for {len(names)} axes {tuple(names)}. "
             "Pass one for all axes, or one per axis."
         )
-    wrong = [repr(entry) for entry in given if not isinstance(entry, str | AxisType)]
+    wrong = [repr(entry) for entry in entries if not isinstance(entry, str | AxisType)]
     if wrong:
         raise TypeError(f"axis_types must contain AxisType values or strings, got {', '.join(wrong)}.")
-    unknown = [shown(entry) for entry in given if isinstance(entry, str) and entry.strip().lower() not in _AXIS_TYPES]
+    unknown = [shown(entry) for entry in entries if isinstance(entry, str) and entry.strip().lower() not in _AXIS_TYPES]
     if unknown:
         raise ValueError(f"axis_types must be one of {', '.join(_AXIS_TYPES)}, got {', '.join(unknown[:8])}.")
-    return tuple(_AXIS_TYPES[entry.strip().lower()] if isinstance(entry, str) else entry for entry in given)
+    return tuple(_AXIS_TYPES[entry.strip().lower()] if isinstance(entry, str) else entry for entry in entries)
 
 
 def calculate_host_mesh_shape(
@@ -190,9 +190,9 @@ def calculate_host_mesh_shape(
 ) -> tuple[int, ...]:
     """Shape of the block of a mesh that each process owns if the mesh is split evenly, leading axes first.
 
-    `total_devices` is the number of devices per process (default: of this one), `num_processes` the number of processes
-    (default: of this run). Finds a split whenever one exists. Raises a ValueError if the product of the sizes is not
-    the total number of devices.
+    `total_devices` is the number of devices per process (default: of this process), `num_processes` the number of
+    processes (default: of this run). Finds a split whenever one exists. Raises a ValueError if the product of the sizes
+    is not the total number of devices.
 
     >>> calculate_host_mesh_shape((4, 6), total_devices=4, num_processes=6)
     (2, 2)
@@ -213,7 +213,7 @@ def calculate_host_mesh_shape(
 def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """`create_mesh` from `"dp:2,tp:4"` (axes in the order of the string) or `"2,4"` (in the order of `names`).
 
-    Raises the errors of `parse_mesh_shape` for the string, and those of `create_mesh` for the sizes.
+    Raises the errors of `parse_mesh_shape` if the string is invalid, and the errors of `create_mesh` if the sizes are.
     """
     require_types(parse_mesh_from_string, axis_dims=axis_dims, names=names)
     shape = parse_mesh_shape(axis_dims, names)

@@ -25,7 +25,7 @@ _PICTURE_LIMIT = 64  # the text draws all planes of slices with at most this man
 
 @dataclass(frozen=True)
 class MeshLayout:
-    """The layout of the devices of a mesh: `splits` granules along each axis, each of which owns a block like `block`.
+    """The layout of the devices of a mesh: `splits` granules along each axis, each with devices like `block`.
 
     `torus`, `points` (coordinates of the block, [..., physical axis]) and `hops` are None if the devices do not form a
     torus, and `why_no_torus` is the reason. `assignment` is None for ring orders and for all other orders that do not
@@ -73,7 +73,7 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     sizes = tuple(mesh.shape.values())
     head = f"mesh {format_mesh_shape(mesh.axis_names, sizes)}, {mesh.size} devices, axis types {', '.join(types)}"
     if isinstance(mesh, AbstractMesh):
-        return f"{head}\nan abstract mesh: it has no devices, so there is no layout"
+        return f"{head}\nan abstract mesh has no devices, and so no layout"
     layout = read_layout(mesh)
     lines = [head, _summary(mesh, layout), "", _axes_table(mesh, layout)]
     if layout.torus is not None:
@@ -226,9 +226,9 @@ def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[l
             panels.append((granule, "", part.reshape(-1, columns).tolist()))
             continue
         physical, torus = physical_mesh(list(part.flat))
-        for rest in np.ndindex(*physical.shape[2:]):
-            plane = physical[(slice(None), slice(None), *rest)]
-            name = ", ".join(f"{axis} {at}" for axis, at in zip(torus.axes[2:], rest, strict=True))
+        for others in np.ndindex(*physical.shape[2:]):
+            plane = physical[(slice(None), slice(None), *others)]
+            name = ", ".join(f"{axis} {at}" for axis, at in zip(torus.axes[2:], others, strict=True))
             panels.append((granule, name, plane.T.tolist()))
     return panels
 

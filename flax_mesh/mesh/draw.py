@@ -130,8 +130,8 @@ def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, in
     groups: dict[tuple[int, ...], int] = {}
     for plane in range(count):
         left, top = MARGIN + plane * (width + 2 * GAP), 3 * LINE
-        rest = np.unravel_index(plane, places.shape[2:]) if places.ndim > 2 else ()
-        title = ", ".join(f"{name} {at}" for name, at in zip(names[2:], rest, strict=False))
+        others = np.unravel_index(plane, places.shape[2:]) if places.ndim > 2 else ()
+        title = ", ".join(f"{name} {at}" for name, at in zip(names[2:], others, strict=False))
         parts.append(svg_text(left, top - 8, title or f"{names[0]}, {names[1]}", size=12, class_="ink"))
         index = np.stack(np.unravel_index(shown[:, :, plane], tuple(sizes.values())), axis=-1)
         parts += _cells(index[..., [size > 1 for size in sizes.values()]], left, top, groups)
@@ -139,23 +139,29 @@ def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, in
 
 
 def _cells(index: np.ndarray, left: float, top: float, groups: dict[tuple[int, ...], int]) -> list[str]:
-    """The devices of one plane, and lines between neighbors along the last mesh axis. index[x, y] is that in the mesh.
+    """The devices of one plane, and lines between neighbors along the last mesh axis. index[x, y] is the mesh index.
 
     `groups` numbers the groups along that axis, in the order in which they are drawn.
     """
     lines, boxes = [], []
     columns, rows = index.shape[:2]
     for x, y in np.ndindex(columns, rows):
-        own = tuple(index[x, y].tolist())
+        place = tuple(index[x, y].tolist())
         px, py = left + x * (CELL + GAP), top + y * (CELL + GAP)
         for dx, dy in ((1, 0), (0, 1)):
-            if x + dx < columns and y + dy < rows and own[:-1] == tuple(index[x + dx, y + dy].tolist())[:-1] and own:
+            # Devices that differ only along the last mesh axis; with no mesh axis longer than 1, none do.
+            if (
+                place
+                and x + dx < columns
+                and y + dy < rows
+                and place[:-1] == tuple(index[x + dx, y + dy].tolist())[:-1]
+            ):
                 start = f"M{px + CELL / 2:g} {py + CELL / 2:g}"
                 lines.append(element("path", class_="link", d=f"{start}{f'h{CELL + GAP}' if dx else f'v{CELL + GAP}'}"))
-        hue = groups.setdefault(own[:-1], len(groups)) * 0.381966 % 1  # the golden angle, as in draw_mesh_svg
+        hue = groups.setdefault(place[:-1], len(groups)) * 0.381966 % 1  # the golden angle, as in draw_mesh_svg
         fill = hex_colour([round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.65)])
         boxes.append(element("rect", class_="device", x=px, y=py, width=CELL, height=CELL, rx=6, fill=fill))
-        label = listed(own).replace(" ", "") or "0"
+        label = listed(place).replace(" ", "") or "0"
         size = 12 if len(label) < 7 else 9
         boxes.append(svg_text(px + CELL / 2, py + CELL / 2 + 4, label, size=size, anchor="middle", class_="on-device"))
     return [*lines, *boxes]

@@ -11,7 +11,7 @@ DEFAULT_AXIS_NAMES = ("dp", "fsdp", "ep", "tp", "sp")
 
 
 def format_mesh_shape(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """`dp:2,tp:1`, as parsed by `parse_mesh_shape`: all axes, while `text.mesh_text` omits those of size 1."""
+    """`dp:2,tp:1`, as parsed by `parse_mesh_shape`: all axes, while `text.mesh_text` omits axes of size 1."""
     return ",".join(f"{name}:{size}" for name, size in zip(names, sizes, strict=True))
 
 
@@ -37,24 +37,25 @@ def check_axis_names(names: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def integers(sizes: Sequence[int], what: str, *, least: int | None = None) -> tuple[int, ...]:
-    """The sizes as a tuple of ints; a ValueError names `what` and all entries that are no integers, or below `least`.
+def integers(sizes: Sequence[int], argument: str, *, least: int | None = None) -> tuple[int, ...]:
+    """The sizes as a tuple of ints. A ValueError names `argument` and all entries that are invalid.
 
-    Numbers such as 2.5 and strings are refused: `int` accepts them, and the mesh would have another shape.
+    An entry must be an integer, and at least `least`. Numbers such as 2.5 and strings are refused: `int` accepts them,
+    and the mesh would have another shape.
     """
     try:
-        found = tuple(sizes)
+        values = tuple(sizes)
     except TypeError:
-        raise ValueError(f"{what} must be a sequence of integers, got {shown(sizes)}.") from None
-    wrong = [repr(size) for size in found if not is_index(size) or isinstance(size, bool)]
+        raise ValueError(f"{argument} must be a sequence of integers, got {shown(sizes)}.") from None
+    wrong = [repr(size) for size in values if not is_index(size) or isinstance(size, bool)]
     if wrong:
-        raise ValueError(f"{what} must contain integers, got {shortened(', '.join(wrong))} in {shown(found)}.")
-    low = [str(size) for size in found if least is not None and size < least]
+        raise ValueError(f"{argument} must contain integers, got {shortened(', '.join(wrong))} in {shown(values)}.")
+    low = [str(size) for size in values if least is not None and size < least]
     if low:
         raise ValueError(
-            f"{what} must contain integers of at least {least}, got {shortened(', '.join(low))} in {shown(found)}."
+            f"{argument} must contain integers of at least {least}, got {shortened(', '.join(low))} in {shown(values)}."
         )
-    return tuple(int(size) for size in found)
+    return tuple(int(size) for size in values)
 
 
 def resolve_dims(
@@ -68,8 +69,8 @@ def resolve_dims(
 ) -> tuple[int, ...]:
     """`dims` with the -1, if any, replaced so that the product is `total`.
 
-    In errors, `what` is the name of the argument and `unit` what is counted; `advice` is appended if the product does
-    not match.
+    In errors, the argument is called `what` and its sizes are numbers of `unit`; `advice` is appended if the product
+    does not match.
 
     >>> resolve_dims((1, -1, 2), ("dp", "fsdp", "tp"), 8)
     (1, 4, 2)

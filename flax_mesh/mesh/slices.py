@@ -114,14 +114,15 @@ def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> 
     size = len(devices) // num_slices
     ordered = sorted(in_jax_order(devices), key=lambda device: read_device(device).slice or 0)
     runs = [ordered[start : start + size] for start in range(0, len(devices), size)]
-    for what in ("slice", "process"):
-        owners = [{getattr(read_device(device), what) for device in run} for run in runs]
+    # If two groups shared a slice, its fast links between them would count as the slow network.
+    for attribute in ("slice", "process"):
+        owners = [{getattr(read_device(device), attribute) for device in run} for run in runs]
         several = len(set().union(*owners)) > 1
-        divided = sorted({key for i, own in enumerate(owners) for other in owners[:i] for key in own & other}, key=str)
+        divided = sorted({key for i, ids in enumerate(owners) for other in owners[:i] for key in ids & other}, key=str)
         if several and divided:
             raise ValueError(
-                f"{source}={num_slices} makes slices of {size} devices, which splits {what} "
-                f"{', '.join(map(str, divided))}. Each slice must contain complete {plural(what, 2)}."
+                f"{source}={num_slices} makes slices of {size} devices, which splits {attribute} "
+                f"{', '.join(map(str, divided))}. Each slice must contain complete {plural(attribute, 2)}."
             )
     return runs
 

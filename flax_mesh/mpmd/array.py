@@ -18,7 +18,7 @@ from flax_mesh.text import array_text
 class MpmdArray:
     """An array with layout `sharding` on the devices of some groups, possibly none of them in this process.
 
-    Every process has its own MpmdArray for the same array. `value` is the local part: a jax.Array with the global
+    Every process has an MpmdArray for the same array. `value` is the part in this process: a jax.Array with the global
     shape, possibly still being computed or transferred. In a process without devices of the sharding, the array is
     fully remote and `value` is None. ValueError if `value` contradicts this, or differs in shape, dtype or layout.
 
@@ -121,8 +121,8 @@ def is_weakly_typed(array: object) -> bool:
 
 def find_mpmd_mesh(sharding: Sharding, *candidates: MpmdMesh | None) -> MpmdMesh | None:
     """The first of `candidates` that contains all devices of `sharding`, or None."""
-    found = (mesh for mesh in candidates if mesh is not None and _groups(sharding, mesh) is not None)
-    return next(found, None)
+    matching = (mesh for mesh in candidates if mesh is not None and _groups(sharding, mesh) is not None)
+    return next(matching, None)
 
 
 @lru_cache(maxsize=4096)
@@ -145,11 +145,13 @@ def _check_value(array: MpmdArray) -> None:
         ("dtype", value.dtype, array.dtype),
         ("weak_type", is_weakly_typed(value), array.weak_type),
     ]
-    found = [f"{name} is {actual}, not {expected}" for name, actual, expected in properties if actual != expected]
-    if not found and not value.sharding.is_equivalent_to(sharding, value.ndim):
-        found = [f"sharding is {value.sharding}, not {sharding}"]
-    if found:
-        raise ValueError(f"value must have the shape, dtype and layout of the array, but its {'; its '.join(found)}.")
+    differences = [f"{name} is {actual}, not {expected}" for name, actual, expected in properties if actual != expected]
+    if not differences and not value.sharding.is_equivalent_to(sharding, value.ndim):
+        differences = [f"sharding is {value.sharding}, not {sharding}"]
+    if differences:
+        raise ValueError(
+            f"value must have the shape, dtype and layout of the array, but its {'; its '.join(differences)}."
+        )
 
 
 def _this_process(sharding: Sharding) -> int:

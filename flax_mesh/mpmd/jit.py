@@ -25,7 +25,7 @@ def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any
 
     `out_shardings` is required: a Sharding, or a pytree prefix of Shardings for the output, with None for subtrees
     without arrays. Raises ValueError if it is missing or not a prefix, or if inputs and outputs are not all on the same
-    devices. The message then lists them by devices, remote ones first.
+    devices. The message then lists inputs and outputs by devices, remote devices first.
     """
     name = getattr(fun, "__name__", repr(fun))
     prefix = _checked_prefix(name, out_shardings)
@@ -70,8 +70,8 @@ def _output(array: Any, sharding: Sharding, mpmd_meshes: Sequence[MpmdMesh | Non
 def _is_committed(leaf: object) -> bool:
     if isinstance(leaf, Tracer):
         raise ValueError(
-            "mpmd.jit was called inside a trace, such as that of jax.jit or jax.grad. It runs programs on groups of "
-            "devices, so call it from plain Python; inside a trace call the function itself."
+            "mpmd.jit was called inside a trace, such as a function under jax.jit or jax.grad. It runs programs on "
+            "groups of devices, so call it from plain Python; inside a trace call the function itself."
         )
     return isinstance(leaf, MpmdArray) or (isinstance(leaf, jax.Array) and leaf.committed)
 
@@ -157,9 +157,9 @@ def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> Value
     paths_by_devices: dict[frozenset[Any], list[str]] = {}
     for path, sharding in sorted(arrays, key=lambda array: not is_fully_remote_sharding(array[1])):
         paths_by_devices.setdefault(frozenset(sharding.device_set), []).append(path)
-    found = [f"{paths_text(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
+    groups = [f"{paths_text(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
     return ValueError(
-        f"mpmd.jit({name}): inputs and outputs must all be on the same devices, but found {'; '.join(found)}. "
+        f"mpmd.jit({name}): inputs and outputs must all be on the same devices, but found {'; '.join(groups)}. "
         "Transfer the inputs to one group with mpmd.device_put first, and use that group in out_shardings."
     )
 

@@ -1,4 +1,4 @@
-"""MpmdMesh: a mesh split along one axis into groups of devices, each of which runs its own programs."""
+"""MpmdMesh: a mesh split along one axis into groups of devices, each with separate programs."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,10 +22,10 @@ _entered: ContextVar[tuple["MpmdMesh", ...]] = ContextVar("entered_mpmd_meshes",
 class MpmdMesh:
     """A mesh split into groups along one axis: group i is the submesh at index i of axis `mpmd_axis_name`.
 
-    Each group runs its own programs (multiple program, multiple data); in a pipeline, a group is the submesh of one
-    pipeline rank. Submeshes keep all axes and axis types of `jax_mesh`, and only the MPMD axis becomes smaller, so the
-    same PartitionSpec is valid on every group. A process must own one or more entire groups, or share exactly one group
-    with other processes.
+    Different groups run different programs (multiple program, multiple data); in a pipeline, a group is the submesh of
+    one pipeline rank. Submeshes keep all axes and axis types of `jax_mesh`, and only the MPMD axis becomes smaller, so
+    the same PartitionSpec is valid on every group. A process must own one or more entire groups, or share exactly one
+    group with other processes.
 
     Equal arguments produce meshes that compare and hash equal. `with mpmd_mesh:` makes the mesh the one that
     `current_mpmd_mesh` returns in this thread; it does not change the mesh set by `jax.set_mesh`.
@@ -55,8 +55,8 @@ class MpmdMesh:
 
     def __post_init__(self) -> None:
         if not isinstance(self.jax_mesh, Mesh):
-            found = shown(self.jax_mesh)
-            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which has devices; got {found}.")
+            received = shown(self.jax_mesh)
+            raise ValueError(f"jax_mesh must be a jax.sharding.Mesh, which has devices; got {received}.")
         names = self.jax_mesh.axis_names
         if not isinstance(self.mpmd_axis_name, str) or self.mpmd_axis_name not in names:
             axes, name = format_mesh_shape(names, self.jax_mesh.axis_sizes), shown(self.mpmd_axis_name)
@@ -136,7 +136,7 @@ class MpmdMesh:
 
     @cached_property
     def representative_groups(self) -> tuple[int, ...]:
-        """The representative groups, the first group of each process: what is sent to them reaches every process."""
+        """The representative groups, the first group of each process: an array sent to them reaches every process."""
         owned = _groups_of_processes([mesh.devices.flat for mesh in self._groups])
         return tuple(sorted({groups[0] for groups in owned.values()}))
 

@@ -50,8 +50,8 @@ def partitioned(
 ) -> Callable[[Model], Model]:
     """Class decorator: defines the rule table of a model, and the paths of its layer lists.
 
-    `rules`, `axes` and `layers` are those of PartitionRules. If an instance has an attribute `axes` that is a
-    PartitionAxis, its table is resolved through that one.
+    `rules`, `axes` and `layers` are the arguments of PartitionRules. If an instance has an attribute `axes` that is a
+    PartitionAxis, its table is resolved through that PartitionAxis.
     """
     table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
 
@@ -85,7 +85,7 @@ def model_layers(model: object) -> tuple[str, ...]:
 
 
 def model_axes(model: object) -> PartitionAxis:
-    """The mesh axes of the logical axes: the model's own `axes`, or those of its table."""
+    """The mesh axes of the logical axes: the attribute `axes` of the model, or else the axes of its table."""
     axes, rules = getattr(model, "axes", None), getattr(model, ATTRIBUTE, None)
     if isinstance(axes, PartitionAxis):
         return axes
@@ -107,8 +107,8 @@ def abstract_state(
 ) -> nnx.State:
     """The state of a model, or of a model and its optimizer, as ShapeDtypeStructs with shardings.
 
-    `make` is only traced; nothing is allocated. The result is what initialization (`init_state`, `init_model`), steps
-    (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take as the layout of a state.
+    `make` is only traced; nothing is allocated. The result is the layout of a state: initialization (`init_state`,
+    `init_model`), steps (`init_train_state`, `make_train_step`) and `Checkpointer.restore` take it as an argument.
 
     Args:
         make: Returns an nnx.Module or another nnx.Pytree, or (model, nnx.Optimizer): the state then has the parts
@@ -117,8 +117,8 @@ def abstract_state(
         mesh: The mesh of the shardings. It may be an AbstractMesh, with which nothing can be initialized.
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp" (see PartitionRules), for the parameters. By
             default the model's own table (`@partitioned`), or else Flax's annotations on its Variables, whose names are
-            mesh axes or logical axes. Rules without `layers` use those of the model's own table.
-        axes: The mesh axes of each logical axis; by default those of the table.
+            mesh axes or logical axes. Rules without `layers` use the `layers` of the model's own table.
+        axes: The mesh axes of each logical axis; by default the axes of the table.
         on_mismatch, min_size, dropped: As in `match_partition_rules`.
         shard_optimizer_over: Mesh axes such as "dp", over which parameters are replicated, that split the optimizer's
             arrays as well: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
@@ -126,9 +126,10 @@ def abstract_state(
             "pinned_host", the memory of the host. A step copies them to the devices and back. Scalars are on the
             devices.
 
-    An optimizer array follows the parameter whose path ends its own, dim by dim if it has another shape. Others follow
-    the table. So do arrays that are attributes of a module without a Variable around them: as in `nnx.state`, they are
-    part of the state, and an optimizer with `wrt=nnx.Param` does not train them.
+    An optimizer array whose path ends in the path of a parameter follows this parameter, dim by dim if their shapes
+    differ. Other optimizer arrays follow the table. So do arrays that are attributes of a module without a Variable
+    around them: as in `nnx.state`, they are part of the state, and an optimizer with `wrt=nnx.Param` does not train
+    them.
 
     Returns:
         An nnx.State with the structure of `nnx.state(make())`; leaves are ShapeDtypeStruct(shape, dtype, sharding=...).
@@ -170,7 +171,7 @@ def lay_out(
 
 
 def _match(
-    made: PyTree,
+    modules: PyTree,
     state: nnx.State,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None,
@@ -178,16 +179,16 @@ def _match(
     min_size: int,
     over: tuple[str, ...],
 ) -> RuleMatch:
-    """Specs of all leaves of `state`: that of the module `made`, or of {"model", "optimizer"}."""
-    both, own = has_optimizer(made), None
-    model, parameters = (made["model"], state["model"]) if both else (made, state)
+    """Specs of all leaves of `state`, the state of `modules`: one module, or {"model", "optimizer"}."""
+    both, annotated = has_optimizer(modules), None
+    model, parameters = (modules["model"], state["model"]) if both else (modules, state)
     following = followers(parameters)
     leaves = [(path, leaf) for path, leaf in named_leaves(parameters) if path not in following]
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(parameters):
         table = PartitionRules([])
         match = match_annotations(parameters, mesh, axes or DEFAULT_AXES)
         if both:
-            own = match_annotations(state["optimizer"], mesh, axes or DEFAULT_AXES)
+            annotated = match_annotations(state["optimizer"], mesh, axes or DEFAULT_AXES)
     else:
         table = as_rules(rules if rules is not None else partition_rules(model), axes, model_layers(model))
         table = table.without_single_layers(leaves, model)
@@ -195,20 +196,22 @@ def _match(
     match = match._replace(specs=with_followers(parameters, following, match.specs))
     if not both:
         return match
-    optimizer = made["optimizer"]
-    rest = match_optimizer(optimizer, parameters, match.specs, table, mesh, min_size=min_size, over=over, own=own)
+    optimizer = modules["optimizer"]
+    of_optimizer = match_optimizer(
+        optimizer, parameters, match.specs, table, mesh, min_size=min_size, over=over, annotated=annotated
+    )
     return match._replace(
-        specs=match.specs + rest.specs,
-        findings=match.findings + rest.findings,
-        replicated=match.replicated + rest.replicated,
+        specs=match.specs + of_optimizer.specs,
+        findings=match.findings + of_optimizer.findings,
+        replicated=match.replicated + of_optimizer.replicated,
     )
 
 
 def abstract_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> Split:
-    """Graph definition and abstract state of what `make()` returns; (model, optimizer) as {"model", "optimizer"}.
+    """Graph definition and abstract state of the result of `make()`; (model, optimizer) as {"model", "optimizer"}.
 
-    Both are those of one call: metadata may differ between calls. Nothing is allocated. `nnx.state` of the merged
-    module is not a substitute: Flax takes a ShapeDtypeStruct inside of a list or a dict for a static value.
+    Both belong to one call of `make`: metadata may differ between calls. Nothing is allocated. `nnx.state` of the
+    merged module is not a substitute: Flax treats a ShapeDtypeStruct inside a list or a dict as a static value.
     """
     return trace_split(make, mesh)[1]
 
@@ -227,14 +230,14 @@ def trace_split(make: Make, mesh: Mesh | AbstractMesh | None = None) -> tuple[je
     return jaxpr, (graphdefs[0], state)
 
 
-def is_with_optimizer(made: object) -> bool:
+def is_with_optimizer(result: object) -> bool:
     """Whether `make()` has returned (model, nnx.Optimizer)."""
-    return isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], nnx.Optimizer)
+    return isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], nnx.Optimizer)
 
 
-def has_optimizer(made: object) -> bool:
-    """Whether `made` is {"model": ..., "optimizer": ...}, what `make()` returned as (model, nnx.Optimizer)."""
-    return isinstance(made, dict) and isinstance(made.get("optimizer"), nnx.Optimizer) and len(made) == 2
+def has_optimizer(modules: object) -> bool:
+    """Whether `modules` is {"model": ..., "optimizer": ...}: `make()` then returned (model, nnx.Optimizer)."""
+    return isinstance(modules, dict) and isinstance(modules.get("optimizer"), nnx.Optimizer) and len(modules) == 2
 
 
 def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[jax.Array]:
@@ -246,7 +249,7 @@ def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[jax
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
-    One compilation initializes model and optimizer. No device stores more than its own shards and the temporaries that
+    One compilation initializes model and optimizer. No device stores more than its shards and the temporaries that
     initialize them. On CPUs an initializer returns the same bits on every mesh, except for sums over a split dim;
     other backends round as they do in any other program. See `initialized`.
 
@@ -266,7 +269,7 @@ def init_model(make: Make, abstract: nnx.State) -> Any:
         abstract: The layout, from `abstract_state(make, mesh, ...)`.
 
     Returns:
-        What `make()` returns, with arrays that are placed on the mesh. See `init_state`, which returns the state.
+        The result of `make()`, with arrays that are placed on the mesh. See `init_state`, which returns the state.
 
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
@@ -278,8 +281,8 @@ def init_model(make: Make, abstract: nnx.State) -> Any:
         (P(None, 'fsdp'), (64, 32))
     """
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
-    made = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), _initialize(make, abstract, state)))
-    return (made["model"], made["optimizer"]) if has_optimizer(made) else made
+    modules = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), _initialize(make, abstract, state)))
+    return (modules["model"], modules["optimizer"]) if has_optimizer(modules) else modules
 
 
 def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.Array]:
@@ -316,7 +319,7 @@ def mesh_of_leaves(leaves: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
-    """What `make()` returns, in a trace; (model, optimizer) as a dict."""
+    """The result of `make()`, in a trace; (model, optimizer) as a dict."""
     if not callable(make) or isinstance(make, nnx.Pytree):
         raise TypeError(
             f"make must be a function without arguments that returns a model, got {_type_text(make)}. Pass a function "
@@ -325,27 +328,27 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
     check_arguments("make", make)
     eager_sharding = nnx.using_eager_sharding()
     with user_modes():
-        made = made_on_auto_axes(make, mesh)
-    if is_with_optimizer(made):
-        made = {"model": made[0], "optimizer": made[1]}
-    if not isinstance(made, nnx.Pytree | nnx.State | dict | list | tuple):
+        modules = made_on_auto_axes(make, mesh)
+    if is_with_optimizer(modules):
+        modules = {"model": modules[0], "optimizer": modules[1]}
+    if not isinstance(modules, nnx.Pytree | nnx.State | dict | list | tuple):
         raise TypeError(
             "make() must return an nnx.Module, (model, nnx.Optimizer), or a dict or list of modules, got "
-            f"{_type_text(made)}."
+            f"{_type_text(modules)}."
         )
-    check_variables(made)
+    check_variables(modules)
     try:
-        _normalize(made, eager_sharding)
+        _normalize(modules, eager_sharding)
     except TraceContextError:  # make() returned a module that exists already, which no trace may change
-        made = nnx.merge(*nnx.split(made, graph=True), copy=True)
-        _normalize(made, eager_sharding)
-    return made
+        modules = nnx.merge(*nnx.split(modules, graph=True), copy=True)
+        _normalize(modules, eager_sharding)
+    return modules
 
 
-def _normalize(made: PyTree, eager_sharding: bool) -> None:
-    """Set the attributes and metadata of modules created in a trace to those that they have outside of one."""
+def _normalize(modules: PyTree, eager_sharding: bool) -> None:
+    """Give modules created in a trace the attributes and metadata that they would have outside of a trace."""
     problems = []
-    for path, node in nnx.iter_graph(made, graph=True):
+    for path, node in nnx.iter_graph(modules, graph=True):
         if isinstance(node, nnx.Variable):
             for name, value in node.get_metadata().items():
                 # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
@@ -356,11 +359,11 @@ def _normalize(made: PyTree, eager_sharding: bool) -> None:
             node.set_metadata(eager_sharding=eager_sharding)
         elif isinstance(node, nnx.Pytree):
             for name, value in list(vars(node).items()):
-                if _has_array(value):  # Flax 0.12 takes a traced array for a static attribute, unless it is nnx.data
+                if _has_array(value):  # Flax 0.12 treats a traced array as a static attribute, unless it is nnx.data
                     setattr(node, name, nnx.data(value))
     if problems:
         raise ShardingError(
-            "\n".join(path_lines(f"{path}: {what}" for path, what in problems))
+            "\n".join(path_lines(f"{path}: {problem}" for path, problem in problems))
             + "\nMetadata is static. Make the array a Variable of the module instead."
         )
 
@@ -374,9 +377,9 @@ def _has_array(value: object) -> bool:
     return isinstance(value, jax.Array | np.ndarray)
 
 
-def check_same_arrays(abstract: nnx.State, made: nnx.State) -> None:
-    """Raises a ShardingError that names the arrays in which the abstract state and that of `make()` differ."""
-    want, have = dict(named_leaves(abstract)), dict(named_leaves(made))
+def check_same_arrays(abstract: nnx.State, state: nnx.State) -> None:
+    """Raises a ShardingError that names the arrays in which the abstract state and the state of `make()` differ."""
+    want, have = dict(named_leaves(abstract)), dict(named_leaves(state))
     problems = [(path, "only in the abstract state") for path in want if path not in have]
     problems += [(path, "only in the state of make()") for path in have if path not in want]
     for path in want.keys() & have.keys():
@@ -388,7 +391,7 @@ def check_same_arrays(abstract: nnx.State, made: nnx.State) -> None:
     if problems:
         raise ShardingError(
             "make() and the abstract state must have the same arrays; these differ:\n"
-            + "\n".join(path_lines(f"{path}: {what}" for path, what in sorted(problems)))
+            + "\n".join(path_lines(f"{path}: {problem}" for path, problem in sorted(problems)))
         )
 
 

@@ -12,13 +12,13 @@ from flax_mesh.axes import LOGICAL_AXES, AxisName, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import named_leaves, path_of
 
-_Annotation = tuple[AxisName, ...] | PartitionSpec  # what names the dims of an array
+_Annotation = tuple[AxisName, ...] | PartitionSpec  # the names of the dims of an array
 
 
 def annotations_of(state: nnx.State) -> dict[str, _Annotation]:
     """path -> names of the dims of every annotated Variable."""
-    found = {path: variable.get_metadata().get("out_sharding") for path, variable in _variables(state)}
-    return {path: _names(value) for path, value in found.items() if value is not None}
+    values = {path: variable.get_metadata().get("out_sharding") for path, variable in _variables(state)}
+    return {path: _names(value) for path, value in values.items() if value is not None}
 
 
 def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> RuleMatch:
@@ -26,7 +26,8 @@ def match_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partiti
 
     A name is replaced by Flax's rules first: the `sharding_rules` of the Variable, then `nnx.logical_axis_rules` in
     context. The result is looked up as a mesh axis, then as a logical axis of `axes`. Unknown names are findings. So
-    are annotations with fewer names than the array has dims: stacking layers without `transform_metadata` causes those.
+    are annotations with fewer names than the array has dims, which result from stacking layers without
+    `transform_metadata`.
     """
     context = dict(get_logical_axis_rules())
     rules = {path: context | dict(x.get_metadata().get("sharding_rules") or ()) for path, x in _variables(state)}
@@ -73,8 +74,8 @@ def _resolve(
             if name in mesh.axis_names:
                 names.append(name)
             elif name in known:
-                found = [axis for axis in axes.mesh_axes(name) if axis not in names]
-                names += [axis for axis in found if axis in mesh.axis_names or axis not in axes.default_names]
+                mapped_axes = [axis for axis in axes.mesh_axes(name) if axis not in names]
+                names += [axis for axis in mapped_axes if axis in mesh.axis_names or axis not in axes.default_names]
             else:
                 unmapped.append(name)
         dims.append(tuple(names) or None)

@@ -21,10 +21,10 @@ def with_sharding_constraint(
 ) -> Array:
     """Returns `x` with the sharding `spec` on the mesh in context, inside or outside of jit; `P()` replicates.
 
-    Dims with `P.UNCONSTRAINED` keep their sharding on Explicit axes, and may have any on Auto axes.
+    Dims with `P.UNCONSTRAINED` keep their sharding on Explicit axes, and may have any sharding on Auto axes.
 
     Axes of type Auto become a sharding constraint, Explicit axes a `jax.sharding.reshard`. Manual axes are ignored:
-    inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are those of `match_partition_rules`;
+    inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are as in `match_partition_rules`;
     inside jit, mismatches are reported once per trace. Raises NoMeshError if no mesh is in context.
     """
     mesh = get_incontext_mesh()
@@ -43,8 +43,8 @@ def with_sharding_constraint(
             "over axes of one type, or give both axes the same type in create_mesh(axis_types=...)."
         )
     if AxisType.Explicit in types.values():
-        given = jax.typeof(x).sharding.spec
-        wanted = [given[dim] if entry is free else entry for dim, entry in enumerate(explicit)]
+        current = jax.typeof(x).sharding.spec
+        wanted = [current[dim] if entry is free else entry for dim, entry in enumerate(explicit)]
         x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*wanted)))
         # The constraint on the Auto axes below must leave these dims as they are.
         auto = [free if split else entry for split, entry in zip(explicit, auto, strict=True)]
@@ -75,7 +75,7 @@ def constrain(
             named are replicated.
         axes: The mapping from logical axes to mesh axes.
         mode: "train", "prefill" or "decode". "decode" uses the `generation_*` fields of `axes`.
-        on_mismatch: What happens if a mesh axis is used for two dims, or does not divide its dim: "error" raises a
+        on_mismatch: The reaction to a mesh axis that is used for two dims, or does not divide its dim: "error" raises a
             ShardingError, "warn" and "drop" leave out the mesh axes that do not fit.
         dropped: List to which "warn" and "drop" append a finding for every mesh axis that is left out.
 
@@ -96,7 +96,7 @@ def constrain(
         return x
     logical_axes = tuple(logical_axes)
     spec, lost = axes.resolve_and_report(logical_axes, mode)
-    apply_policy([lost_finding(f"constrain{logical_axes}", one) for one in lost], on_mismatch, dropped)
+    apply_policy([lost_finding(f"constrain{logical_axes}", axis) for axis in lost], on_mismatch, dropped)
     return with_sharding_constraint(x, spec_in_mesh(spec, axes, mesh), on_mismatch=on_mismatch, dropped=dropped)
 
 

@@ -32,9 +32,9 @@ def on_auto_axes(
 ) -> Any:
     """`function(*args)`, in which the Explicit axes of the mesh in context are Auto: XLA chooses the shardings.
 
-    A model that is written for Auto axes so runs on Explicit axes too. `out` has the logical axes of every result, as
-    in `constrain`; a result that is a tree has the same ones for all of its arrays. All arrays that `function` uses
-    must be in `args`. On a mesh without Explicit axes this is only the call.
+    A model that is written for Auto axes then runs on Explicit axes too. `out` has the logical axes of every result, as
+    in `constrain`; if a result is a tree, they apply to all of its arrays. All arrays that `function` uses must be in
+    `args`. On a mesh without Explicit axes, `function` is only called.
     """
     mesh = current_mesh()
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
@@ -48,7 +48,7 @@ def made_on_auto_axes(make: Callable[[], _Result], mesh: Mesh | AbstractMesh | N
 
     On Explicit axes random values are replicated unless `make` passes `out_sharding=`: every device would compute and
     store all of them. On Auto axes XLA computes on each device the shards that it stores. An error on Explicit axes has
-    that on Auto axes as its cause.
+    the error on Auto axes as its cause.
     """
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         with in_mesh(mesh), axis_types_explained():
@@ -62,7 +62,7 @@ def made_on_auto_axes(make: Callable[[], _Result], mesh: Mesh | AbstractMesh | N
             try:
                 return make()
             except Exception as second:
-                # Either may be the one to repair; a cause of its own has the first error as its context.
+                # Either error may be the one to repair. If `second` has a cause, the context of this cause is `first`.
                 raise second from second.__cause__ or first
 
 
@@ -93,8 +93,8 @@ def axis_types_explained() -> Iterator[None]:
 def _place(error: BaseException) -> str:
     """`layers/0 (Block): model.py:31 (Block.__call__): y = x @ w`, the module and the line of the user's code.
 
-    The path starts at the outermost module in the traceback, which has no path itself; neither has a module that a
-    transformation of NNX copied.
+    The path starts at the outermost module in the traceback. The path is missing for this module itself, and for a
+    module that a transformation of NNX copied.
     """
     libraries = (*LIBRARIES, f"{Path(jax.__file__).parent}/")
     frames = [

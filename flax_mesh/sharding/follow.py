@@ -1,7 +1,7 @@
-"""Variables whose spec is that of another Variable, dim by dim, such as the factors of an adapter of its weight.
+"""Variables whose spec follows from the spec of another Variable, such as the factors of an adapter of a weight.
 
-The metadata `follows=(name, dims)` of a Variable names an attribute of the same module and, for each of its own dims,
-the dim of that Variable that it corresponds to, None for a dim of its own.
+The metadata `follows=(name, dims)` of a Variable names its leader, another attribute of the same module. `dims` has,
+for each dim of the Variable, the corresponding dim of the leader, or None for a dim without one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,33 +17,36 @@ Dims = tuple[int | None, ...]
 
 
 class Follower(NamedTuple):
-    """The path of the Variable that another one follows, and the dims of it that those of the other one are."""
+    """The path of the leader, and for each dim of the following Variable the corresponding dim of the leader."""
 
     leader: str
     dims: Dims
 
 
 def followers(tree: PyTree) -> dict[str, Follower]:
-    """path -> what the Variable follows, for all in an nnx.State that follow another one; {} for other trees."""
-    found = {}
+    """{path: Follower} of the Variables in an nnx.State that follow another Variable; {} for other trees."""
+    follower_of = {}
     for path, variable in nnx.to_flat_state(tree) if isinstance(tree, nnx.State) else ():
         if isinstance(variable, nnx.Variable) and (follows := variable.get_metadata().get(FOLLOWS)):
             name, dims = follows
-            found[path_of(path)] = Follower(path_of((*path[:-1], name)), tuple(dims))
-    # A tree of the adapters alone has no weights; its Variables follow none.
-    paths = {path for path, _ in named_leaves(tree)} if found else set()
-    return {path: each for path, each in found.items() if each.leader in paths}
+            follower_of[path_of(path)] = Follower(path_of((*path[:-1], name)), tuple(dims))
+    # A tree of adapters without the weights has no leaders, so nothing follows in it.
+    paths = {path for path, _ in named_leaves(tree)} if follower_of else set()
+    return {path: each for path, each in follower_of.items() if each.leader in paths}
 
 
-def with_followers(tree: PyTree, found: Mapping[str, Follower], specs: Sequence[PartitionSpec]) -> list[PartitionSpec]:
-    """The specs of all leaves of `tree`, given those of all leaves, or of all but the Variables that follow another.
+def with_followers(
+    tree: PyTree, following: Mapping[str, Follower], specs: Sequence[PartitionSpec]
+) -> list[PartitionSpec]:
+    """The specs of all leaves of `tree`, in the order of `named_leaves`; `following` is the result of `followers`.
 
-    Both are in the order of `named_leaves(tree)`.
+    `specs` has one entry per leaf, or one per leaf that is not in `following`, in the same order. The specs of the
+    leaves in `following` are derived from the specs of their leaders.
     """
     paths = [path for path, _ in named_leaves(tree)]
-    given = paths if len(specs) == len(paths) else [path for path in paths if path not in found]
-    known = dict(zip(given, specs, strict=True))
-    known |= {path: spec_of_dims(each.dims, known[each.leader]) for path, each in found.items()}
+    matched = paths if len(specs) == len(paths) else [path for path in paths if path not in following]
+    known = dict(zip(matched, specs, strict=True))
+    known |= {path: spec_of_dims(each.dims, known[each.leader]) for path, each in following.items()}
     return [known[path] for path in paths]
 
 

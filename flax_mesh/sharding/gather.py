@@ -34,8 +34,8 @@ def gather(
         bytes_in_flight: Limit on the bytes that are transferred at the same time, shard by shard; a larger shard is
             transferred alone. Default: all leaves are transferred at once, and each jax array caches its host copy.
         remote: For arrays that are partly on devices of other processes only. "error" raises a ShardingError that
-            reports how many elements of each are missing here. "leave" leaves them in the tree as jax arrays. "collect"
-            exchanges the missing parts: all processes must call it, with trees of the same shardings.
+            reports how many elements of each array are missing here. "leave" leaves them in the tree as jax arrays.
+            "collect" exchanges the missing parts: all processes must call it, with trees of the same shardings.
 
     Nothing is compiled and nothing is replicated on devices, except by "collect": it compiles an all-gather for each
     shape of shards, which allocates one shard of every process on each device.
@@ -50,15 +50,15 @@ def gather(
     if partial and remote == "error":
         named = named_leaves(tree)
         raise ShardingError(_remote_text([named[i] for i in partial]))
-    found = {i: _cast(collect(leaves[i]), dtype) if remote == "collect" else leaves[i] for i in partial}
-    complete = [i for i in range(len(leaves)) if i not in found]
+    by_index = {i: _cast(collect(leaves[i]), dtype) if remote == "collect" else leaves[i] for i in partial}
+    complete = [i for i in range(len(leaves)) if i not in by_index]
     local = [leaves[i] for i in complete]
     if bytes_in_flight is None:
         fetched = [_cast(x, dtype) for x in jax.device_get(local)]
     else:
         fetched = stream(local, dtype, bytes_in_flight)
-    found |= dict(zip(complete, fetched, strict=True))
-    return jax.tree.unflatten(treedef, [found[i] for i in range(len(leaves))])
+    by_index |= dict(zip(complete, fetched, strict=True))
+    return jax.tree.unflatten(treedef, [by_index[i] for i in range(len(leaves))])
 
 
 def gather_leaf(x: Any, dtype: DTypeLike | None = None) -> Any:
@@ -134,7 +134,7 @@ def collect(x: jax.Array) -> np.ndarray:
     """The complete array on every process.
 
     Each distinct shard is sent by the lowest process that stores it. Round i is one all-gather of the i-th shard of
-    every process, so that at most one shard of each is in memory; a process without an i-th shard sends zeros.
+    every process, so that at most one shard of each process is in memory; a process without an i-th shard sends zeros.
     """
     owners = _all_bounds(x)
     queues: list[list[_Bounds]] = [[] for _ in range(jax.process_count())]
@@ -163,7 +163,7 @@ def _all_bounds(x: jax.Array) -> dict[_Bounds, int]:
 
 
 def _bounds(index: Index, shape: Sequence[int]) -> _Bounds:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
@@ -189,5 +189,5 @@ def _cast(x: Any, dtype: DTypeLike | None) -> Any:
     return x.astype(_cast_dtype(x.dtype, dtype), copy=False)
 
 
-def _cast_dtype(found: np.dtype, dtype: DTypeLike | None) -> DTypeLike:
-    return dtype if dtype is not None and jnp.issubdtype(found, jnp.floating) else found
+def _cast_dtype(current: np.dtype, dtype: DTypeLike | None) -> DTypeLike:
+    return dtype if dtype is not None and jnp.issubdtype(current, jnp.floating) else current

@@ -30,7 +30,7 @@ get_shardings_with_structure = extract_sharding_structure  # both names are in u
 
 @check_types
 def extract_shardings(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> PyTree:
-    """As `extract_sharding_structure`, but leaves may also be PartitionSpecs, or have one as their `sharding`.
+    """As `extract_sharding_structure`, but leaves may also be PartitionSpecs, or have one as `sharding`.
 
     A PartitionSpec becomes a NamedSharding on `mesh`, or on the mesh in context; raises NoMeshError without either. A
     tree without PartitionSpecs requires no mesh. One ShardingError names all specs that do not fit the mesh.
@@ -38,12 +38,12 @@ def extract_shardings(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> 
     findings = []
 
     def sharding(path: str, leaf: object) -> NamedSharding | None:
-        found = leaf if isinstance(leaf, PartitionSpec) else getattr(leaf, "sharding", None)
-        if not isinstance(found, PartitionSpec):
-            return _named(found)
+        layout = leaf if isinstance(leaf, PartitionSpec) else getattr(leaf, "sharding", None)
+        if not isinstance(layout, PartitionSpec):
+            return _named(layout)
         target = mesh if mesh is not None else get_incontext_mesh()
-        shape = getattr(leaf, "shape", (0,) * len(found))  # for a spec without an array: 0 is divisible by every size
-        spec, problems = fit_spec(path, shape, found, target)
+        shape = getattr(leaf, "shape", (0,) * len(layout))  # for a spec without an array: 0 is divisible by every size
+        spec, problems = fit_spec(path, shape, layout, target)
         findings.extend(problems)
         return NamedSharding(target, spec)
 
@@ -75,7 +75,8 @@ def get_partition_spec(tree: PyTree) -> PyTree:
 
     specs = map_named(spec, tree)
     if problems:
-        raise ShardingError("no PartitionSpec for\n" + "\n".join(path_lines(f"{p}: {what}" for p, what in problems)))
+        lines = path_lines(f"{path}: {problem}" for path, problem in problems)
+        raise ShardingError("no PartitionSpec for\n" + "\n".join(lines))
     return specs
 
 
@@ -118,11 +119,11 @@ def create_pattern_based_partition_spec(
     Entries are separated by commas. Each consists of patterns separated by `|`, an arrow, and a spec. In a spec, `.`
     separates dims, `+` separates the axes of one dim, and `_`, `None` or an empty text is a replicated dim:
     `kernel->fsdp+dp._.tp` is `P(("fsdp", "dp"), None, "tp")`. The first pattern that `re.search` finds in the path
-    applies, or `default_spec` if there is none. A backslash before `,`, `|` or `->` in a pattern makes it part of the
-    pattern: `a{1\,2}` is the regular expression `a{1,2}`, `(q\|k)` is `(q|k)`. Other backslashes keep their meaning
+    applies, or `default_spec` if no pattern is found. A backslash before `,`, `|` or `->` in a pattern makes it part of
+    the pattern: `a{1\,2}` is the regular expression `a{1,2}`, `(q\|k)` is `(q|k)`. Other backslashes keep their meaning
     in `re`, such as `\.` and `\d`.
 
-    Axis names are checked against `mesh`, or against the mesh in context if there is one. The returned function ignores
+    Axis names are checked against `mesh`, or against the mesh in context, if any. The returned function ignores
     its array argument. One ShardingError names every entry that is invalid.
     """
     rules: list[tuple[re.Pattern[str], PartitionSpec]] = []
@@ -157,9 +158,10 @@ def _named(sharding: object) -> NamedSharding | None:
 
 def _split(text: str, separator: str) -> list[str]:
     """`text` split at every separator without a backslash before it. Two backslashes are one escaped backslash."""
-    # The first alternative consumes escaped characters, so that an escaped separator is not matched on its own.
-    found = re.finditer(rf"\\(?:->|.)|{re.escape(separator)}", text, re.DOTALL)
-    spans = [(0, 0), *(match.span() for match in found if match[0] == separator), (len(text), len(text))]
+    # The first alternative consumes escaped characters, so that the second alternative does not match an escaped
+    # separator.
+    matches = re.finditer(rf"\\(?:->|.)|{re.escape(separator)}", text, re.DOTALL)
+    spans = [(0, 0), *(match.span() for match in matches if match[0] == separator), (len(text), len(text))]
     return [text[end:start] for (_, end), (start, _) in pairwise(spans)]
 
 

@@ -17,12 +17,12 @@ _OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
 
 
 def is_on_host(x: object) -> bool:
-    """Whether the sharding of an array, of a ShapeDtypeStruct or of its own stores it in the memory of the host."""
+    """Whether `x`, a sharding or an array or ShapeDtypeStruct with a sharding, is in the memory of the host."""
     return getattr(getattr(x, "sharding", x), "memory_kind", None) in (PINNED_HOST, "unpinned_host")
 
 
 def host_kind(sharding: Sharding) -> str | None:
-    """The memory kind of a sharding if it is one of the host; None for that of the devices, which is the default."""
+    """The memory kind of a sharding in the memory of the host; None for the default, the memory of the devices."""
     return sharding.memory_kind if is_on_host(sharding) else None
 
 
@@ -40,8 +40,8 @@ def memory_problem(mesh: Mesh | AbstractMesh, kind: str) -> str | None:
 def optimizer_memory_kinds(state: PyTree, mesh: Mesh | AbstractMesh, kind: str) -> list[str | None]:
     """The memory kind of every leaf of a state {"model", "optimizer"}, in the order of `jax.tree.leaves`.
 
-    Leaves of the optimizer that belong to a parameter have `kind`. Scalars, such as counts, and all others are stored
-    on the devices: None.
+    Leaves of the optimizer that belong to a parameter have `kind`. Scalars, such as counts, and all other leaves
+    are stored on the devices: None.
     """
     leaves = named_leaves(state)
     if kind == DEVICE:
@@ -66,5 +66,5 @@ def brought(x: jax.Array) -> jax.Array:
 
 
 def on_device(values: Iterable[jax.Array], layouts: Sequence[object]) -> tuple[jax.Array, ...]:
-    """In a trace: `values`, those brought to the devices whose layout is in the memory of the host."""
+    """In a trace: `values`, with a copy on the devices of every value whose layout is in the memory of the host."""
     return tuple(brought(x) if is_on_host(like) else x for x, like in zip(values, layouts, strict=True))

@@ -15,7 +15,7 @@ from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_l
 from flax_mesh.tree import named_leaves, owners_of
 
 Shape = tuple[int, ...]
-Dims = tuple[int | None, ...]  # for each dim of an optimizer array: the dim of its parameter that it corresponds to
+Dims = tuple[int | None, ...]  # for each dim of an optimizer array, the corresponding dim of its parameter
 LARGE = 2**24  # bytes; a larger array that belongs to no parameter needs a rule
 
 
@@ -28,9 +28,9 @@ def match_optimizer(
     *,
     min_size: int = 0,
     over: Iterable[str] = (),
-    own: RuleMatch | None = None,
+    annotated: RuleMatch | None = None,
 ) -> RuleMatch:
-    """Specs of the leaves of an nnx.Optimizer, from those of the model.
+    """Specs of the leaves of an nnx.Optimizer, from the specs of the model.
 
     A leaf whose path ends in the path of a parameter, or continues it, belongs to that parameter. If it has the same
     shape, it gets the same spec. Otherwise each of its dims gets the axes of the corresponding dim of the parameter,
@@ -40,17 +40,17 @@ def match_optimizer(
         model: The state of the model.
         parameter_specs: Specs of its leaves, in the order of `named_leaves(model)`.
         over: Mesh axes of ZeRO stage 1, see `split_over`.
-        own: The match of Flax's annotations on the optimizer, used for leaves whose annotation differs from that of
-            their parameter: a Variable with the metadata `optimizer_sharding`.
+        annotated: The match of Flax's annotations on the optimizer, used for leaves whose annotation differs from the
+            annotation of their parameter: a Variable with the metadata `optimizer_sharding`.
     """
     parameters = named_leaves(model)
     owners = {path: (leaf.shape, spec) for (path, leaf), spec in zip(parameters, parameter_specs, strict=True)}
     leaves = named_leaves(nnx.state(optimizer, graph=True))
-    found = owners_of([path for path, _ in leaves], owners, tails=True)
-    pairs = [(path, leaf, found[path]) for path, leaf in leaves if path in found]
+    owner_of = owners_of([path for path, _ in leaves], owners, tails=True)
+    pairs = [(path, leaf, owner_of[path]) for path, leaf in leaves if path in owner_of]
     dims = _dims_of_parameters(optimizer, model, {p: owner for p, x, owner in pairs if x.shape != owners[owner][0]})
-    differing = _differing(own, optimizer, model, {path: owner for path, _, owner in pairs}) if own else {}
-    specs, findings = {}, [finding for finding in own.findings if finding.path in differing] if own else []
+    differing = _differing(annotated, optimizer, model, {path: owner for path, _, owner in pairs}) if annotated else {}
+    specs, findings = {}, [finding for finding in annotated.findings if finding.path in differing] if annotated else []
     for path, leaf, owner in pairs:
         shape, spec = owners[owner]
         if leaf.shape == shape and path in differing:
@@ -69,11 +69,11 @@ def match_optimizer(
 def _dims_of_parameters(
     optimizer: nnx.Optimizer, model: nnx.State, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, Dims]:
-    """For each leaf: the dim of its parameter that each of its dims corresponds to, None for a dim without one.
+    """For each dim of each leaf, the corresponding dim of its parameter, or None if it has no such dim.
 
-    Sizes alone do not determine it: the row and the column statistics of a square matrix have the same shape. So `init`
-    of the transformation is traced once more with parameters whose dims are larger by distinct amounts; the new size of
-    a dim then identifies the dim of the parameter.
+    Sizes alone do not determine this dim: the row and the column statistics of a square matrix have the same shape. So
+    `init` of the transformation is traced once more with parameters whose dims are larger by distinct amounts; the new
+    size of a dim then identifies the dim of the parameter.
     """
     if not owner_of_leaf:
         return {}
@@ -95,11 +95,11 @@ def split_over(
     axes: Iterable[str],
     min_size: int = 0,
 ) -> tuple[PartitionSpec, list[Finding]]:
-    """`spec` with its first dim that divides split over `axes` too, over which the array was replicated.
+    """`spec`, in which the first divisible dim is also split over `axes`, over which the array was replicated.
 
     ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054) for one array of an optimizer. Axes that split the array
-    already are skipped. Arrays of fewer elements than `min_size`, or than there are devices to split over, keep their
-    spec. So does an array of which no dim divides, with a finding.
+    already are skipped. An array keeps its spec if it has fewer elements than `min_size`, or than the devices to split
+    over. An array without a divisible dim keeps its spec as well, with a finding.
     """
     entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
     axes = tuple(axes)
@@ -120,19 +120,19 @@ def split_over(
 
 
 def _differing(
-    own: RuleMatch, optimizer: nnx.Optimizer, model: nnx.State, owner_of_leaf: Mapping[str, str]
+    match: RuleMatch, optimizer: nnx.Optimizer, model: nnx.State, owner_of_leaf: Mapping[str, str]
 ) -> dict[str, PartitionSpec]:
     state = nnx.state(optimizer, graph=True)
     annotated, of_parameters = annotations_of(state), annotations_of(model)
     return {
         path: spec
-        for (path, _), spec in zip(named_leaves(state), own.specs, strict=True)
+        for (path, _), spec in zip(named_leaves(state), match.specs, strict=True)
         if path in owner_of_leaf and path in annotated and annotated[path] != of_parameters.get(owner_of_leaf[path])
     }
 
 
 def _grown(shape: Shape) -> Shape:
-    """A larger shape with distinct sizes in the same order, so that `init` takes the same decisions."""
+    """A larger shape with distinct sizes in the same order, so that `init` makes the same decisions."""
     order = sorted(range(len(shape)), key=lambda dim: (shape[dim], dim))
     return tuple(size + 1 + order.index(dim) for dim, size in enumerate(shape))
 
@@ -140,8 +140,8 @@ def _grown(shape: Shape) -> Shape:
 def _dims(before: Shape, after: Shape, parameter: Shape) -> Dims:
     if len(before) != len(after):
         return (None,) * len(before)
-    found = {pair: dim for dim, pair in enumerate(zip(parameter, _grown(parameter), strict=True))}
-    return tuple(found.get(pair) for pair in zip(before, after, strict=True))
+    dim_of = {pair: dim for dim, pair in enumerate(zip(parameter, _grown(parameter), strict=True))}
+    return tuple(dim_of.get(pair) for pair in zip(before, after, strict=True))
 
 
 def _check_replicated(

@@ -36,14 +36,14 @@ class PartitionRules:
     Args:
         table: (pattern, dims) pairs. dims are logical axes, `("embed", "heads")`, which `axes` maps to mesh axes; or a
             `PartitionSpec` of mesh axes; or None or () for a replicated array. Instead of a table, the names of mesh
-            axes: "fsdp", or "fsdp+dp". Every array is then split over these axes on its largest dim that divides (the
-            last one, of equal dims), and replicated where none divides.
+            axes: "fsdp", or "fsdp+dp". Every array is then split over these axes on its largest divisible dim (of equal
+            dims, the last one), and replicated if no dim is divisible.
         axes: The mesh axes of each logical axis.
         layers: Paths of the layer lists, "layers" or ("encoder/layers", "decoder/layers"). An array of a scanned stack
-            there has one more dim, in front. Rules do not name it, and it is never split.
+            at such a path has an additional first dim, the layer dim. Rules do not name it, and it is never split.
 
     Raises:
-        ShardingError: A pattern is no regular expression, or dims are malformed. Names every such rule.
+        ShardingError: A pattern is not a regular expression, or dims are malformed. Names every such rule.
 
     Example:
         >>> rules = fm.PartitionRules([("kernel$", ("embed", "mlp")), ("bias$", ())], layers="layers")
@@ -75,7 +75,7 @@ class PartitionRules:
         object.__setattr__(self, "_matches", {})
 
     def find(self, path: str) -> int | None:
-        """Index of the rule that decides `path`, None where no pattern is found in it."""
+        """Index of the rule that decides `path`; None if no pattern matches it."""
         return next((index for index, (pattern, _, _) in enumerate(self._compiled) if pattern.search(path)), None)
 
     def spec(self, index: int, path: str) -> PartitionSpec:
@@ -116,7 +116,7 @@ class PartitionRules:
         return text + (f"; later rules that match too: {', '.join(map(repr, later))}" if later else "")
 
 
-Rules = PartitionRules | str | Iterable[tuple[str, object]]  # what `rules=` accepts; see PartitionRules
+Rules = PartitionRules | str | Iterable[tuple[str, object]]  # the types that `rules=` accepts; see PartitionRules
 
 
 class Finding(NamedTuple):
@@ -132,8 +132,8 @@ class RuleMatch(NamedTuple):
     """Specs of the leaves in the order of `jax.tree.leaves`."""
 
     specs: list[PartitionSpec]
-    findings: list[Finding]  # what does not fit
-    replicated: list[Finding] = []  # noqa: RUF012 (never changed): arrays of which a LargestDim could split no dim
+    findings: list[Finding]  # parts of the rules that do not fit
+    replicated: list[Finding] = []  # noqa: RUF012 (never changed): arrays without a dim that a LargestDim could split
 
 
 @check_types
@@ -150,25 +150,25 @@ def match_partition_rules(
     """The PartitionSpec of every leaf of a tree, in a tree of the same structure.
 
     Scalars, leaves of one element or of fewer than `min_size`, and leaves that are not arrays get `P()`. A mesh axis
-    that only the defaults of PartitionAxis bring in, and that the mesh lacks, counts as an axis of size 1.
+    that only the defaults of PartitionAxis name, and that the mesh lacks, counts as an axis of size 1.
 
     Args:
         rules: A table, a PartitionRules, or names of mesh axes such as "fsdp" (see PartitionRules).
         tree: An nnx.State, pure dict or optax state; leaves are arrays or ShapeDtypeStructs.
         mesh: Checks axis names and sizes against this mesh. Required for rules such as "fsdp".
-        axes: The mesh axes of each logical axis; by default those of `rules`.
+        axes: The mesh axes of each logical axis; by default the axes of `rules`.
         min_size: Arrays of fewer elements are replicated.
         on_mismatch: For specs that do not fit (longer than the rank, a mesh axis twice, an axis that the mesh lacks, a
-            dim that does not divide): "error"; "warn" and "drop" leave these axes out, with or without one warning.
+            dim that is not divisible): "error"; "warn" and "drop" leave these axes out, with or without one warning.
         dropped: A list that receives a finding for every axis that was left out, and for every array that rules such
-            as "fsdp" leave replicated because none of its dims divides.
+            as "fsdp" leave replicated because none of their dims is divisible.
 
     Raises:
         ShardingError: Leaves without a rule, or specs that do not fit. Lists all of them.
     """
     rules = as_rules(rules, axes)
     leaves, treedef = jax.tree.flatten(tree)
-    shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # that of a mesh, which is no array, is a dict
+    shapes = [getattr(leaf, "shape", None) for leaf in leaves]  # a mesh is not an array: its shape is a dict
     key = (treedef, tuple([shape if isinstance(shape, tuple) else None for shape in shapes]), mesh, min_size)
     match = rules._matches.get(key)
     if match is None:
@@ -182,7 +182,7 @@ def match_partition_rules(
 
 
 def as_rules(rules: Rules, axes: PartitionAxis | None = None, layers: Sequence[str] = ()) -> PartitionRules:
-    """`rules` as PartitionRules, resolved through `axes` if given, with `layers` if it names none itself."""
+    """`rules` as PartitionRules, resolved through `axes` if given; `layers` is the default for rules without layers."""
     if not isinstance(rules, PartitionRules):
         return PartitionRules(rules, axes or DEFAULT_AXES, layers)
     if axes is None and (rules.layers or not layers):
@@ -200,14 +200,14 @@ def match_leaves(
     """Specs for (path, leaf) pairs. Unmatched leaves raise; axes that do not fit are left out and listed."""
     rules = rules.without_single_layers(leaves)
     specs, findings, kept, unmatched = [], [], [], []
-    # Equal layers get equal specs: the path is the same except for numbers, the shape is the same, and so is the first
-    # matching rule of those that distinguish numbers.
+    # Equal layers get equal specs, so each kind of layer is matched once: arrays with the same shape, the same path
+    # except for numbers, and the same first match among the rules that distinguish numbers.
     replicated, decided = PartitionSpec(), {}
     alike = str if any(map(has_numbers, rules.layers)) else without_numbers
     numbered = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
-        if not shape or not isinstance(shape, tuple):  # objects that are no arrays may have any `shape`
+        if not shape or not isinstance(shape, tuple):  # objects that are not arrays may have any `shape`
             specs.append(replicated)
             continue
         key = (alike(path), shape, next((i for i, p in numbered if p.search(path)), None) if numbered else None)
@@ -218,11 +218,11 @@ def match_leaves(
         if not needs_no_rule(rules, path, shape, min_size):
             index = rules.find(path)
             if index is None:
-                unmatched.append(f"{path} {tuple(shape)}")
+                unmatched.append(f"{path} {tuple(shape)}")  # raised after the loop, with all others
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
                 spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
-                if problem:
+                if problem:  # reported per leaf, so it is not cached
                     kept.append(problem)
                     specs.append(spec)
                     continue
@@ -242,10 +242,10 @@ def match_leaves(
 def _split_largest_dim(
     path: str, shape: Sequence[int], axes: Sequence[str], mesh: Mesh | AbstractMesh | None, stacked: bool
 ) -> tuple[PartitionSpec, Finding | None]:
-    """The spec that splits the largest dim that divides over `axes`, the last of equal dims.
+    """The spec that splits the largest divisible dim over `axes`; of equal dims the last.
 
-    The layer dim of a `stacked` array is never split. Where no dim divides by all of `axes`, the last ones are left
-    out, and the finding reports it.
+    The layer dim of a `stacked` array is never split. If no dim is divisible by the product of all `axes`, the last
+    axes are left out, and the finding reports it.
     """
     if mesh is None:
         rule = "+".join(axes)
@@ -289,7 +289,7 @@ def idle_axes(rules: PartitionRules, mesh: Mesh | AbstractMesh, stages: str = ""
 def split_first_dim(
     shape: Sequence[int], spec: PartitionSpec, mesh: Mesh | AbstractMesh, axes: Sequence[str], order: Iterable[int]
 ) -> PartitionSpec | None:
-    """`spec` with the first dim of `order` that divides split over `axes` too; None if none divides."""
+    """`spec`, in which the first divisible dim of `order` is split over `axes` too; None if no dim is divisible."""
     entries = [as_tuple(entry) for entry in (*spec, *[None] * (len(shape) - len(spec)))]
     ways = prod(mesh.shape[axis] for axis in axes)
     for dim in order:
@@ -312,7 +312,7 @@ def _fit_rule(
     spec, dims = rules.spec(index, path), rules.table[index][1]
     optional = frozenset() if isinstance(dims, PartitionSpec) else rules.axes.default_names
     fitting, findings = fit_spec(path, shape, spec, mesh, rules.table[index], len(spec) - len(written), optional)
-    return fitting, [*findings, *(lost_finding(path, one) for one in lost)]
+    return fitting, [*findings, *(lost_finding(path, axis) for axis in lost)]
 
 
 def fit_spec(
@@ -332,9 +332,9 @@ def fit_spec(
     of_rule = f" of rule {rule[0]!r}" if rule else ""
     findings, dims, taken = [], [], set()
     if len(spec) > len(shape):
-        what = "one layer of the array" if layer_dims else "the array"
+        owner = "one layer of the array" if layer_dims else "the array"
         written, rank = PartitionSpec(*spec[layer_dims:]), len(shape) - layer_dims
-        problem = f"spec {written}{of_rule} has {len(written)} dims, {what} {tuple(shape)} has {rank}"
+        problem = f"spec {written}{of_rule} has {len(written)} dims, {owner} {tuple(shape)} has {rank}"
         findings.append(Finding(path, problem, "Give the spec at most as many dims as the array"))
     for dim, (size, entry) in enumerate(zip(shape, spec, strict=False)):
         if entry is PartitionSpec.UNCONSTRAINED:
@@ -369,7 +369,7 @@ def fit_spec(
 def apply_policy(
     findings: Iterable[Finding], on_mismatch: Policy, dropped: list[Finding] | None = None, *, stacklevel: int = 4
 ) -> None:
-    """Raise an error or warn for all findings, or accept them; `dropped` receives those that were accepted.
+    """Raise an error or warn for all findings, or accept them; `dropped` receives the accepted findings.
 
     A warning names the line that calls a public function with `check_types`, the caller of this function.
     """
@@ -403,9 +403,9 @@ def lost_finding(path: str, lost: Lost) -> Finding:
 def ignores_numbers(pattern: str) -> bool:
     """Whether `pattern` has the same result for any two paths with the same `without_numbers`; False if unsure.
 
-    A pattern compares characters through literals, sets and back-references. One without a digit, a `\\N{...}` and a
-    back-reference treats all digits alike. A digit inside a word, as in `block_0/kernel`, cannot match a number
-    either: it follows a letter, and a number contains none.
+    A pattern compares characters through literals, sets and back-references. A pattern without a digit, a `\\N{...}`
+    and a back-reference treats all digits alike. A digit inside a word, as in `block_0/kernel`, cannot match a number
+    either: it follows a letter, and a number contains no letters.
     """
     return not _DISTINGUISHES_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
 
@@ -429,7 +429,7 @@ def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[
                 spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
             compiled.append((re.compile(pattern), spec, lost))
         except re.error as error:
-            problems.append(f"rule {number}: {pattern!r} is no regular expression: {error}.")
+            problems.append(f"rule {number}: {pattern!r} is not a regular expression: {error}.")
         except ShardingError as error:
             problems.append(f"rule {number}, {pattern!r} -> {dims!r}: {error}")
     if problems:

@@ -44,10 +44,10 @@ def shard(
     Args:
         tree: Any pytree.
         specs: PartitionSpecs, shardings, or arrays and ShapeDtypeStructs with a sharding, such as an `abstract_state`:
-            one per leaf in a tree of the same structure, or a single one for all leaves.
+            a tree of the same structure with one per leaf, or a single one for all leaves.
         mesh: The mesh of PartitionSpecs. Default: the mesh in context.
         dtype: Floating leaves are cast to it: on the host, or on the devices for leaves on several devices.
-        memory_kind: "device" or "pinned_host". Default: that of the sharding.
+        memory_kind: "device" or "pinned_host". Default: the memory kind of the sharding.
         donate: Transfer one leaf at a time, and drop each source once it is copied. A source on devices is freed, and
             the caller's array becomes invalid. On CPU, sources are not donated: `jax.device_put` frees nothing there,
             and has been seen to crash. There, and for numpy leaves, memory is freed only if the caller holds no
@@ -59,7 +59,7 @@ def shard(
         dropped: List to which "warn" and "drop" append the findings.
 
     Nothing is compiled for numpy leaves and for leaves that have the sharding already. Arrays on one device compile at
-    most one program per shape. Every process copies only the shards of its own devices. On CPU the result may share
+    most one program per shape. Every process copies only the shards of its devices. On CPU the result may share
     memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards, or pass `may_alias=False`.
     """
     require_types(shard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
@@ -128,8 +128,9 @@ def make_shard_and_gather_fns(
         mesh: The mesh of PartitionSpecs. Default: the mesh in context when this function is called.
         dtype: Floating arrays are cast to it in both directions. Default: dtypes do not change.
         may_alias: Whether a sharded array may share memory with its source, as in `shard`.
-        on_mismatch: What a spec causes that does not fit an array: "error" raises a ShardingError, "warn" and "drop"
-            leave out the mesh axes that do not fit. Specs are checked when a function is first called with a shape.
+        on_mismatch: The reaction to a spec that does not fit an array: "error" raises a ShardingError, "warn" and
+            "drop" leave out the mesh axes that do not fit. Specs are checked when a function is first called with a
+            shape.
         dropped: List to which "warn" and "drop" append a finding for everything that is left out.
 
     Returns:
@@ -232,7 +233,7 @@ def _fitting(
         sharding = cache.get((shape, layout))
         if sharding is None:
             sharding, problems = _sharding("", shape, layout)
-            if problems:  # building the paths takes longer than all the rest, so it is done only for errors
+            if problems:  # building the paths takes longer than everything else, so it is done only for errors
                 paths = paths or [path for path, _ in named_leaves(tree)]
                 findings += [problem._replace(path=paths[number]) for problem in problems]
             else:
@@ -275,13 +276,13 @@ def _place(
         _from_numpy(leaf, sharding, may_alias) if isinstance(leaf, np.ndarray) else None
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
-    if rest := [number for number, leaf in enumerate(placed) if leaf is None]:
-        targets = [shardings[i] for i in rest]
-        moved = jax.device_put([leaves[i] for i in rest], targets)
+    if remaining := [number for number, leaf in enumerate(placed) if leaf is None]:
+        targets = [shardings[i] for i in remaining]
+        moved = jax.device_put([leaves[i] for i in remaining], targets)
         if may_alias is False:
             # device_put copies only if the sharding stays the same: otherwise it may still use buffers of the source.
             moved = jax.device_put(moved, targets, may_alias=False)
-        for number, leaf in zip(rest, moved, strict=True):
+        for number, leaf in zip(remaining, moved, strict=True):
             placed[number] = leaf
     return placed
 
@@ -310,8 +311,8 @@ def _place_and_free(
 
 def cast(x: Any, dtype: DTypeLike | None) -> Any:
     """`x` cast to `dtype` if it is floating: on the host, which compiles nothing, unless it is on several devices."""
-    found = getattr(x, "dtype", None) or np.result_type(x)
-    if dtype is None or found == dtype or not jnp.issubdtype(found, jnp.floating):
+    current = getattr(x, "dtype", None) or np.result_type(x)
+    if dtype is None or current == dtype or not jnp.issubdtype(current, jnp.floating):
         return x
     if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
         return x.astype(dtype)

@@ -251,7 +251,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("sizes", "message"), BAD_SIZES.items(), ids=str)
-def test_a_shape_that_is_no_sequence_of_positive_integers_is_named(sizes, message):
+def test_shapes_must_be_sequences_of_positive_integers(sizes, message):
     for name, function in SHAPES.items():
         with pytest.raises(ValueError, match=f"^{name.strip()} {message}"):
             function(sizes)

@@ -53,7 +53,8 @@ def test_axes_over_the_slow_network_are_reported():
 
 
 def test_an_abstract_mesh_and_an_incomplete_cuboid_have_a_description():
-    assert "there is no layout" in describe_mesh(AbstractMesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2))
+    abstract = AbstractMesh((2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    assert "an abstract mesh has no devices" in describe_mesh(abstract)
     devices = np.array(tpu_slice("TPU v4", (2, 2, 1))[:3], dtype=object)
     assert "there is a hole" in describe_mesh(Mesh(devices, ("dp",), axis_types=(AxisType.Auto,)))
 

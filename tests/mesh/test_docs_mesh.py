@@ -16,7 +16,7 @@ PAGE = (DOCS / "mesh.md").read_text()
 DRAWINGS = {"cube": "mesh-cube.svg", "pair": "mesh-slices.svg"}  # variable of the page -> drawing
 
 
-def test_the_drawings_are_those_of_the_page():
+def test_the_drawings_of_the_page_are_current():
     namespace: dict[str, Any] = {"__name__": "mesh_page"}
     with contextlib.redirect_stdout(io.StringIO()):
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):

@@ -122,7 +122,7 @@ def test_out_shardings_that_are_not_a_prefix_raise(here, there):
             mpmd.jit(lambda x: (x, {"a": None, "b": x}, x), out_shardings=(sharded, None, None))(x)
 
 
-def test_an_error_names_what_is_missing_or_on_other_devices_before_inputs_are_donated(mpmd_mesh, here, there, x):
+def test_errors_name_wrong_arrays_before_inputs_are_donated(mpmd_mesh, here, there, x):
     other = NamedSharding(mpmd_mesh.unstack[0], P("fsdp"))
     elsewhere = mpmd.device_put(x, other)
     double, keep = lambda x: (x, x + 1), lambda x: x

@@ -62,7 +62,7 @@ def test_the_abstract_state_allocates_nothing_and_needs_no_devices():
 
 
 @pytest.mark.parametrize("rules", [list, fm.PartitionRules])
-def test_rules_without_layers_use_those_of_the_model(rules):
+def test_rules_without_layers_use_the_layers_of_the_model(rules):
     @fm.partitioned([("kernel", ("mlp", "embed"))], layers="blocks")
     class Scanned(nnx.Module):
         def __init__(self):
@@ -128,7 +128,7 @@ LAYOUTS += [((4, 2), (None, ("x", "y")))]
 
 
 @pytest.mark.slow
-def test_initial_values_have_the_same_bits_on_every_mesh_but_for_sums_over_a_split_dim():
+def test_initial_values_differ_between_meshes_only_in_sums_over_a_split_dim():
     found: dict[str, set[str]] = {name: set() for name in DISTRIBUTIONS}
     for shape, spec in LAYOUTS:
         devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
@@ -157,7 +157,7 @@ def test_initialization_never_allocates_a_full_copy_on_one_device(axis_types):
     assert memory.output_size_in_bytes + memory.temp_size_in_bytes < full / 2
 
 
-def test_a_make_other_than_that_of_the_abstract_state_is_an_error():
+def test_init_state_refuses_the_abstract_state_of_another_make():
     abstract = fm.abstract_state(make, meshes()["fsdp8"], RULES)
     with pytest.raises(fm.ShardingError, match="make\\(\\) and the abstract state must have the same arrays") as error:
         fm.init_state(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0)), abstract)

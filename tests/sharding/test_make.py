@@ -62,7 +62,7 @@ def test_arrays_without_a_variable_are_part_of_the_state(mesh):
     assert explanation.fingerprint == sharding_fingerprint(fm.abstract_state(make_both, mesh, "fsdp"))
 
 
-def test_arrays_without_a_variable_need_a_rule_but_beside_annotated_variables(mesh):
+def test_plain_arrays_need_a_rule_unless_the_variables_are_annotated(mesh):
     with pytest.raises(fm.ShardingError, match=r"Partition rule not found for param: freqs \(8,\)"):
         fm.abstract_state(make, mesh, [("kernel|bias|scales|on_host|tables|listed", ())])
     annotated = lambda: Attributes(nnx.Rngs(0), kernel_metadata={"out_sharding": AXES})  # noqa: E731
@@ -70,7 +70,7 @@ def test_arrays_without_a_variable_need_a_rule_but_beside_annotated_variables(me
     assert found["linear/kernel"] == P(*AXES) and found["freqs"] == P()
 
 
-def test_metadata_is_that_of_a_plain_call_of_make(mesh):
+def test_metadata_equals_a_plain_call_of_make(mesh):
     annotated = lambda: nnx.Linear(8, 8, kernel_metadata={"out_sharding": AXES}, rngs=nnx.Rngs(0))  # noqa: E731
     with jax.set_mesh(mesh):
         plain = nnx.state(annotated())
@@ -81,12 +81,15 @@ def test_metadata_is_that_of_a_plain_call_of_make(mesh):
         jax.tree.map(lambda a, b: None, nnx.state(annotated()), fm.abstract_state(annotated, mesh))
 
 
-def test_random_streams_in_metadata_are_left_out_and_arrays_are_an_error_that_names_the_variables(mesh):
+def test_random_streams_in_metadata_are_left_out(mesh):
     make = lambda: nnx.Dict(x=nnx.Param(jnp.ones(8), rngs=nnx.Rngs(0), kind="a"))  # noqa: E731
     first, second = (fm.abstract_state(make, mesh, "fsdp") for _ in range(2))
     assert jax.tree.structure(first) == jax.tree.structure(second)
     metadata = fm.init_model(make, first).x.get_metadata()
     assert "rngs" not in metadata and metadata["kind"] == "a"
+
+
+def test_arrays_in_metadata_are_refused(mesh):
     masked = lambda: nnx.List([nnx.Param(jnp.ones(8), mask=jnp.ones(8)) for _ in range(3)])  # noqa: E731
     with pytest.raises(fm.ShardingError, match=r"^{0..2}: its metadata 'mask' contains an array\nMetadata is static"):
         fm.abstract_state(masked, mesh, "fsdp")

@@ -108,7 +108,7 @@ def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
 
 
 def test_all_malformed_rules_are_listed_in_one_error():
-    with pytest.raises(ShardingError, match=r"rule 1: '\(q' is no regular expression") as error:
+    with pytest.raises(ShardingError, match=r"rule 1: '\(q' is not a regular expression") as error:
         PartitionRules([("(q", ()), ("k", ("embd",))])
     assert "rule 2, 'k' -> ('embd',): unknown logical axis 'embd'" in str(error.value)
     with pytest.raises(ShardingError) as error:
@@ -181,7 +181,7 @@ def test_the_last_of_the_largest_divisible_dims_is_split(shape, ways):
         assert dim == max(i for i, size in enumerate(shape) if size == max(fitting))
 
 
-def test_several_axes_split_one_dim_and_the_last_ones_are_left_out_if_no_dim_is_divisible():
+def test_several_axes_split_one_dim_without_the_last_axes_that_fit_no_dim():
     mesh, dropped = mesh_of(dp=3, fsdp=4), []
     assert match("fsdp+dp", (5, 24), mesh) == P(None, ("fsdp", "dp"))
     assert match("fsdp + dp", (8, 5), mesh, dropped=dropped) == P("fsdp", None)
@@ -251,7 +251,7 @@ def test_explain_reports_replicated_arrays_without_a_finding():
     assert explanation.to_dict()["replicated"][0]["path"] == "head/bias"
 
 
-def test_missing_axes_that_are_passed_are_an_error_with_one_line_for_equal_layers():
+def test_unknown_mesh_axes_are_reported_once_for_equal_layers():
     renamed = fm.PartitionAxis(tensor_parallel_axis="model")
     make = lambda: make_decoder(dataclasses.replace(SMALL, num_layers=4), nnx.Rngs(0))  # noqa: E731
     line = r"(?m)^layers/{0\.\.3}/attention/q/kernel: dim 1 of rule .*names mesh axis 'model'"

@@ -114,37 +114,38 @@ def best_assignment(
 ) -> Assignment | None:
     """The best assignment for the busiest axes where no axis costs more than its limit; None if none exists.
 
-    Exact, by dynamic programming: the cost of axes 0..i depends on the later axes only through what they leave of each
-    physical axis, so the best result for each (i, remaining sizes) is computed once. 8x8x16 over six axes takes
-    milliseconds.
+    Exact, by dynamic programming: the cost of axes 0..i depends on the later axes only through the sizes that they
+    leave of each physical axis, so the best result for each (i, remaining sizes) is computed once. 8x8x16 over six axes
+    takes milliseconds.
     """
     order = sorted(range(len(axis_bytes)), key=lambda axis: (-axis_bytes[axis], -axis))
 
     @cache
     def axis_cost(axis: int, factors: tuple[int, ...], left: tuple[int, ...]) -> AxisCost:
-        strides = [size // rest for size, rest in zip(torus.shape, left, strict=True)]
+        strides = [size // remaining for size, remaining in zip(torus.shape, left, strict=True)]
         return _axis_cost(torus, factors, strides, axis_bytes[axis])
 
     @cache
     def best(axis: int, left: tuple[int, ...]) -> tuple[tuple[AxisCost, ...], tuple[tuple[int, ...], ...]] | None:
-        """Best costs and columns of axes 0..`axis`; `left` is what later axes leave of each physical axis."""
+        """Best costs and columns of axes 0..`axis`; `left` is the size that later axes leave of each physical axis."""
         if axis < 0:
             return (), ()
+        # The candidates of one call differ only in axes 0..axis, so only these are compared.
         priority = [other for other in order if other <= axis]
-        found = None
+        chosen = None
         for factors in factorings(mesh_shape[axis], left):
             if not allow_split and any(1 < f != size for f, size in zip(factors, torus.shape, strict=True)):
                 continue
             cost = axis_cost(axis, factors, left)
             if limits is not None and not _within(cost, limits[axis]):
                 continue
-            rest = best(axis - 1, tuple(size // f for size, f in zip(left, factors, strict=True)))
-            if rest is None:
+            earlier = best(axis - 1, tuple(size // f for size, f in zip(left, factors, strict=True)))
+            if earlier is None:
                 continue
-            costs = (*rest[0], cost)
-            if found is None or _chosen_before(costs, found[0], priority):
-                found = (costs, (*rest[1], factors))
-        return found
+            costs = (*earlier[0], cost)
+            if chosen is None or _chosen_before(costs, chosen[0], priority):
+                chosen = (costs, (*earlier[1], factors))
+        return chosen
 
     result = best(len(mesh_shape) - 1, torus.shape)
     return None if result is None else tuple(zip(*result[1], strict=True))

@@ -1,9 +1,9 @@
 """Ring orders of small slices: for each device kind, an order of the chips in which consecutive chips share a link.
 
 The handler of a kind takes the devices in the order of `jax.devices()` and the mesh shape. It returns all devices in
-ring order, to be reshaped to the mesh shape, or None if the regular torus assignment applies. The orders are those of
-`jax.experimental.mesh_utils`, so on a slice of these kinds both create the same mesh. For example _RING_4X4, with the
-position of each chip in the ring:
+ring order, to be reshaped to the mesh shape, or None if the regular torus assignment applies. The orders equal the
+orders of `jax.experimental.mesh_utils`, so on a slice of these kinds both create the same mesh. For example _RING_4X4,
+with the position of each chip in the ring:
 
     x -->
      0   1   2   3  |

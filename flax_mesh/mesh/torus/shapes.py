@@ -1,6 +1,6 @@
-"""The slices of a torus that exist: their sides, their numbers of chips, and the names that clouds give them.
+"""The TPU slices that exist: their sides, their numbers of chips, and their names in the cloud.
 
-One rule holds for all of them: a side has 1 or 2 chips, a multiple of 4, or is a side of the pod.
+One rule holds for all slices: a side has 1 chip, 2 chips or a multiple of 4 chips, or it is a side of the pod.
 """
 
 import math
@@ -14,7 +14,8 @@ from flax_mesh.text import listed
 MOST_UNEQUAL = 4  # the longest side of a slice over its shortest, if only the number of chips is given
 FAR = 4096  # numbers of chips that are tried for the nearest slice
 CLOUD_NAME = re.compile(r"(\w+)-([0-9]{1,12})(\*[0-9]{1,12})?")
-# The beginning of a name -> (chip, what the number counts per chip): chips, or TensorCores (v5p-128 has 64 chips).
+# Beginning of a cloud name -> (chip, units per chip). The number in the name counts units: chips, or TensorCores
+# (v5p-128 has 64 chips).
 CLOUD_CHIPS = {
     "v3": ("v3", 2),
     "v4": ("v4", 2),
@@ -26,12 +27,12 @@ CLOUD_CHIPS = {
 
 
 def is_side(chip: Chip, side: int) -> bool:
-    """Whether a slice can have a side of so many chips."""
+    """Whether a slice can have a side of this number of chips."""
     return side <= 2 or side % CUBE == 0 or side in chip.pod
 
 
 def side_problem(chip: Chip, sides: tuple[int, ...]) -> str:
-    """Why no slice has these sides, with one that exists; "" if there is such a slice."""
+    """Why no slice has these sides, and which larger slice exists; "" if a slice has them."""
     wrong = [side for side in sides if not is_side(chip, side)]
     if not wrong:
         return ""
@@ -42,20 +43,20 @@ def side_problem(chip: Chip, sides: tuple[int, ...]) -> str:
 
 
 def best_shape(chip: Chip, count: int) -> tuple[int, ...] | None:
-    """The sides of the slice with this number of chips: with rings if possible, and short. None if there is no such."""
+    """The sides of the slice with this number of chips: with rings if possible, and short. None if no slice has it."""
     key = lambda shape: (not all(chip.wraps(shape)), sum(shape), shape)  # noqa: E731
     return min(_shapes(chip, count), key=key, default=None)
 
 
 def nearest_counts(chip: Chip, count: float) -> list[int]:
-    """The nearest numbers of chips below and above `count` that one slice has."""
+    """The nearest numbers of chips, at most and at least `count`, for which a slice exists."""
     most = math.prod(chip.pod)
     below, above = min(math.floor(count), most), math.ceil(count)
-    found = [
+    nearest = [
         _first(chip, range(below, max(0, below - FAR), -1)),
         _first(chip, range(max(1, above), min(most, above + FAR) + 1)),
     ]
-    return [number for number in found if number is not None]
+    return [number for number in nearest if number is not None]
 
 
 def _first(chip: Chip, counts: Iterable[int]) -> int | None:

@@ -159,8 +159,8 @@ def factorings(size: int, limits: Sequence[int]) -> Iterator[tuple[int, ...]]:
         return
     for factor in range(1, math.gcd(size, limits[0]) + 1):
         if limits[0] % factor == 0 and size % factor == 0:
-            for rest in factorings(size // factor, limits[1:]):
-                yield (factor, *rest)
+            for others in factorings(size // factor, limits[1:]):
+                yield (factor, *others)
 
 
 def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:
@@ -240,7 +240,7 @@ def _assign_complete_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> As
 
 
 def _assign_split_axes(shape: Sequence[int], mesh_shape: Sequence[int]) -> Assignment:
-    """As above, but may split axes: prefers complete axes, then axes of which busier ones already took a factor."""
+    """As above, but may split axes: prefers complete axes, then axes that busier logical axes already use."""
     used = [1] * len(shape)
     columns: list[tuple[int, ...]] = []
 

@@ -17,10 +17,10 @@ from flax_mesh.tree import is_key
 
 
 def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
-    """Places an array of a batch on a group, split into `count` microbatches; a scalar is repeated for each of them.
+    """Places an array of a batch on a group, split into `count` microbatches; a scalar is repeated for each microbatch.
 
-    The result may use the memory of an array of NumPy. An array on the mesh of all groups is already replicated over
-    them; any other is transferred through the host.
+    The result may use the memory of a numpy array. An array on the mesh of all groups is already replicated over the
+    groups; any other array is transferred through the host.
     """
     shape = microbatched_shape(x.shape, count)
     if is_key(x):

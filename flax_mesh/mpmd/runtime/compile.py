@@ -41,11 +41,11 @@ class StageFunctions(NamedTuple):
     stage: int
     group: int
     leaves: tuple[int, ...]  # inputs that are leaves of the model
-    data: tuple[int, ...]  # inputs that are arrays of the batch: their indices there
+    data: tuple[int, ...]  # inputs that are arrays of the batch: their indices in the batch
     trained: tuple[int, ...]  # leaves whose gradients this stage computes
     changed: tuple[int, ...]  # leaves that F updates
-    stored: frozenset[int]  # those of them that no earlier stage updates: the group of this stage stores them
-    sums: tuple[int, ...]  # outputs that are sums
+    stored: frozenset[int]  # leaves in `changed` that no earlier stage updates: the group of this stage stores them
+    sums: tuple[int, ...]  # outputs that are summed over the microbatches
     received: tuple[Var, ...]
     sent: tuple[Var, ...]
     floats_in: tuple[int, ...]  # differentiable entries of `received`
@@ -60,37 +60,37 @@ class StageFunctions(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CompiledPipeline:
-    """Everything that the executor needs for a pass over a schedule, for microbatches of one shape."""
+    """The programs and tables that the executor needs for a pass over a schedule, for microbatches of one shape."""
 
     number: int  # counts compiled pipelines; the same in all processes
     trains: bool
     transfers: GroupTransfers
     stages: tuple[StageFunctions, ...]
-    names: tuple[str, ...]  # of the sums
+    names: tuple[str, ...]  # names of the sums
     sender: Mapping[Var, tuple[int, int]]  # sent variable -> (stage, index in its `sent`)
     receivers: Mapping[Var, tuple[int, ...]]  # sent variable -> receiving stages
     used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage of the group reads
     zeros: Mapping[int, Jitted]  # local group -> program that returns zeros: ({leaf: gradient}, sums of each stage)
 
     def layout_key(self, kind: str, v: Var, stage: int) -> Hashable:
-        """Layout key: one per activation (shared by all receivers), one per (gradient, stage)."""
+        """The layout key: one per activation (shared by all receivers), and one per (gradient, stage)."""
         return (self.number, kind, *self.sender[v], *((stage,) if kind == "B" else ()))
 
     def sends(self, action: Action) -> list[OrderedTransfer]:
         """The transfers of an action of any process, in order."""
         kind, k, microbatch = action
         stages, stage = self.stages, self.stages[k]
-        found: list[tuple[Var, int, int]] = []  # variable, stage in its key, receiving group
+        values: list[tuple[Var, int, int]] = []  # variable, stage in its key, receiving group
         if kind == "F":
-            found = [(v, r, stages[r].group) for v in stage.sent for r in self.receivers[v]]
+            values = [(v, r, stages[r].group) for v in stage.sent for r in self.receivers[v]]
         elif kind == "B":
             received = [stage.received[i] for i in stage.floats_in]
-            found = [(v, k, stages[self.sender[v][0]].group) for v in received]
+            values = [(v, k, stages[self.sender[v][0]].group) for v in received]
         return [
             OrderedTransfer(
                 (kind, microbatch, s, *self.sender[v]), self.layout_key(kind, v, s), v.aval, stage.group, to
             )
-            for v, s, to in found
+            for v, s, to in values
         ]
 
 
@@ -125,7 +125,7 @@ def compile_pipeline(
         names=forward.names,
         sender=sender,
         receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
-        # From these stages, not from those of training: in `eval()` mode another stage may read a variable.
+        # Not from the stages of the training step: in `eval()` mode another stage may read a variable.
         used=tuple(sorted({(s.group, at) for s in stages for at in s.leaves})),
         zeros=zeros,
     )
@@ -143,9 +143,9 @@ def compile_stages(
     errors: CallbackErrors | None = None,
     options: Options = None,
 ) -> tuple[StageFunctions, ...]:
-    """The programs of every stage on the mesh of its group, which may be abstract. Calls compile them.
+    """The programs of every stage on the mesh of its group, which may be abstract; the first call compiles it.
 
-    With `errors`, callbacks record their exceptions there.
+    With `errors`, callbacks record their exceptions in it.
     """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages: list[StageFunctions] = []
@@ -230,7 +230,7 @@ class _StageCompiler:
             outs = self.program.call(part, *values)
             if not any(eqn.outvars for eqn in callbacks_in(part.eqns)) or AxisType.Explicit in self.mesh.axis_types:
                 return outs
-            # JAX returns the result of a callback, and what is computed from it, on the first device of the mesh alone.
+            # JAX returns the result of a callback, and arrays computed from it, on the first device of the mesh only.
             replicated = NamedSharding(self.mesh, PartitionSpec())
             return [jax.lax.with_sharding_constraint(x, replicated) for x in outs]
 
@@ -238,7 +238,7 @@ class _StageCompiler:
         """The sums of the cotangents of each sent activation over its receivers."""
         sent = [self.program.sent[i] for i in self.program.floats_out]
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            parts = [[with_axes_of(v, x) for x in given] for v, given in zip(sent, cotangents, strict=True)]
+            parts = [[with_axes_of(v, x) for x in addends] for v, addends in zip(sent, cotangents, strict=True)]
             return [functools.reduce(operator.add, each) for each in parts]
 
     def forward(self, changed: Sequence[NamedSharding]) -> Jitted:
@@ -274,10 +274,10 @@ class _StageCompiler:
         summed = self.sum(cotangents)
         outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
         num = len(program.floats_in)
-        to_inputs, rest = outs[:num], outs[num:]
+        to_inputs, gradients = outs[:num], outs[num:]
         if program.weights is not None:
-            return to_inputs, grads, rest
-        return to_inputs, [g + x for g, x in zip(grads, rest, strict=True)], []
+            return to_inputs, grads, gradients
+        return to_inputs, [g + x for g, x in zip(grads, gradients, strict=True)], []
 
     def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
         def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):

@@ -1,6 +1,6 @@
 """The executor: dispatches the actions of one pass over a schedule, from one thread and without blocking.
 
-Every process dispatches the actions of its own groups. For stage k and microbatch m an action does this:
+Every process dispatches the actions of its groups. For stage k and microbatch m an action does this:
 
     F   received activations, leaves, batch  ->  stage.forward   ->  sent activations, to each receiving stage
                                                                      residuals, to saved[k, m]
@@ -14,8 +14,8 @@ Every process dispatches the actions of its own groups. For stage k and microbat
 F and B of a stage that sends nothing are one program, stage.both, if the schedule runs them back to back.
 
 A value for another group of this process is copied when it is computed. A value for another process is sent when it is
-computed and received when it is used. The transfer server matches the two by key, so processes need no common order;
-the ordered transport (`flax_mesh.mpmd.transport.ordered`) has one.
+computed and received when it is used. The transfer server matches sends and receives by key, so the processes need no
+common order; the ordered transport (`flax_mesh.mpmd.transport.ordered`) makes all calls in one order.
 
 The compiler chooses the layout of every output, and only the process that compiles a stage knows it. It publishes the
 layout under a layout key. Let stage 0 send activation v to stages 1 and 3:
@@ -63,7 +63,7 @@ class ScheduleRun:
         self.compiled, self.number, self.leaves, self.data, self.slots = compiled, number, leaves, data, slots
         self.stages = list(compiled.stages)
         self.local_groups, self.num_transfers = compiled.transfers.local_groups, 0
-        # Local references, because every action uses them.
+        # References to the fields that every action uses, to save attribute lookups.
         self._sender, self._receivers, self._trains = compiled.sender, compiled.receivers, compiled.trains
         self._move_to = compiled.transfers.move_to
         self.saved: Saved = {}
@@ -92,7 +92,8 @@ class ScheduleRun:
     ) -> None:
         """Dispatch `actions`, the local ones of `schedule`. `ordered` is None if the transfer server is used.
 
-        The F of stages in `fused` run in the program of the B that follows; not if `on_action` looks at single actions.
+        For stages in `fused`, F runs in the program of the B that follows it, unless `on_action` observes single
+        actions.
         """
         self._fused = frozenset() if on_action is not None else fused
         if ordered is not None:
@@ -137,7 +138,7 @@ class ScheduleRun:
             leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k]
         )
         if self._trains:
-            # The other variables that change are only written.
+            # Other variables that change are written, but never read.
             old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
             self.saved[k, microbatch] = (received, residuals, old, None)
         self._store_changed(stage, new)
@@ -213,33 +214,35 @@ class ScheduleRun:
 
     def _cotangents(self, v: Var, microbatch: int, group: int) -> list[jax.Array]:
         """The gradients of `v` from all stages that received it, the last stage first."""
-        found = []
+        gradients = []
         for stage in reversed(self._receivers[v]):
             value = self.cotangents.pop((v, microbatch, stage), None)
-            found.append(self._receive(("B", microbatch, stage), v, group, stage) if value is None else value)
-        return found
+            gradients.append(self._receive(("B", microbatch, stage), v, group, stage) if value is None else value)
+        return gradients
 
     def _send(self, key: _Key, v: Var, value: jax.Array, sender: int, receiver: int) -> jax.Array | None:
-        """Send `value` of `v`, or its gradient. Returns it on the receiving group, or None if that is remote."""
+        """Send `value` of `v`, or its gradient. Returns it on the receiving group, or None if that group is remote."""
         if sender == receiver:
             return value
         self.num_transfers += 1
         if receiver in self.local_groups:
             return self._move_to(value, receiver)
-        (kind, *rest), name, channel = key, self._sender[v], self._channel
-        value = channel.publish_layout(self.compiled.layout_key(kind, v, rest[-1]), value, sender)
+        (kind, *numbers), name, channel = key, self._sender[v], self._channel
+        value = channel.publish_layout(self.compiled.layout_key(kind, v, numbers[-1]), value, sender)
         if self._pass is not None and self._pass.includes((*key, *name)):
             return self._pass.offer((*key, *name), value)
-        return channel.send((kind, self.number, *rest, *name), value, sender, receiver)
+        return channel.send((kind, self.number, *numbers, *name), value, sender, receiver)
 
     def _receive(self, key: _Key, v: Var, group: int, stage: int) -> jax.Array:
         """Receive `v` or its gradient on `group`, computed by `stage` of another process."""
-        (kind, *rest), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
+        (kind, *numbers), name, sender, aval = key, self._sender[v], self.stages[stage].group, v.aval
         if self._pass is not None and self._pass.includes((*key, *name)):
             return self._pass.take((*key, *name))
         layout_key = self.compiled.layout_key(kind, v, stage)
         sharding = self._channel.fetch_layout(layout_key, aval.shape, aval.dtype, sender, group)
-        return self._channel.receive((kind, self.number, *rest, *name), aval.shape, aval.dtype, sharding, sender, group)
+        return self._channel.receive(
+            (kind, self.number, *numbers, *name), aval.shape, aval.dtype, sharding, sender, group
+        )
 
     @property
     def _channel(self) -> Channel:
@@ -253,19 +256,19 @@ def announce_layouts(compiled: CompiledPipeline) -> None:
     meshes, local, channel = compiled.transfers.meshes, compiled.transfers.local_groups, compiled.transfers.channel
     if channel is None:
         return
-    sent = [one for s in compiled.stages for kind in "FB" for one in compiled.sends(Action(kind, s.stage, 0))]
-    to_others = {one.layout: one for one in sent if one.sender in local and one.receiver not in local}
-    for one in to_others.values():
-        if meshes[one.sender].size == 1:
-            layout = NamedSharding(meshes[one.sender], PartitionSpec())
-            channel.announce(one.layout, one.aval.shape, one.aval.dtype, layout, one.sender)
+    sent = [transfer for s in compiled.stages for kind in "FB" for transfer in compiled.sends(Action(kind, s.stage, 0))]
+    to_others = [transfer for transfer in sent if transfer.sender in local and transfer.receiver not in local]
+    for transfer in {transfer.layout: transfer for transfer in to_others}.values():  # several receivers share a layout
+        if meshes[transfer.sender].size == 1:
+            layout = NamedSharding(meshes[transfer.sender], PartitionSpec())
+            channel.announce(transfer.layout, transfer.aval.shape, transfer.aval.dtype, layout, transfer.sender)
 
 
 def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
     """The sums of a run by name, on the first local group of every process."""
     transfers, named = run.compiled.transfers, run.named_sums()
     first = min(run.local_groups)
-    found: dict[str, jax.Array] = {}
+    sums: dict[str, jax.Array] = {}
     for owner in sorted({group for group, _ in named.values()}):
         names = [name for name, (group, _) in named.items() if group == owner]
         packed: Any = jax.ShapeDtypeStruct((len(names),), jnp.float32)
@@ -275,5 +278,5 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
             replicated = NamedSharding(transfers.meshes[group], PartitionSpec())
             received = transfers.transfer(("sums", run.number, owner), packed, replicated, owner, group)
             if group == first and received is not None:
-                found |= zip(names, _unpack(received), strict=True)
-    return {name: found[name] for name in named}
+                sums |= zip(names, _unpack(received), strict=True)
+    return {name: sums[name] for name in named}

@@ -26,7 +26,7 @@ from flax_mesh.tree import Shaped
 
 _Arrays = list[jax.Array]
 
-# What one group runs in one phase: its program, its donated and its other input variables, and the jitted
+# The work of one group in one phase: its program, its donated and its other input variables, and the jitted
 # call(donated, kept, packs) -> (outputs, pack of scalars for other groups).
 _GroupFunction = tuple[GroupProgram, list[Var], list[Var], Jitted]
 
@@ -35,8 +35,8 @@ class Update:
     """new leaves, metrics, copies = update(leaves, grads, sums, shared, old, limits, transfer).
 
     Leaves are placed as in `placement`. With `old_at`, an update whose loss or gradient norm is not finite, or above
-    `limits`, returns the leaves of before the step. `old` has their values where the forward passes changed them: at
-    the indices `old_at`.
+    `limits`, is skipped: it returns the leaves from before the step. The forward passes change the leaves at the
+    indices `old_at`; `old` has the values of these leaves from before the step.
 
     `grads` has the summed gradients by group and leaf of the staged model. `sums` has the sums of the loss function by
     name, each on its group of `sum_groups`. `shared` has the local copies of every SHARED leaf by group, `copies` every
@@ -70,9 +70,9 @@ class Update:
         self.owner_of_leaf = {owner.leaf: owner for owner in owners if owner.leaf is not None}
         every = tuple(range(len(self.meshes)))
         self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
-        readers = (
-            mesh.representative_groups if mesh.jax_mesh.is_multi_process else ()
-        )  # (): any group may compute metrics
+        # Every process returns the metrics, so each must receive them on one of its groups. In a run of one process any
+        # group may compute them: ().
+        readers = mesh.representative_groups if mesh.jax_mesh.is_multi_process else ()
         groups = [owner.group for owner in owners]
         groups += [self.owner_of_leaf[leaf].group for _, leaf in self.grads] + [sum_groups[name] for name in self.names]
         groups += [owners[at].group for at in self.old_at] + [SHARED] * (0 if old_at is None else 2)
@@ -81,6 +81,7 @@ class Update:
         try:
             parts, self.groups_of_output = cut_by_group(program, groups, destinations)
         except MixedGroups as error:
+            # Names of the first inputs of the program, in its order: the leaves and the gradients.
             named = [owner.path for owner in owners]
             named += [f"the gradient of {staged.leaves[leaf].path}" for _, leaf in self.grads]
             paths = dict.fromkeys(named[at] for at in error.inputs if at < len(named) and groups[at] != SHARED)
@@ -90,6 +91,7 @@ class Update:
                 "optimizer, or pp:1."
             ) from error
         self.program = program
+        # A SHARED leaf is computed on several groups, so no single sharding applies to it.
         shardings = {
             v: o.sharding for v, o in zip(program.outputs, owners, strict=False) if is_var(v) and o.group != SHARED
         }
@@ -138,8 +140,8 @@ class Update:
         new, copies = [], {}
         for at, (owner, v) in enumerate(zip(owners, self.program.outputs, strict=False)):
             if v is self.program.inputs[at] or owner.group not in (SHARED, *self.local_groups):
-                new.append(leaves[at])
-            elif not is_var(v):
+                new.append(leaves[at])  # unchanged, or remote
+            elif not is_var(v):  # a constant, which no part computes
                 new.append(put_host(np.asarray(v.val), owner.sharding))
             elif owner.group == SHARED:
                 parts = {g: env[g][v] for g in self.groups_of_output[at] if g in self.local_groups}
@@ -217,7 +219,7 @@ def _donated(part: GroupProgram, placed: Mapping[Var, Sharding], hosted: Set[Var
 
     JAX assigns the first donated input to the first such result, the second to the second, and so on. Both must be in
     the same memory and have the same sharding, so inputs are donated up to the first result for which none is left.
-    The sharding of a value that is not a leaf is not known: it is used where no leaf fits.
+    The sharding of a value that is not a leaf is unknown: such a value is used where no leaf fits.
     """
     free: dict[tuple[object, ...], list[Var]] = {}
     for v in part.last_used:
@@ -250,6 +252,9 @@ def _trace(
     plain, metric_names = placement.plain, []
     old_sources = list(dict.fromkeys(placement.owners[at].source for at in old_at or ()))
 
+    # Two traces: `update` computes on the plain state, as the step without a pipeline does. `placed_update` evaluates
+    # its program on the leaves of the placement, so that a stack stays one chunk per group, with separate equations for
+    # each chunk.
     def update(leaves: _Arrays, trained: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays):
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
@@ -262,7 +267,7 @@ def _trace(
             replaced = dict(zip(old_sources, old, strict=True))
             before = TrainState(tuple(replaced.get(at, x) for at, x in enumerate(leaves)), plain.definition)
             after, metrics = skip_update(before, after, metrics, (limits[0], limits[1]))
-        metric_names[:] = list(metrics)
+        metric_names[:] = list(metrics)  # known only once the trace has run
         return [*after.leaves, *metrics.values()]
 
     shapes = [shape_of(x) for x in plain.leaves]
@@ -273,20 +278,22 @@ def _trace(
     plain_update, _ = trace(update, shapes, wide, scalars, [shapes[source] for source in old_sources], limits)
 
     def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
-        found: dict[int, jax.Array] = {}
+        gradient_of: dict[int, jax.Array] = {}
+        # A leaf that several groups use has one gradient per group.
         for (_, leaf), value in zip(grads, parts, strict=True):
-            found[leaf] = found[leaf] + value if leaf in found else value
+            gradient_of[leaf] = gradient_of[leaf] + value if leaf in gradient_of else value
         for at, leaf in enumerate(staged.leaves):
-            if leaf.trained and at not in found:  # the loss does not use it
+            if leaf.trained and at not in gradient_of:  # the loss does not use it
                 value = leaves[owner_at[at]]
-                found[at] = jnp.zeros_like(value, _wide(value).dtype)
+                gradient_of[at] = jnp.zeros_like(value, _wide(value).dtype)
         model = [owner for owner in placement.owners if owner.leaf is not None]
-        # None: not trained, such as a random key.
-        gradients = chunked(model, [None if owner.leaf is None else found.get(owner.leaf) for owner in model])
+        # None: a leaf that is not trained, such as a random key.
+        gradients = chunked(model, [None if owner.leaf is None else gradient_of.get(owner.leaf) for owner in model])
         replaced = dict(zip(old_at or (), old, strict=True))
         before = chunked(placement.owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
         args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
         args += [*(before[source] for source in old_sources), *limits]
+        # Every remat and cond is opened: as a single equation it could use arrays of several groups.
         outs = interpret(plain_update, args, lambda eqn: True)
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):
@@ -294,7 +301,7 @@ def _trace(
             flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
         return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
-    # The mesh of a type is that of a group, also for leaves on all groups.
+    # Every type has the mesh of one group, even the types of leaves that are on all groups.
     sources = [shapes[owner.source] for owner in placement.owners]
     leaves = [shape_of(like, x.shape) for like, x in zip(sources, placement.abstract.leaves, strict=True)]
     owner_at = {owner.leaf: at for at, owner in enumerate(placement.owners) if owner.leaf is not None}

@@ -45,21 +45,21 @@ from flax_mesh.text import lines_of, shown
 class Pipeline:
     """Trains a `StagedModel` on groups of devices, in the order of a schedule.
 
-    The step is that of `make_train_step` with as many microbatches: same arguments, same results up to the order of
-    sums. Every leaf of the state is placed on the group of the first stage that uses it. Other groups that use it
+    A step has the arguments of `make_train_step` with the same number of microbatches, and its results up to the order
+    of sums. Every leaf of the state is placed on the group of the first stage that uses it. Other groups that use it
     receive its value in every step. The optimizer runs on these groups, one part per group; its parts may exchange
     scalars, as the clip of the global norm does. Gradients are summed in float32 at least.
 
-    In a run of several processes every process makes the same pipeline and makes the same calls. Each compiles and runs
-    the stages of its own groups. Leaves of the state on other groups are arrays without a shard; metrics are returned
-    in every process.
+    In a run of several processes every process makes the same pipeline and makes the same calls. Each process compiles
+    and runs the stages of its groups. Leaves of the state on other groups are arrays without a shard; metrics are
+    returned in every process.
 
     Args:
         staged: The stages, from `split_stages` or `chain_stages`.
         optimizer: An optax transformation, or an nnx.Optimizer, whose transformation is used. None if the function that
             `split_stages` was given returns (model, optimizer).
-        mesh: The groups. By default those that `staged` was split for.
-        schedule: The order of the actions. By default the one that `staged` was split for.
+        mesh: The groups. By default the groups that `staged` was split for.
+        schedule: The order of the actions. By default the schedule that `staged` was split for.
         layout: Layout of the leaves within a group: rules, axes, and where the optimizer's arrays are. By default the
             model's own table or annotations; nothing is split on groups of one device.
         options: Seed, reported learning rate, XLA options, and whether steps that are not finite are skipped, as in
@@ -134,7 +134,7 @@ class Pipeline:
         self.axes = layout.axes or getattr(layout.rules, "axes", None) or model_axes(staged.model)
         self.placement = place(self._make, staged, mesh, self.group_of, layout)
         self.staged = staged.with_layout(self.groups[0].abstract_mesh, self.placement.model_specs, self.axes)
-        self.num_transfers = 0  # of activations and gradients between groups, in the last step
+        self.num_transfers = 0  # transfers of activations and gradients between groups in the last step
         self.on_action: Callable[[Action, Saved], None] | None = None  # for tests and tools
         self.fuses = True  # F and B of the last stage, where they run back to back; this may round differently
         self.errors = CallbackErrors()  # the next call raises them
@@ -142,7 +142,7 @@ class Pipeline:
         self.compiled: dict[int, CompiledPipeline] = {}  # by the id of a traced Forward, which the staged model keeps
         self._updates: dict[Hashable, Update] = {}
         self._numbers: dict[tuple[int, int], list[jax.Array]] = {}  # (group, how many) -> numbers of microbatches
-        self._shared: dict[int, tuple[object, dict[int, jax.Array]]] = {}  # a leaf as it was last seen, and its copies
+        self._shared: dict[int, tuple[object, dict[int, jax.Array]]] = {}  # leaf -> its last value, and copies of it
 
     @property
     def abstract(self) -> TrainState:
@@ -173,7 +173,7 @@ class Pipeline:
         self.num_transfers = run.num_transfers
 
     def use_schedule(self, schedule: Schedule) -> None:
-        """Run another order of the same actions from the next step on. Raises a ConfigError for other actions."""
+        """Run the same actions in another order from the next step on. Raises a ConfigError if the actions differ."""
         _check(self.staged, self.mesh, schedule, self.remat, "auto")
         names = ("stage_to_group", "num_microbatches", "splits_backward")
         both = [(name, getattr(schedule, name), getattr(self.schedule, name)) for name in names]
@@ -189,7 +189,7 @@ class Pipeline:
         count = num_microbatches or self.schedule.num_microbatches
         run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
-        run.follow(schedule, self._own(schedule), self.ordered)
+        run.follow(schedule, self._local_actions(schedule), self.ordered)
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     @without_mesh()
@@ -212,19 +212,19 @@ class Pipeline:
 
     @cached_property
     def _order(self) -> list[Action]:
-        return self._own(self.schedule)
+        return self._local_actions(self.schedule)
 
     @cached_property
     def _fused(self) -> frozenset[int]:
         """The last stage, if B follows directly after every F of it."""
         last = self.schedule.num_stages - 1
         row = self.schedule.rows[self.group_of[last]]
-        own = [(at, action) for at, action in enumerate(row) if action.stage == last and action.kind == "F"]
-        together = all(row[at + 1] == action._replace(kind="B") for at, action in own)
+        forwards = [(at, action) for at, action in enumerate(row) if action.stage == last and action.kind == "F"]
+        together = all(row[at + 1] == action._replace(kind="B") for at, action in forwards)
         return frozenset([last] if together else [])
 
-    def _own(self, schedule: Schedule) -> list[Action]:
-        """The actions of this process's groups, in an order in which they can be dispatched."""
+    def _local_actions(self, schedule: Schedule) -> list[Action]:
+        """The actions on the groups of this process, in an order in which they can be dispatched."""
         return [action for action in schedule.order() if self.group_of[action.stage] in self.transfers.local_groups]
 
     @without_mesh()
@@ -262,8 +262,8 @@ class Pipeline:
         shared_at = (at for at, owner in enumerate(self.placement.owners) if owner.group == SHARED)
         shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
-        def transfer(kind: str, detail: tuple[Any, ...], *what: Any) -> Any:
-            return self.transfers.transfer((kind, run.number, *detail), *what)
+        def transfer(kind: str, detail: tuple[Any, ...], *arguments: Any) -> Any:
+            return self.transfers.transfer((kind, run.number, *detail), *arguments)
 
         new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, old, limits, transfer)
         self._shared |= copies
@@ -351,19 +351,19 @@ class Pipeline:
 
 
 def _make_state(staged: StagedModel, optimizer: optax.GradientTransformation | nnx.Optimizer | None) -> Make:
-    """The function that makes the model and its optimizer, which is given to split_stages or to Pipeline."""
+    """The function that makes the model and the optimizer, which either split_stages or Pipeline receives."""
     if (optimizer is None) == (staged.make_state is None):
-        given = "got none" if optimizer is None else "got one in each"
+        number = "got none" if optimizer is None else "got one in each"
         raise ConfigError(
             "the optimizer must be given once, by the function that split_stages takes, which returns "
-            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {given}"
+            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {number}"
         )
     if staged.make_state is not None:
         return staged.make_state
     assert optimizer is not None
     if isinstance(optimizer, nnx.Optimizer) and optimizer.wrt != staged.wrt:
         raise ConfigError(
-            f"wrt={filter_text(optimizer.wrt)} of the optimizer must be that of the stages, "
+            f"wrt={filter_text(optimizer.wrt)} of the optimizer must equal the filter of the stages, "
             f"wrt={filter_text(staged.wrt)}; pass the filter to split_stages"
         )
     return lambda: ((model := staged.make()), optimizer_of(model, optimizer, staged.wrt))
@@ -384,7 +384,7 @@ def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, 
 
 
 def _schedule_problems(schedule: Schedule) -> list[str]:
-    """One line per mistake of a schedule that is to train."""
+    """One line per reason why a pipeline cannot train with this schedule."""
     kinds = {action.kind for row in schedule.rows for action in row}
     if "B" not in kinds:  # `check_schedule` accepts it: evaluation runs forward only
         return [

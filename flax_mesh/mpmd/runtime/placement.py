@@ -93,26 +93,26 @@ def bytes_of_groups(
 ) -> list[int]:
     """Bytes per device of each group, from (path, leaf, bytes per device) of all leaves of the plain state."""
     leaves = list(leaves)
-    found = [0] * (max(stage_to_group) + 1)
+    sizes = [0] * (max(stage_to_group) + 1)
     parts_of = _parts_of([(path, leaf) for path, leaf, _ in leaves], staged, stage_to_group)
     for (_, leaf, size), parts in zip(leaves, parts_of, strict=True):
         for rows, group, _ in parts:
             share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
-            for owner in range(len(found)) if group == SHARED else (group,):
-                found[owner] += share
-    return found
+            for owner in range(len(sizes)) if group == SHARED else (group,):
+                sizes[owner] += share
+    return sizes
 
 
 def chunked(owners: Sequence[LeafOwner], values: Sequence[Any]) -> list[Any]:
     """One value per leaf of the plain state, from one value per owner. Stacks become Chunks."""
-    found: dict[int, Any] = {}
+    by_source: dict[int, Any] = {}
     for owner, value in zip(owners, values, strict=True):
         if owner.rows is None:
-            found[owner.source] = value
+            by_source[owner.source] = value
         else:
-            before = found.get(owner.source, Chunks((), ()))
-            found[owner.source] = Chunks((*before.parts, value), (*before.starts, owner.rows[0]))
-    return [found[source] for source in range(len(found))]
+            before = by_source.get(owner.source, Chunks((), ()))
+            by_source[owner.source] = Chunks((*before.parts, value), (*before.starts, owner.rows[0]))
+    return [by_source[source] for source in range(len(by_source))]
 
 
 def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
@@ -120,7 +120,7 @@ def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) ->
 
     `meshes` has the local groups. Leaves of other groups are arrays without local shards.
     """
-    found: dict[int, jax.Array] = {}
+    arrays: dict[int, jax.Array] = {}
     first = min(meshes)
     for group in sorted({owner.group for owner in placement.owners} & {SHARED, *meshes}):
         of_group = [at for at, owner in enumerate(placement.owners) if owner.group == group]
@@ -132,13 +132,12 @@ def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) ->
             return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
 
         there = [sharding_on(placement.owners[at].sharding, mesh) for at in of_group]
-        made = initialized(leaves, there)
+        initial = initialized(leaves, there)
         if group == SHARED:
-            made = [
-                _copied(x, meshes, first, placement.owners[at].sharding) for at, x in zip(of_group, made, strict=True)
-            ]
-        found |= dict(zip(of_group, made, strict=True))
-    return tuple(found[at] if at in found else remote_array(x) for at, x in enumerate(placement.abstract.leaves))
+            shardings = [placement.owners[at].sharding for at in of_group]
+            initial = [_copied(x, meshes, first, to) for x, to in zip(initial, shardings, strict=True)]
+        arrays |= dict(zip(of_group, initial, strict=True))
+    return tuple(arrays[at] if at in arrays else remote_array(x) for at, x in enumerate(placement.abstract.leaves))
 
 
 def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: NamedSharding) -> jax.Array:
@@ -152,14 +151,14 @@ def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
 
 
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:
-    """Raises a ShardingError if a spec contains the MPMD axis: its groups have different leaves."""
+    """Raises a ShardingError if a spec contains the MPMD axis: different groups store different leaves."""
     name = mesh.mpmd_axis_name
     wrong = [f"{path}: {spec}" for path, spec in specs if any(name in as_tuple(entry) for entry in spec)]
     if wrong:
         raise ShardingError(
             "\n".join(path_lines(wrong))
-            + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: each group "
-            "has its own leaves. Map these dims to other axes, or to None."
+            + f"\nA spec must not contain {name!r}, the axis of the pipeline's groups: different "
+            "groups store different leaves. Map these dims to other axes, or to None."
         )
 
 

@@ -58,7 +58,8 @@ class Timeline:
     def write(self, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
         """Write the trace to `path` and the picture to the same path with suffix .svg; returns both paths.
 
-        Both also show the schedule simulated with `costs`, as from `measure_costs`; None: with the measured medians.
+        Both also show the simulated schedule. `costs` are its costs, for example from `measure_costs`; by default the
+        medians of the measured times.
         """
         path = Path(path)
         if path.suffix == ".svg":
@@ -102,7 +103,7 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     Costs are medians over microbatches and `repeats` passes. Every action runs alone, so that groups that share cores
     do not slow each other down. `state` is not changed. If the schedule does not split the backward pass, `backward`
     has its entire time and `weights` is 0; to let the search split it, measure a pipeline whose schedule is
-    `with_split_backward`. `transfer` is the time of all values that a stage sends to another group per microbatch.
+    `with_split_backward`. `transfer` is the time in which a stage sends all values of a microbatch to another group.
     """
     _check_one_process(pipeline, "measure_costs")
     if repeats < 1:
@@ -118,10 +119,10 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     return tuple(StageCost(*(medians.get((name, stage), 0.0) for name in "FBWT")) for stage in stages)
 
 
-def _check_one_process(pipeline: Pipeline, what: str) -> None:
+def _check_one_process(pipeline: Pipeline, name: str) -> None:
     if pipeline.channel is not None:
         raise ConfigError(
-            f"{what} requires a single process, got {jax.process_count()}. Run it in one process with as many devices: "
+            f"{name} requires a single process, got {jax.process_count()}. Run it in one process with as many devices: "
             "the schedule is the same."
         )
 
@@ -168,7 +169,7 @@ def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
 def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, Any]:
     """The timeline and its simulation in Trace Event Format, for Perfetto and chrome://tracing, one row per group.
 
-    `costs` are those of the simulation, as in `Timeline.write`.
+    `costs` are the costs of the simulation, as in `Timeline.write`.
     """
     schedule = timeline.schedule
     result = simulate(schedule, costs_of(timeline) if costs is None else costs)
@@ -229,7 +230,7 @@ def _marks(x: jax.Array) -> list[jax.Array]:
 
 
 def _compile_marks(run: ScheduleRun) -> None:
-    """Compile what `_results_to_await` may call, before the timing starts."""
+    """Compile the programs that `_results_to_await` may call, before the timing starts."""
     for stage in run.stages:
         grads = [run.grads[stage.group][at] for at in stage.trained[:1]]
         for x in [*run.sums[stage.stage][:1], *grads]:
@@ -243,7 +244,7 @@ def _wrapped(stage: StageFunctions, wrap: Callable[[Jitted, str], Jitted]) -> St
 
 
 def _timed(stage: StageFunctions, record: Callable[[tuple[str, int], float, float], None]) -> StageFunctions:
-    """The stage with programs that run alone and call `record((kind, stage), begun, ended)`."""
+    """The stage with programs that run alone and call `record((kind, stage), begun, ended)` when they are done."""
 
     def wrap(call: Jitted, kind: str) -> Jitted:
         def timed(*args: PyTree) -> PyTree:

@@ -1,4 +1,4 @@
-"""`pipeline.schedule=search`: the first steps of a run are measured; it continues with the best schedule for them."""
+"""`pipeline.schedule=search`: the first steps of a run are measured to search for the best schedule."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from flax_mesh.step.loss import Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 
 SEARCH = "search"
-SEARCHED = "searched"  # name of the schedule that is found; that of the first steps has another one
-FILE = "schedule.txt"  # in the run folder
+SEARCHED = "searched"  # name of the schedule that is found; the schedule of the first steps has another name
+FILE = "schedule.txt"  # file in the run folder
 WARMUP, MEASURED = 1, 2  # steps: the first one compiles
 SECONDS = 5.0
 
@@ -46,7 +46,7 @@ class ScheduleSearch:
             say(f"schedule: {self.path}")
 
     def step(self, state: TrainState, batch: Batch, *limits: Limits) -> tuple[TrainState, Metrics]:
-        """`Pipeline.step`."""
+        """`Pipeline.step`, measured until the schedule is known."""
         if self.is_done:
             return self.pipeline.step(state, batch, *limits)
         state, metrics, took = measured_step(self.pipeline, state, batch, *limits)
@@ -63,7 +63,7 @@ class ScheduleSearch:
         self.is_done = True
 
     def _known(self) -> str:
-        """The text of a file of an earlier run; "" if there is none, or it is for other settings."""
+        """The text of the schedule file of an earlier run; "" if the folder has none, or its settings differ."""
         try:
             schedule = read_schedule(str(self.path))
             with open(self.path, encoding="utf-8") as file:
@@ -87,18 +87,18 @@ class ScheduleSearch:
         )
         times = "/".join(",".join(f"{time:.4g}" for time in cost[:3]) for cost in costs)
         # A named schedule with whole backward passes may be the fastest, but the stages are built for B and W.
-        found = replace(with_split_backward(result.schedule), name=SEARCHED)
-        makespan = simulate(found, costs).makespan
+        schedule = replace(with_split_backward(result.schedule), name=SEARCHED)
+        makespan = simulate(schedule, costs).makespan
         part = makespan / simulate(before, costs).makespan
-        numbers = f"makespan {time_text(makespan, 'ms')}, {part:.1%} of that of the first steps"
+        numbers = f"makespan {time_text(makespan, 'ms')}, {part:.1%} of the makespan of the first schedule"
         notes = f"{self.setting}\nF,B,W of every stage in ms: {times}\n{numbers}"
-        _write_atomically(self.path, schedule_text(found, notes))
+        _write_atomically(self.path, schedule_text(schedule, notes))
         self.say(f"schedule: searched for the measured stages: {numbers}; {self.path}")
-        return str(found)
+        return str(schedule)
 
 
 def costs_of_processes(texts: Sequence[str], num_stages: int) -> list[StageCost]:
-    """The costs of all stages, in ms. Of a group of several processes the slowest one counts."""
+    """The costs of all stages, in ms. If a group has several processes, the slowest process counts."""
     slowest: dict[tuple[str, int], float] = {}
     for kind, stage, time in (item for text in texts for item in json.loads(text)):
         slowest[kind, stage] = max(slowest.get((kind, stage), 0.0), time)

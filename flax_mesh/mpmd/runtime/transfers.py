@@ -14,7 +14,7 @@ from flax_mesh.mpmd.transport.local_copy import move
 
 
 class GroupTransfers:
-    """The groups of `mesh` and the local ones among them. `channel` is None in a run of one process."""
+    """The groups of `mesh`, and which of them are local. `channel` is None in a run of one process."""
 
     def __init__(self, mesh: MpmdMesh):
         self.mesh, self.meshes = mesh, mesh.unstack

@@ -7,8 +7,8 @@ before that end (Giffler and Thompson 1960):
                             0B0 could run 3..5    starts before 4: also a candidate
     group 1 is free at 2    1F1 could run 4..5    other group: not a candidate in this step
 
-If each group has one stage, at least one optimal schedule can be built this way. A search that drops only dominated
-partial schedules, and those whose lower bound is too large, therefore finds the optimum.
+If each group has one stage, at least one optimal schedule can be built this way. A search that drops only partial
+schedules that are dominated, or whose lower bound is too large, therefore finds the optimum.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class Partial(NamedTuple):
     """A schedule of some of the actions. Tuples have one entry per lane or per group."""
 
     counts: tuple[int, ...]  # per lane: number of scheduled actions
-    ends: tuple[tuple[float, ...], ...]  # per lane: end of each of them
+    ends: tuple[tuple[float, ...], ...]  # per lane: end of each scheduled action
     ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; _NEVER: unknown
     free: tuple[float, ...]  # per group: end of its last scheduled action
     stored: tuple[float, ...]  # per group: memory of the activations
-    starts: tuple[float, ...]  # per group: start of its first action; _NEVER: it has none yet
+    starts: tuple[float, ...]  # per group: start of its first action; _NEVER: nothing is scheduled
     queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
     remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
     bound: float  # lower bound on the makespan of every completion
     idle: float  # total idle time of the groups so far
-    start: float  # of the action scheduled last
+    start: float  # start of the action scheduled last
     trail: "tuple[int, Partial] | None"  # the lane served last, and the schedule before it
 
 
@@ -124,25 +124,27 @@ class BeamSearch:
         )
 
     def _choices(self, partial: Partial, room: Sequence[float], may_wait: bool) -> list[tuple[int, float]]:
-        """(lane, start) of the action that could end first and of those of its group that could start before then.
+        """(lane, start) of the candidates: the action that could end first, and the actions of its group that could
+        start before that end.
 
-        With `may_wait`, all that start no earlier than the action scheduled last: the order is that of the starts.
+        With `may_wait`, all actions that start no earlier than the action scheduled last. The actions of a
+        schedule are then scheduled in the order of their starts.
         """
         free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
         first_end, first, choices = _NEVER, -1, []
         for group, lanes in enumerate(self.lanes_of):
-            since, in_use, found, before = free[group], stored[group], [], first_end
+            since, in_use, startable, before = free[group], stored[group], [], first_end
             for lane in lanes:
                 start = ready[lane]
                 if start < _NEVER and in_use <= room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
                     start = max(start, since)
-                    found.append((lane, start))
+                    startable.append((lane, start))
                     if start + duration[lane] < first_end:
                         first_end, first = start + duration[lane], lane
             if may_wait:
-                choices = choices + found
+                choices = choices + startable
             elif first_end < before:
-                choices = found
+                choices = startable
         if may_wait:
             return [(lane, start) for lane, start in choices if start >= partial.start]
         return [(lane, start) for lane, start in choices if start < first_end or lane == first]
@@ -234,7 +236,7 @@ class BeamSearch:
     def _dominated(
         self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]], may_wait: bool = False
     ) -> bool:
-        """Whether one in `frontier` has the same actions and is nowhere later. If not, adds this one to `frontier`."""
+        """Whether a schedule in `frontier` has the same actions and is nowhere later. If not, adds this one to it."""
         times = [*partial.free, partial.start] if may_wait else list(partial.free)
         for lane, user in self.sends:
             times += partial.ends[lane][partial.counts[user] :]
@@ -258,7 +260,7 @@ def _served(partial: Partial) -> list[int]:
 
 
 def _shared_edges(problem: Problem) -> dict[int, int]:
-    """{lane: edge} of the lanes that share an edge (sending group, receiving group, kind) with another one.
+    """{lane: edge} of the lanes that share an edge (sending group, receiving group, kind) with another lane.
 
     Their messages must be received in the order of sending. If each group has one stage, every edge has one lane, whose
     microbatches are in order anyway.
@@ -274,14 +276,14 @@ def _shared_edges(problem: Problem) -> dict[int, int]:
 
 
 def _pairs(problem: Problem, group: int) -> list[tuple[int, int]]:
-    """Of every stage of a group: the lane that allocates memory and the lane that releases it."""
+    """For every stage of a group, the lane that allocates memory and the lane that releases it."""
     lanes = [lane for lane, of in enumerate(problem.group) if of == group]
     allocating = [lane for lane in lanes if problem.memory_change[lane] > 0]
     return [(lane, next(i for i in problem.chain(lane) if problem.memory_change[i] < 0)) for lane in allocating]
 
 
 def _room(problem: Problem, reserve: bool) -> list[float]:
-    """Per lane: it can be served while its group stores at most this."""
+    """Per lane, the most memory that its group may store when the lane is served."""
     room: list[float] = [_NEVER] * len(problem.lanes)
     for group, limit in enumerate(problem.limits):
         later = 0.0

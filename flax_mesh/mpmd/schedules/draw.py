@@ -1,4 +1,4 @@
-"""A simulated schedule as an SVG document, with the measured timeline above it if there is one."""
+"""A simulated schedule as an SVG document, optionally below the measured timeline."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ Event = tuple[int, Action, float, float]  # group, action, start, end
 
 BAR, CURVE, GAP, LINE, MARGIN = 24, 14, 10, 18, 20  # heights of the parts of a row, in pixels
 NAME_WIDTH, SIDE_WIDTH = 64, 132
-SAMPLE, LETTER, TITLE_LETTER = 19, 6.3, 7.3  # widths of a sample and of a letter of the legend, of one of a title
+SAMPLE, LETTER, TITLE_LETTER = 19, 6.3, 7.3  # widths: a sample and a letter of the legend, a letter of a title
 _W_INSET = 5
 LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 # Distinguishable with every kind of colour vision, in both shades (tests/mpmd/schedules/test_draw.py). W is also lower.
 _COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
-LIGHTER, LIGHTEST = 0.45, 0.7  # share of white added per further stage of a group, and its maximum
+LIGHTER, LIGHTEST = 0.45, 0.7  # share of white that every further stage of a group adds, and the maximum of the sum
 IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
 CURVE_COLOUR, INK = "#9a9a9a", "#222"
 
@@ -40,8 +40,8 @@ def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  #
 def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Costs, unit: str = "") -> str:
     """A measured timeline above the same schedule simulated with `costs`, on one time scale.
 
-    `measured` has (group, action, start, end) of every action, in the unit of `costs`, which is printed
-    as `unit`. Time starts at the first action.
+    `measured` has (group, action, start, end) of every action, in the unit of `costs`; `unit` is the printed name of
+    this unit. Time starts at the first action.
     """
     measured = sorted(measured, key=lambda event: event[2])
     if not measured:
@@ -60,8 +60,8 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
 def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", *, most: int = 2000) -> str:
     """A simulation of a schedule, whose times are in `unit`, drawn like `draw_schedule_svg`.
 
-    Of more than `most` actions, the first are drawn; the title then states the time at which the drawing ends, and the
-    figures on the right are those of this part.
+    If the schedule has more than `most` actions, only the first ones are drawn. The title then states the time at
+    which the drawing ends, and the figures on the right count only the drawn actions.
     """
     events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
     sizes = [(schedule.num_groups, "group"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch")]
@@ -109,16 +109,16 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
     for event in events:
         events_of[event[0]].append(event)
     shades = _shades(schedule.stage_to_group)
-    curves = [_stored(own, schedule.splits_backward) for own in events_of]
+    curves = [_stored(of_group, schedule.splits_backward) for of_group in events_of]
     peaks = [max(count for _, count in curve) for curve in curves]
     body = []
-    for group, (own, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
+    for group, (of_group, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
         upper = top + group * (BAR + CURVE + GAP)
         left = MARGIN + NAME_WIDTH
-        busy = sum(end - start for _, _, start, end in own)
+        busy = sum(end - start for _, _, start, end in of_group)
         body.append(_text(MARGIN, upper + 16, f"group {group}", size=12))
         body.append(element("rect", x=left, y=upper, width=f"{wide:g}", height=BAR, **IDLE))
-        body += [_box(event, shades[event[1].stage], left, upper, scale) for event in own]
+        body += [_box(event, shades[event[1].stage], left, upper, scale) for event in of_group]
         body.append(_curve(curve, left, upper + BAR + CURVE, scale, max(peaks), span))
         side = left + wide + 10
         body.append(_text(side, upper + 11, f"busy {busy / span if span else 1:.1%}", size=12))
@@ -203,13 +203,13 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
 
 
 def _shades(stage_to_group: Sequence[int]) -> list[int]:
-    """Of every stage: its number among the stages of its group."""
+    """The number of every stage among the stages of its group."""
     counts: Counter[int] = Counter()
-    found = []
+    shades = []
     for group in stage_to_group:
-        found.append(counts[group])
+        shades.append(counts[group])
         counts[group] += 1
-    return found
+    return shades
 
 
 def _styles(schedule: Schedule) -> str:
@@ -222,7 +222,7 @@ def _styles(schedule: Schedule) -> str:
 
 
 def fills(stages_per_group: int) -> dict[tuple[str, int], tuple[int, ...]]:
-    """{(kind, which stage of its group): red, green, blue}."""
+    """{(kind, number of the stage within its group): (red, green, blue)}."""
     step = min(LIGHTER, LIGHTEST / max(stages_per_group - 1, 1))
     return {
         (kind, chunk): tuple(round(part + (255 - part) * (chunk * step)) for part in colour)

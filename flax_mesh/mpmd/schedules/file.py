@@ -8,7 +8,7 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.text import lines_of
 
-_MOST_BYTES = 2**27  # of a file; the largest schedule that can be made has a tenth of this
+_MOST_BYTES = 2**27  # the largest file that is read: ten times the size of the largest schedule that can be made
 
 
 def is_schedule_file(text: str) -> bool:
@@ -25,7 +25,7 @@ def schedule_text(schedule: Schedule, notes: str = "") -> str:
 def read_schedule(path: str) -> Schedule:
     """The schedule of a file that `schedule_text` has made or a person has edited.
 
-    Raises a ConfigError that names the lines if the file is no schedule, or the schedule is not valid.
+    Raises a ConfigError that names the lines if the file does not contain a schedule, or the schedule is invalid.
     """
     if problem := path_problem(path):
         raise ConfigError(f"{path[:80]!r} {problem}")

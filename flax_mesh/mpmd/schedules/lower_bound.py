@@ -21,7 +21,7 @@ class Problem:
     lanes: tuple[tuple[str, int], ...]  # (kind, stage)
     group: tuple[int, ...]  # of each lane
     duration: tuple[float, ...]  # of one action of each lane
-    needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane it depends on, delay)
+    needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane that it depends on, delay)
     memory_change: tuple[float, ...]  # the size of an activation that an action allocates; negative if it releases one
     limits: tuple[float, ...]  # of each group: its memory limit, in the unit of the sizes
 
@@ -57,9 +57,9 @@ def make_problem(
     splits_backward: bool = True,
     sizes: Sequence[float] = (),
 ) -> Problem:
-    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and there is no W.
+    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and no lane has the kind W.
 
-    `sizes` are those of an activation of every stage; () if all are 1.
+    `sizes` are the sizes of one activation of every stage; () if all are 1.
     """
     num_stages = len(stages)
     sizes = sizes or (1,) * num_stages
@@ -85,7 +85,7 @@ def make_problem(
 
 
 def reverse(problem: Problem) -> Problem:
-    """The same pipeline with time reversed: its schedules, read from the end, are those of `problem`."""
+    """The same pipeline with time reversed: its schedules, read from the end, are the schedules of `problem`."""
     last = len(problem.lanes) - 1
     needs: list[list[tuple[int, float]]] = [[] for _ in problem.lanes]
     for lane, needed in enumerate(problem.needs):
@@ -105,27 +105,27 @@ def heads(problem: Problem) -> list[list[float]]:
     """[lane][microbatch]: a lower bound on the start of that action.
 
     The longest path over the dependencies of the action, the actions before it in its lane, the actions that must
-    release memory first, and all work of its own stage that must come first.
+    release memory first, and all work of the same stage that must come first.
     """
     microbatches = range(problem.num_microbatches)
-    found = [[0.0 for _ in microbatches] for _ in problem.lanes]
+    starts = [[0.0 for _ in microbatches] for _ in problem.lanes]
     chains = [problem.chain(lane) for lane in range(len(problem.lanes))]
     memory = [problem.most_stored(lane) for lane in range(len(problem.lanes))]
     for m in microbatches:
         for lane, needs in enumerate(problem.needs):
             chain, freed = chains[lane], max(0, m + 1 - memory[lane])
-            bounds = [found[other][m] + problem.duration[other] + delay for other, delay in needs]
+            bounds = [starts[other][m] + problem.duration[other] + delay for other, delay in needs]
             if m or lane != chain[0]:
                 place = chain.index(lane)
                 counts = [m + 1] * place + [m] + [freed] * (len(chain) - place - 1)
                 work = sum(problem.duration[other] * count for other, count in zip(chain, counts, strict=True))
-                bounds.append(found[chain[0]][0] + work)
+                bounds.append(starts[chain[0]][0] + work)
             if m:
-                bounds.append(found[lane][m - 1] + problem.duration[lane])
+                bounds.append(starts[lane][m - 1] + problem.duration[lane])
             if freed and lane == chain[0]:
-                bounds.append(found[chain[-1]][freed - 1] + problem.duration[chain[-1]])
-            found[lane][m] = max(bounds, default=0.0)
-    return found
+                bounds.append(starts[chain[-1]][freed - 1] + problem.duration[chain[-1]])
+            starts[lane][m] = max(bounds, default=0.0)
+    return starts
 
 
 def tails(problem: Problem) -> list[list[float]]:
@@ -160,12 +160,12 @@ def _preemptive_makespan(jobs: list[tuple[float, float, float]]) -> float:
         while arrived < len(jobs) and jobs[arrived][0] <= time:
             heapq.heappush(waiting, (-jobs[arrived][2], jobs[arrived][1]))
             arrived += 1
-        tail, rest = heapq.heappop(waiting)
+        tail, remaining = heapq.heappop(waiting)
         until = jobs[arrived][0] if arrived < len(jobs) else float("inf")
-        if time + rest <= until:
-            time += rest
+        if time + remaining <= until:
+            time += remaining
             longest = max(longest, time - tail)
         else:
-            heapq.heappush(waiting, (tail, rest - (until - time)))
+            heapq.heappush(waiting, (tail, remaining - (until - time)))
             time = until
     return longest

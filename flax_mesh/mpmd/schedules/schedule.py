@@ -17,7 +17,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
 from flax_mesh.text import at_most, count_text, listed, shortened, shown
 
-NUMBER = "[0-9]{1,9}"  # of a stage, a group or a microbatch in the text of a schedule
+NUMBER = "[0-9]{1,9}"  # number of a stage, a group or a microbatch in the text of a schedule
 _MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
 
 
@@ -54,26 +54,26 @@ class Deadlock(ValueError):
 
 
 def dependencies(action: Action, num_stages: int, num_slices: int = 1) -> list[Action]:
-    """The actions whose results `action` uses: first of the neighbouring stage, then of its own stage.
+    """The actions whose results `action` uses: first of the neighbouring stage, then of the same stage.
 
-    With slices, F of one follows F of the slice before it, whose keys and values it attends to, and B follows B of the
-    next slice.
+    If a sequence is divided into slices, F of a slice follows F of the slice before it, whose keys and values it
+    attends to, and B of a slice follows B of the slice after it.
     """
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("B", stage, microbatch)]
-    found = []
+    needed = []
     if kind == "F":
         if stage:
-            found.append(Action("F", stage - 1, microbatch))
+            needed.append(Action("F", stage - 1, microbatch))
         if microbatch % num_slices:
-            found.append(Action("F", stage, microbatch - 1))
-        return found
+            needed.append(Action("F", stage, microbatch - 1))
+        return needed
     if stage + 1 < num_stages:
-        found.append(Action("B", stage + 1, microbatch))
+        needed.append(Action("B", stage + 1, microbatch))
     if (microbatch + 1) % num_slices:
-        found.append(Action("B", stage, microbatch + 1))
-    return [*found, Action("F", stage, microbatch)]
+        needed.append(Action("B", stage, microbatch + 1))
+    return [*needed, Action("F", stage, microbatch)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Schedule:
     rows: tuple[tuple[Action, ...], ...]
     stage_to_group: tuple[int, ...]
     splits_backward: bool  # True: B computes input gradients only, W computes weight gradients
-    num_slices: int = 1  # of the sequence
+    num_slices: int = 1  # slices of every sequence
 
     @property
     def num_stages(self) -> int:
@@ -105,11 +105,11 @@ class Schedule:
 
     @property
     def num_slots(self) -> int:
-        """Number of microbatches, or of slices of all of them, which the actions count."""
+        """The number of microbatches, or of the slices of all microbatches: the actions count slices."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
     def group_problems(self, num_groups: int, axis: str) -> list[str]:
-        """Why the schedule does not run on the groups along a mesh axis, [] if it does."""
+        """The reasons why the schedule cannot run on the groups along a mesh axis; [] if it can."""
         if self.num_groups == num_groups:
             return []
         text = f"schedule {self.name} has {self.num_groups} groups, the mesh has {num_groups} along {axis!r}"
@@ -246,7 +246,7 @@ def make_schedule(
     num_groups, num_microbatches = operator.index(num_groups), operator.index(num_microbatches)  # integers of numpy too
     num_virtual_stages = kind.virtual if num_virtual_stages is None else operator.index(num_virtual_stages)
     numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
-    problems = [f"the number of {what} must be at least 1, got {value}" for what, value in numbers.items() if value < 1]
+    problems = [f"the number of {noun} must be at least 1, got {value}" for noun, value in numbers.items() if value < 1]
     if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
         problems.append(
             f"{name} has {count_text(kind.virtual, 'stage')} per group, got {num_virtual_stages}; "
@@ -394,7 +394,7 @@ class _Kind(NamedTuple):
 
 
 def _v_kind(limit: Callable[[int], int]) -> _Kind:
-    """A V schedule whose memory limit is that of the number of groups."""
+    """A V schedule; `limit` is its memory limit as a function of the number of groups."""
     return _Kind(lambda groups, group, count, virtual: v_rows(groups, count, limit(groups))[group], 2, folded=True)
 
 

@@ -27,8 +27,8 @@ class SearchResult:
     schedule: Schedule
     makespan: float
     period: float
-    lower_bound: float  # of the objective: no schedule with these costs, microbatches, groups and memory is below it
-    optimal: bool  # proven: the objective is that of the lower bound
+    lower_bound: float  # no schedule with these costs, microbatches, groups and memory has a smaller objective
+    optimal: bool  # proven: the objective equals the lower bound
     best_named: str | None  # by the objective
     best_named_makespan: float | None
     best_named_period: float | None
@@ -38,8 +38,8 @@ class SearchResult:
     @property
     def gap(self) -> float:
         """(objective - lower_bound) / lower_bound: an upper bound on the relative distance from the optimum."""
-        found = self.period if self.objective == "period" else self.makespan
-        return found / self.lower_bound - 1 if self.lower_bound else 0.0
+        objective = self.period if self.objective == "period" else self.makespan
+        return objective / self.lower_bound - 1 if self.lower_bound else 0.0
 
 
 @check_types
@@ -59,7 +59,7 @@ def search_schedule(
     """Searches for a schedule of minimal makespan, or period, within a memory limit.
 
     A beam search extends partial schedules, ranked by a lower bound on their makespan; see `beam.py`. The result is
-    never slower than a named schedule that fits the memory limit, the V schedule of that limit included. It is a
+    never slower than a named schedule that fits the memory limit, including the V schedule of that limit. It is a
     deterministic function of the arguments: `seconds` is converted into a number of partial schedules at a fixed rate.
     The search stops early if the schedule is proven optimal. Ctrl-C (KeyboardInterrupt) ends it as well; the result is
     then the best schedule so far.
@@ -73,8 +73,8 @@ def search_schedule(
         num_microbatches: Microbatches per step.
         num_groups: Groups of devices; None: one per stage. With fewer groups than stages, each group runs several
             stages, placed as in interleaved-1f1b or, for two per group, as in zb-v if that is faster.
-        stage_to_group: The group of every stage, if it is given: no other placement is tried.
-        splits_backward: Whether W is an action of its own. If False, B takes the time of both halves.
+        stage_to_group: The group of every stage. None: the search chooses the placement.
+        splits_backward: Whether W is a separate action. If False, B takes the time of both halves.
         objective: "makespan", or "period": the longest time from the first to the last action of a group, which is the
             time between two steps if a group starts the next one while others finish.
         seconds: Approximate upper bound on the search time of one two-core machine.
@@ -91,8 +91,8 @@ def search_schedule(
     Example:
         >>> from flax_mesh.mpmd.schedules import search_schedule
         >>> costs = [(1, 1.5, 1), (1, 1, 1), (2, 2, 1), (1, 2.5, 2)]
-        >>> found = search_schedule(costs, memory_limit=4, num_microbatches=8)
-        >>> found.makespan, found.optimal, found.best_named, found.best_named_makespan
+        >>> result = search_schedule(costs, memory_limit=4, num_microbatches=8)
+        >>> result.makespan, result.optimal, result.best_named, result.best_named_makespan
         (48.0, True, 'zb-h1', 49.0)
     """
     stages = stage_costs(costs, len(costs))
@@ -116,6 +116,7 @@ def search_schedule(
         raise ValueError("; ".join(problems))
     check_size(len(stages), num_microbatches)
     sizes = activation_sizes_of(activation_sizes, len(stages))
+    # Without a limit: the memory of all activations at once, which no schedule exceeds.
     limits = memory_limits(math.fsum(sizes) * num_microbatches if memory_limit is None else memory_limit, num_groups)
     placements = [tuple(range(num_groups)) * virtual]
     if stage_to_group is not None:
@@ -134,6 +135,8 @@ def search_schedule(
         for placement in placements
     ]
     interrupted = False
+    # Ctrl-C may stop the search at any point. The named schedules and the bounds of all placements therefore come
+    # before the beam searches, which take most of the time.
     try:
         for search in searches:
             search.try_named()
@@ -144,7 +147,7 @@ def search_schedule(
     except KeyboardInterrupt:
         interrupted = True
     best = min(searches, key=lambda search: search.value)
-    bound = min(search.bound for search in searches)
+    bound = min(search.bound for search in searches)  # the bound of a placement holds for it only
     named = min((search for search in searches if search.named), key=lambda search: search.named_value, default=None)
     return SearchResult(
         schedule=best.schedule,
@@ -163,7 +166,7 @@ def search_schedule(
 def _that_fit(
     placements: Sequence[tuple[int, ...]], sizes: Sequence[float], limits: Sequence[float]
 ) -> list[tuple[int, ...]]:
-    """The placements in which every group can store one microbatch of its stages. ValueError if there is none."""
+    """The placements in which every group can store one microbatch of its stages. ValueError if none fits."""
     fitting, problem = [], ""
     for placement in placements:
         least = [0.0] * len(limits)
@@ -215,7 +218,7 @@ class _Search:
         return self._value(self.of_named)
 
     def _value(self, simulated: Simulation) -> tuple[float, float]:
-        """The objective, then the other one."""
+        """(makespan, period), the objective first: of schedules with equal objectives, the other value decides."""
         makespan, period = simulated.makespan, simulated.period
         return (makespan, period) if self.objective == "makespan" else (period, makespan)
 
@@ -240,7 +243,7 @@ class _Search:
         for width, backwards, weight, reserve, may_wait in _plans(seed, several=several):
             if self.value[0] <= self.bound * (1 + TOLERANCE) or most_work <= 0:
                 break
-            found = searches[backwards].run(
+            result = searches[backwards].run(
                 width,
                 weight=weight,
                 better_than=self.value[0],
@@ -248,13 +251,13 @@ class _Search:
                 reserve=reserve,
                 may_wait=may_wait,
             )
-            most_work -= found.work
-            if found.served:
-                schedule = _schedule(self.problem, self.stage_to_group, found.served, backwards)
+            most_work -= result.work
+            if result.served:
+                schedule = _schedule(self.problem, self.stage_to_group, result.served, backwards)
                 simulated = simulate(schedule, self.stages)
                 if self._value(simulated) < self.value:
                     self.schedule, self.simulated = schedule, simulated
-            if found.complete and (may_wait or not several) and self.objective == "makespan":
+            if result.complete and (may_wait or not several) and self.objective == "makespan":
                 self.bound = self.simulated.makespan  # the search was exhaustive: see beam.py
 
 
@@ -292,7 +295,8 @@ def _named(problem: Problem, stage_to_group: Sequence[int], sizes: Sequence[floa
 
 
 def _schedule(problem: Problem, stage_to_group: Sequence[int], served: Sequence[int], backwards: bool) -> Schedule:
-    """The schedule that serves lanes in this order. `backwards`: order and lanes are those of the reversed problem."""
+    """The schedule that serves lanes in this order. If `backwards`, `served` is a result of the search
+    of the reversed problem."""
     if backwards:
         served = [len(problem.lanes) - 1 - lane for lane in reversed(served)]
     counts = [0] * len(problem.lanes)

@@ -16,7 +16,7 @@ from flax_mesh.text import at_most, shortened
 class StageCost(NamedTuple):
     """Durations of one microbatch on one stage, in any unit of time.
 
-    `backward` is the time for the gradients of the inputs, `weights` that for the gradients of the weights. In a
+    `backward` is the time for the gradients of the inputs, `weights` the time for the gradients of the weights. In a
     schedule that does not split the backward pass, B takes their sum. `transfer` is the time of sending an activation
     or a gradient from this stage to another group.
     """
@@ -104,15 +104,16 @@ def scaled(result: Simulation, factor: float) -> Simulation:
 def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Maximum number of activations that each group stores at once.
 
-    One activation is what one stage stores for one microbatch, from its F until its B, or until its W if the backward
-    pass is split. A group with two stages stores two per microbatch, each of half the size. With slices, one is that of
-    a slice. A schedule without a backward pass stores none.
+    One activation is the memory of one stage for one microbatch, stored from its F until its B, or until its W if the
+    backward pass is split. A group with two stages stores two activations per microbatch, each of half the size. If
+    sequences are divided into slices, one activation is the memory for one slice. A schedule without a backward pass
+    stores no activation.
     """
     return tuple(map(round, peak_memory(schedule, (1,) * schedule.num_stages)))
 
 
 def peak_memory(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
-    """The same as memory: `sizes` are those of one activation of every stage, such as bytes."""
+    """The maximum memory of each group, if one activation of stage s takes `sizes[s]`, in any unit such as bytes."""
     release = "W" if schedule.splits_backward else "B"
     peaks = []
     for row in schedule.rows:

@@ -8,9 +8,9 @@ modulo 6. The next microbatch follows 6 units later. The shorter the block, the 
 A microbatch passes the groups four times. A hop from group to group takes 1 to 3 units, the same on all groups, except
 that the first pass may have two sizes of hops. A block is repeated and squeezed: every group runs its actions in the
 order of the blocks, each as early as its input and the memory limit permit. While the next one has to wait, the group
-runs a W; if it has none, a later B, or before its first B of chunk 0 a later F, which leaves some memory free. Of the
-blocks that are about as long as the memory limit permits, the one with the smallest period, then the smallest makespan
-is used. For up to 12 groups the idle time of a group then is that of `idle_time`, or up to 2 units more.
+runs a W. If it has no W, it runs a later B or, before its first B of chunk 0, a later F that leaves some memory free.
+Of the blocks that are about as long as the memory limit permits, the search chooses the one with the smallest period,
+then the smallest makespan. For up to 12 groups, the idle time of a group then exceeds `idle_time` by at most 2 units.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from typing import NamedTuple
 _PERIOD = 6
 _WAYS = ("F0", "F1", "B1", "B0")  # kind and chunk, in the order in which a microbatch passes them
 _FORWARD = (0, 1)
-_EARLY = (2, 3, 1, 0)  # ways, by preference, of what runs before its turn
+_EARLY = (2, 3, 1, 0)  # ways in which a microbatch may run before its turn, preferred ones first
 _HOPS = (1, 2, 3)
 _TURNS = (1, 2)  # units between two passes
-_SPLITS = 8  # of the first pass into hops of two sizes, about
+_SPLITS = 8  # about how many splits of the first pass into hops of two sizes are tried
 WORK = 800_000  # actions that are simulated to find a block: about half a second
 
 Block = tuple[tuple[int, ...], ...]  # time of each way on every group
 
 
 class _Squeezed(NamedTuple):
-    period: int  # the time from the first to the last action of a group, at most
+    period: int  # the longest time from the first to the last action of a group
     makespan: int
     rows: tuple[tuple[str, ...], ...]  # words: kind and chunk, such as F0
 
@@ -48,24 +48,24 @@ def v_rows(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[t
     A group stores at most `memory_limit` activations of one chunk, from `least_memory` to 2 * num_groups.
     """
     block, reserve = _best_block(num_groups, min(num_microbatches, 2 * num_groups), memory_limit)
-    found = _squeeze(block, num_microbatches, memory_limit, reserve)
-    assert found is not None
-    return found.rows
+    squeezed = _squeeze(block, num_microbatches, memory_limit, reserve)
+    assert squeezed is not None
+    return squeezed.rows
 
 
 @lru_cache(maxsize=64)
 def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tuple[Block, int]:
-    """(block, reserve). From 2 microbatches per group on it does not depend on their number."""
+    """(block, reserve). With 2 or more microbatches per group, the result does not depend on their number."""
     work_time = _PERIOD * num_microbatches
     least = (work_time + idle_time(num_groups, memory_limit), work_time + num_groups - 1)
     third = -(-num_groups // 3)
     best, chosen, work = (least[0] * 10, 0), None, WORK
     for block in _blocks(num_groups, memory_limit):
         for reserve in (third, third + 1, 1):
-            found = _squeeze(block, num_microbatches, memory_limit, reserve)
+            squeezed = _squeeze(block, num_microbatches, memory_limit, reserve)
             work -= num_groups * work_time
-            if found is not None and found[:2] < best:
-                best, chosen = found[:2], (block, reserve)
+            if squeezed is not None and squeezed[:2] < best:
+                best, chosen = squeezed[:2], (block, reserve)
         if chosen is not None and (work < 0 or (best[0] <= least[0] and best[1] <= max(least))):
             break
     assert chosen is not None
@@ -79,27 +79,28 @@ def idle_time(num_groups: int, memory_limit: int) -> int:
 
 @lru_cache(maxsize=16)
 def _all_blocks(num_groups: int) -> list[tuple[int, Block]]:
-    """(length, block) of all blocks."""
+    """(length, block) of all blocks; the length is the sum of the times from F to B of both chunks, on the group where
+    it is longest."""
     num_hops = num_groups - 1
     even = [(hop,) * num_hops for hop in _HOPS]
     splits = range(1, num_hops, -(-num_groups // _SPLITS))
     first = [(a,) * j + (b,) * (num_hops - j) for a, b in product(_HOPS, _HOPS) if abs(a - b) == 1 for j in splits]
-    found = {
+    blocks = {
         _block(num_groups, ways, turns): None
         for ways in product(even + first, even, even, even)
         for turns in product(_TURNS, repeat=3)
     }
-    return [(max(b0 - f0 + b1 - f1 for f0, f1, b1, b0 in zip(*block, strict=True)), block) for block in found]
+    return [(max(b0 - f0 + b1 - f1 for f0, f1, b1, b0 in zip(*block, strict=True)), block) for block in blocks]
 
 
 def _blocks(num_groups: int, memory_limit: int) -> list[Block]:
     target = _PERIOD * memory_limit - 1
-    found = [(abs(length - target), block) for length, block in _all_blocks(num_groups) if length <= target + 4]
-    return [block for _, block in sorted(found, key=lambda item: item[0])]
+    candidates = [(abs(length - target), block) for length, block in _all_blocks(num_groups) if length <= target + 4]
+    return [block for _, block in sorted(candidates, key=lambda item: item[0])]
 
 
 def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int]) -> Block:
-    """Later where another action of the group has the time modulo 6."""
+    """The block with these hops and turns. An action is delayed while its time modulo 6 is taken on its group."""
     taken: list[set[int]] = [set() for _ in range(num_groups)]
     block, time = [], 0
     for way, hops in enumerate(ways):
@@ -116,7 +117,7 @@ def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int])
 
 
 def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: int) -> _Squeezed | None:
-    """None if the memory limit stops all groups."""
+    """The rows of all groups if the block is repeated and squeezed; None if the memory limit stops all groups."""
     groups = [_Group(block, number, num_microbatches) for number in range(len(block[0]))]
     time, left = 0, _PERIOD * num_microbatches * len(groups)
     while left:
@@ -192,8 +193,8 @@ class _Group:
         microbatch = len(self.ends[way])
         if microbatch == self.num_microbatches or (way in _FORWARD and self.stored >= memory_limit):
             return False
-        if (given := self.inputs[way]) is None:
+        if (source := self.inputs[way]) is None:
             return True
-        before, group = given
+        before, group = source
         ends = groups[group].ends[before]
         return len(ends) > microbatch and ends[microbatch] <= time

@@ -25,12 +25,13 @@ def check_schedule(
 ) -> None:
     """Checks that a schedule is complete, can run without deadlock, and fits in memory.
 
-    The checks are: every action appears exactly once, in the row of its stage's group; no action comes before one that
-    it depends on; there is no deadlock if receives block and sends do not; on each edge (sending group, receiving
-    group, F or B), messages are received in the order in which they are sent; no group exceeds its memory limit.
+    The checks are: every action appears exactly once, in the row of its stage's group; no action comes before an
+    action that it depends on; the groups do not deadlock if receives block and sends do not; on each edge (sending
+    group, receiving group, F or B), messages are received in the order in which they are sent; no group exceeds its
+    memory limit.
 
     Args:
-        schedule: The schedule. One without any B is checked as forward only.
+        schedule: The schedule. A schedule without any B is checked as forward only.
         memory_limit: Maximum number of activations that a group may store at once, as counted by `peak_activations`:
             one number for all groups or one per group. None: no limit.
         activation_sizes: The size of an activation of every stage, in the unit of `memory_limit`, such as bytes. None:
@@ -53,15 +54,15 @@ def check_schedule(
     mistakes = _misplaced(schedule)
     if not mistakes:
         stuck = _deadlock(schedule)
-        early = _before_their_dependencies(schedule) if stuck else []  # each of them is a deadlock too
+        early = _before_their_dependencies(schedule) if stuck else []  # every such action is a deadlock too
         mistakes = [*early, *_out_of_order(schedule), *([] if early else stuck)]
     if memory_limit is not None:
         sizes = activation_sizes_of(activation_sizes, schedule.num_stages)
         mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups), sizes)
     if mistakes:
-        more = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
+        omitted = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
         blocks = ["\n".join([line, *_excerpt(schedule, places)]) for line, places in mistakes[:MOST]]
-        raise ValueError("\n".join([f"{schedule.name}: invalid schedule", *blocks, *more]))
+        raise ValueError("\n".join([f"{schedule.name}: invalid schedule", *blocks, *omitted]))
 
 
 def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
@@ -76,17 +77,17 @@ def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tup
 
 
 def activation_sizes_of(sizes: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
-    found = (1,) * num_stages if sizes is None else tuple(sizes)
-    if len(found) != num_stages or not all(0 <= size <= MOST_COST for size in found):
+    values = (1,) * num_stages if sizes is None else tuple(sizes)
+    if len(values) != num_stages or not all(0 <= size <= MOST_COST for size in values):
         raise ValueError(
             f"activation_sizes must be {num_stages} numbers, one per stage, from 0 to {MOST_COST:g}, got "
-            f"{shortened(listed(found))}"
+            f"{shortened(listed(values))}"
         )
-    return found
+    return values
 
 
 def _misplaced(schedule: Schedule) -> list[_Mistake]:
-    """Actions that are unknown, repeated, or in another row than their stage's; then those that are missing."""
+    """Actions that are unknown, repeated, or not in the row of their stage's group; then actions that are missing."""
     kinds = "FBW" if schedule.splits_backward else "FB"
     if not any(action.kind == "B" for row in schedule.rows for action in row):
         kinds = "F"  # forward only, for evaluation
@@ -126,16 +127,16 @@ def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mappi
             if action in wrong:
                 places.setdefault(action, []).append((group, position))
     mistakes = []
-    for action, found in sorted(places.items()):
+    for action, spots in sorted(places.items()):
         if action[:2] not in group_of or action.microbatch < 0:
             text = f"{action} appears in the table, but the schedule has no such action"
-        elif len(found) > 1:
-            text = f"{action} appears {len(found)} times"
+        elif len(spots) > 1:
+            text = f"{action} appears {len(spots)} times"
         else:
             text = (
-                f"{action} appears in the row of group {found[0][0]}, but its stage is on group {group_of[action[:2]]}"
+                f"{action} appears in the row of group {spots[0][0]}, but its stage is on group {group_of[action[:2]]}"
             )
-        mistakes.append((text, found))
+        mistakes.append((text, spots))
     return mistakes
 
 
@@ -155,7 +156,7 @@ def _out_of_order(schedule: Schedule) -> list[_Mistake]:
     """The first message of each edge that is not received in the order of sending."""
     sends: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
     receives: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
-    receiver_of = {}  # action whose result is sent to another group -> that group
+    receiver_of = {}  # action whose result another group receives -> that group
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             for needed in schedule.needs(action):

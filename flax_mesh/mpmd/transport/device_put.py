@@ -36,7 +36,8 @@ class _Route:
     """How to transfer an array from one sharding to another.
 
     `layout` is the sharding on the source's devices from which shards are copied. `pairs` has (source device, target
-    device, slices of the source's shard) for every device of the target. Slices of None mean the entire shard.
+    device, slices of the source's shard) for every device of the target. If the slices are None, the entire shard is
+    copied.
     """
 
     layout: Sharding
@@ -50,10 +51,10 @@ class _Route:
 def device_put(x: Any, sharding: Sharding, key: Hashable = None) -> MpmdArray:
     """Transfers an array to `sharding`, on the same or other devices. Every process must call it.
 
-    If `x` is committed to devices, a process that has devices of both `x` and `sharding` copies, one that has devices
-    of `x` sends, one that has devices of `sharding` receives, and any other does nothing. The call is asynchronous: it
-    blocks neither on other processes nor until `x` is computed. If `x` is not committed (a number, a numpy array),
-    every process uses its own value, which must be equal in all processes.
+    If `x` is committed to devices, a process that has devices of both `x` and `sharding` copies, a process that has
+    only devices of `x` sends, a process that has only devices of `sharding` receives, and any other does nothing. The
+    call is asynchronous: it blocks neither on other processes nor until `x` is computed. If `x` is not committed (a
+    number, a numpy array), every process uses the value that it passes, which must be equal in all processes.
 
     If `x` and `sharding` have different numbers of devices, `x` is first replicated over its devices.
 
@@ -114,13 +115,13 @@ def _as_array(x: Any) -> Any:
     """`x` if it is a jax.Array or MpmdArray, else a numpy array of the dtype that JAX would use."""
     if isinstance(x, Tracer):
         raise ValueError(
-            "mpmd.device_put was called inside a trace, such as that of jax.jit or jax.grad. It transfers arrays "
-            "between programs: call it outside of the trace. Inside a program use with_sharding_constraint."
+            "mpmd.device_put was called inside a trace, such as a function under jax.jit or jax.grad. It transfers "
+            "arrays between programs: call it outside of the trace. Inside a program use with_sharding_constraint."
         )
     if isinstance(x, MpmdArray | jax.Array):
         return x
     dtype = jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)
-    return np.asarray(x, dtype)  # from `x` itself: an integer too large for int32 is an OverflowError
+    return np.asarray(x, dtype)  # from `x` itself: an integer that is too large for int32 raises an OverflowError
 
 
 def _check_fit(shape: tuple[int, ...], sharding: Sharding) -> None:
@@ -135,7 +136,7 @@ def _check_fit(shape: tuple[int, ...], sharding: Sharding) -> None:
 
 
 def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
-    """The local shards, from the value of this process."""
+    """The local shards, from the value that this process passed."""
     if is_fully_remote_sharding(sharding):
         return None
     x = _strong(x)

@@ -2,7 +2,8 @@
 
 All groups have the same shape, and shard k is sent from device k of one group to device k of the other, so both must
 use the same layout. If the compiler chose the layout, only the sender knows it. The sender publishes it once in the
-key-value store of jax.distributed. The receiver compares shape, dtype and mesh with its own before the first receive.
+key-value store of jax.distributed. Before the first receive, the receiver compares the published shape, dtype and mesh
+with the shape, dtype and mesh that it expects.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ class _Pending(NamedTuple):
 
 
 class Channel:
-    """Asynchronous transfers between the groups of this process and those of other processes.
+    """Asynchronous transfers between the groups of this process and the groups of other processes.
 
     A key is (kind, run, ...): a kind of _DESCRIPTIONS, the number of the run, and the values of the placeholders.
     Between the same groups each key is used once.
@@ -60,7 +61,7 @@ class Channel:
         device = mesh.jax_mesh.local_devices[0]
         self.process = device.process_index
         self.transport = transport_of(device.client)
-        # All processes create their pipelines in the same order, so this number is the same in all.
+        # All processes create their pipelines in the same order, so this number is the same in all processes.
         self.pipeline = self.transport.calls.name((), (), "pipeline")[-1]
         self.num_runs = 0
         self._layouts: dict[Hashable, NamedSharding] = {}
@@ -78,7 +79,7 @@ class Channel:
     def send(self, key: Key, value: jax.Array, sender: int, receiver: int) -> None:
         """Sends `value`, which may still be computing, from group `sender` to group `receiver`.
 
-        It must not be donated before it has arrived.
+        `value` must not be donated before it has arrived.
         """
         name = self._name(key, sender, receiver)
         shards = {shard.device: shard.data for shard in value.addressable_shards}
@@ -136,8 +137,8 @@ class Channel:
     def fetch_layout(
         self, key: Hashable, shape: Sequence[int], dtype: np.dtype, sender: int, receiver: int
     ) -> NamedSharding:
-        """The published layout of group `sender`, on group `receiver`. Raises a ShardingError if shape, dtype or mesh
-        differ from those of this process."""
+        """The published layout of group `sender`, on group `receiver`. Raises a ShardingError if its shape, dtype or
+        mesh differ from the values in this process."""
         layout = self._layouts.get((key, receiver))
         if layout is None:
             mesh = self.groups[receiver]
@@ -162,12 +163,12 @@ class Channel:
         with self._lock:
             while self._pending and _has_arrived(self._pending[0].array):
                 self._pending.popleft()
-            pending = [one for one in self._pending if not _has_arrived(one.array)]
-        found = [self._requested] if self._requested else []
-        for (kind, _, *rest), sender, receiver, _ in pending:
-            description = _DESCRIPTIONS[kind].format(*rest)
-            found.append(f"group {receiver} for {description}, from group {sender} ({self._owners(sender)})")
-        return found
+            pending = [entry for entry in self._pending if not _has_arrived(entry.array)]
+        lines = [self._requested] if self._requested else []
+        for (kind, _, *details), sender, receiver, _ in pending:
+            description = _DESCRIPTIONS[kind].format(*details)
+            lines.append(f"group {receiver} for {description}, from group {sender} ({self._owners(sender)})")
+        return lines
 
     def _places_of(
         self, shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding, sender: int, receiver: int
@@ -176,13 +177,13 @@ class Channel:
         key = shape, dtype, sharding, sender, receiver
         if key not in self._places:
             shard_shape = sharding.shard_shape(shape)
-            found: dict[int, list[jax.ShapeDtypeStruct]] = {}
+            by_sender: dict[int, list[jax.ShapeDtypeStruct]] = {}
             pairs = zip(self.groups[sender].devices.flat, self.groups[receiver].devices.flat, strict=True)
             for source, to in pairs:
                 if to.process_index == self.process:
                     place = jax.ShapeDtypeStruct(shard_shape, dtype, sharding=SingleDeviceSharding(to))
-                    found.setdefault(source.process_index, []).append(place)
-            self._places[key] = list(found.items())
+                    by_sender.setdefault(source.process_index, []).append(place)
+            self._places[key] = list(by_sender.items())
         return self._places[key]
 
     def _name(self, key: Key, sender: int, receiver: int) -> Key:
@@ -196,7 +197,7 @@ class Channel:
 
 
 def _has_arrived(array: Any) -> bool:
-    """Whether it has arrived. If the sender died, the array is ready with an error, which counts as not arrived."""
+    """Whether the array has arrived. If its sender died, it is ready with an error, which counts as not arrived."""
     if array.is_deleted():
         return True
     try:

@@ -43,5 +43,5 @@ def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def remote_array(like: Any) -> jax.Array:
-    """An array without local shards: other processes have them; shape, dtype and sharding are known."""
+    """An array whose shards all belong to other processes; its shape, dtype and sharding are known."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)

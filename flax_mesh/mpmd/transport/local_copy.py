@@ -27,7 +27,7 @@ def mover(source: Sharding, target: Sharding) -> Callable[[jax.Array], jax.Array
 
 
 def _differ_in_devices_only(source: Sharding, target: Sharding) -> bool:
-    """Whether shard k of one is shard k of the other, on different devices of this process."""
+    """Whether shard k has the same slices in both shardings, on different devices of this process."""
     if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
         return False
     local = source.is_fully_addressable and target.is_fully_addressable

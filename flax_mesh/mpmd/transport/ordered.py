@@ -1,8 +1,8 @@
 """Ordered transport: activations and gradients between processes by `jax.device_put`, over NCCL or ICI.
 
-The runtime matches transfers by number: the n-th call of one process is matched with the n-th call of every other. All
-processes must therefore make the same calls in the same order. A process that neither sends nor receives makes the call
-with an array without shards.
+The runtime matches transfers by number: the n-th call of one process is matched with the n-th call of every other
+process. All processes must therefore make the same calls in the same order. A process that neither sends nor receives
+makes the call with an array without shards.
 
 The order is derived from the schedule, simulated with unit times: transfers are sorted by the end of the action that
 computes the value. A process makes a call before it dispatches the first of its actions that starts at that end or
@@ -68,17 +68,19 @@ class _TransferOrder(NamedTuple):
 
 
 def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> _TransferOrder:
-    """The order of all transfers; `sends` returns those of one action."""
+    """The order of all transfers; `sends` returns the transfers of one action."""
     times = schedule.unit_times()
     starts = [start for start, _ in times.values()]
     by_end = sorted(times, key=lambda action: times[action][1])  # a stable sort: equal in all processes
-    transfers = tuple((bisect_left(starts, times[action][1]), one) for action in by_end for one in sends(action))
+    transfers = tuple(
+        (bisect_left(starts, times[action][1]), transfer) for action in by_end for transfer in sends(action)
+    )
     place = {action: i for i, action in enumerate(times)}
-    return _TransferOrder(place, transfers, frozenset(one.key for _, one in transfers))
+    return _TransferOrder(place, transfers, frozenset(transfer.key for _, transfer in transfers))
 
 
 class OrderedPass:
-    """The transfers of one pass over a schedule. A process calls `before` for each of its own actions, then `end`.
+    """The transfers of one pass over a schedule. A process calls `before` for each of its actions, then `end`.
 
     `call(transfer, value)` performs one transfer. `value` is None unless this process sends. It returns the received
     array, or None if another process receives.
@@ -133,21 +135,21 @@ class OrderedTransport:
         ShardingError.
         """
         if name not in self._orders:
-            order = order_transfers(schedule, lambda action: [one for one in sends(action) if self._applies_to(one)])
-            self._test_pairs([(one.sender, one.receiver) for _, one in order.transfers])
+            order = order_transfers(schedule, lambda action: list(filter(self._applies_to, sends(action))))
+            self._test_pairs([(transfer.sender, transfer.receiver) for _, transfer in order.transfers])
             self._orders[name] = order
-        return OrderedPass(self._orders[name], lambda one, value: self._transfer(number, one, value))
+        return OrderedPass(self._orders[name], lambda transfer, value: self._transfer(number, transfer, value))
 
-    def _applies_to(self, one: OrderedTransfer) -> bool:
-        """Whether `one` is between processes, not empty and not of random keys. The rest uses the transfer server."""
-        between = self._processes[one.sender] != self._processes[one.receiver]
-        return bool(between and one.aval.size and not is_key(one.aval))
+    def _applies_to(self, transfer: OrderedTransfer) -> bool:
+        """Whether `transfer` is between processes, not empty and not of random keys. Others use the transfer server."""
+        between = self._processes[transfer.sender] != self._processes[transfer.receiver]
+        return bool(between and transfer.aval.size and not is_key(transfer.aval))
 
-    def _transfer(self, number: int, one: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
-        shape, dtype = one.aval.shape, one.aval.dtype
-        there = self.channel.fetch_layout(one.layout, shape, dtype, one.sender, one.receiver)
-        kind, *rest = one.key
-        return self._moved((kind, number, *rest), value, shape, dtype, there, one.sender, one.receiver)
+    def _transfer(self, number: int, transfer: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
+        shape, dtype = transfer.aval.shape, transfer.aval.dtype
+        there = self.channel.fetch_layout(transfer.layout, shape, dtype, transfer.sender, transfer.receiver)
+        kind, *numbers = transfer.key
+        return self._moved((kind, number, *numbers), value, shape, dtype, there, transfer.sender, transfer.receiver)
 
     def _moved(
         self, key: Key, value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
@@ -194,7 +196,7 @@ class OrderedTransport:
         return np.arange(pair * size, (pair + 1) * size, dtype=np.int32)
 
     def _mismatch(self, sender: int, receiver: int, array: jax.Array, end: float) -> str:
-        """Description of the difference between the received and the expected values; "" if there is none."""
+        """Description of the difference between the received and the expected values; "" if they are equal."""
         places = array.sharding.addressable_devices_indices_map(array.shape)
         expected = {device: int(self._numbers(sender, receiver)[place][0]) for device, place in places.items()}
         received = _numbers_of(array, end)

@@ -17,7 +17,8 @@ from flax_mesh.processes.start import resolve_address
 from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.tree import Shaped, is_key
 
-_ADDRESS_TIMEOUT_S = 300  # of the first receive from a process: the sender publishes its address at its first transfer
+# The timeout of the first receive from a process. The sender publishes its address at its first transfer.
+_ADDRESS_TIMEOUT_S = 300
 
 _starting = threading.Lock()
 Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
@@ -31,7 +32,7 @@ class CallNames:
         self._lock = threading.Lock()
 
     def name(self, source: Sequence[int], target: Sequence[int], key: Hashable) -> Name:
-        """(ids of the source's devices, ids of the target's, key, number of this call among those)."""
+        """(ids of the source's devices, ids of the target's devices, key, number of this call among equal calls)."""
         call = (tuple(source), tuple(target), key)
         with self._lock:
             self._counts[repr(call)] += 1  # repr, because 1 == True
@@ -41,10 +42,10 @@ class CallNames:
 class Transport:
     """Sends to and receives from other processes.
 
-    `publish(process, address)` stores the address of this process; `look_up(process)` returns that of another process
-    and blocks until it is published. Every process publishes its address before it looks up any, so this cannot
-    deadlock. Shapes and dtypes are part of a transfer's name: if a receiver requests others than were sent, the array
-    never arrives. The server itself does not check them and would deliver wrong values.
+    `publish(process, address)` stores the address of this process; `look_up(process)` returns the address of
+    another process and blocks until it is published. Every process publishes its address before it looks up any, so
+    this cannot deadlock. Shapes and dtypes are part of a transfer's name: if a receiver requests another shape or dtype
+    than the sender has, the array never arrives. The server itself does not check them and would deliver wrong values.
     """
 
     def __init__(self, client: Any, host: str, publish: Callable[[int, str], None], look_up: Callable[[int], str]):

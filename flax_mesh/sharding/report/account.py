@@ -32,7 +32,7 @@ def analyze_sharding_strategy(
     """Computes the memory of a sharded tree: bytes per device, replication, balance, and the use of each mesh axis.
 
     The report is computed from shapes, dtypes and specs. Nothing is allocated, and no device is required. The bytes are
-    those of the arrays of `tree`, not of activations.
+    the bytes of the arrays in `tree`, without activations.
 
     Dims that are not divisible are counted with the padding of the compiler. Leaves that are not arrays, such as
     numbers and text, are left out. Arrays without a mesh are counted on their device.
@@ -216,6 +216,6 @@ def _axis_stats(
             arrays=len(split),
             parameters=sum(math.prod(x.shape) for x in split if x.kind == "parameter"),
             total_bytes=sum(x.total_bytes for x in split),
-            traffic=tuple(one for one in traffic if axis in one.axes),
+            traffic=tuple(collective for collective in traffic if axis in collective.axes),
         )
     return stats

@@ -95,15 +95,15 @@ def large_replicated(
     replicated = [all(mesh.shape[axis] == 1 for entry in spec for axis in as_tuple(entry)) for spec in specs]
     if all(replicated):
         return []  # plain data parallelism: replication is intended
-    found = []
+    findings = []
     for (path, leaf), is_replicated, stacked in zip(leaves, replicated, stacks, strict=True):
         shape = getattr(leaf, "shape", ())
         size = math.prod(shape[1:] if stacked else shape) * leaf.dtype.itemsize if shape else 0
         if is_replicated and size >= large:
             problem = f"{bytes_text(size)} are replicated on all {mesh.size} devices"
             repair = f"Shard a dim in its rule if this is not intended (reported for {bytes_text(large)} or more)"
-            found.append(Finding(path, problem, repair))
-    return found
+            findings.append(Finding(path, problem, repair))
+    return findings
 
 
 def _rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
@@ -118,23 +118,23 @@ def _rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
 
 
 def _unmatched(table: PartitionRules, leaves: Sequence[tuple[str, Any]]) -> list[Finding]:
-    found = []
+    findings = []
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", ())
         if table.find(path) is None and not needs_no_rule(table, path, shape):
             problem = f"no rule matches this array {tuple(shape)}; it is counted as replicated"
-            found.append(Finding(path, problem, "Add a rule for it, or end the table with ('.*', ())"))
-    return found
+            findings.append(Finding(path, problem, "Add a rule for it, or end the table with ('.*', ())"))
+    return findings
 
 
 def _of_rules(uses: Sequence[RuleUse], unused: bool) -> list[Finding]:
-    found = []
+    findings = []
     for number, use in enumerate(uses, start=1):
         where = f"rule {number}, {use.pattern!r}"
         if use.shadowed_by is not None:
             earlier = f"rule {use.shadowed_by + 1}, {uses[use.shadowed_by].pattern!r}"
             problem = f"applies to no array: {earlier}, matches first"
-            found.append(Finding(where, problem, "Move it before that rule, or delete it"))
+            findings.append(Finding(where, problem, "Move it before that rule, or delete it"))
         elif unused and not use.arrays:
-            found.append(Finding(where, "matches no array of the model", "Correct its pattern, or delete it"))
-    return found
+            findings.append(Finding(where, "matches no array of the model", "Correct its pattern, or delete it"))
+    return findings

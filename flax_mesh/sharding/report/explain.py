@@ -70,7 +70,7 @@ class Explanation(NamedTuple):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data for `json.dumps`, with one entry per array."""
+        """The content of `to_text` as plain data for `json.dumps`, with one entry per array."""
         rules = [
             {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
             for use in self.rules
@@ -84,7 +84,7 @@ class Explanation(NamedTuple):
         }
 
     def to_html(self, *, title: str = "sharding") -> str:
-        """The same as one HTML file without external resources, with a drawing of the shards on the mesh."""
+        """The content of `to_text` as one HTML file without external resources, with a drawing of the shards."""
         return report_page(self.report, title, self.note, self._rule_table(), self.findings)
 
     def _repr_html_(self) -> str:
@@ -108,13 +108,13 @@ def explain_sharding(
 ) -> Explanation:
     """Reports how a rule table shards a model and its optimizer on a mesh, and lists everything that looks wrong.
 
-    The arguments are those of `abstract_state`. Where that raises an error, this function returns findings, and
-    computes the figures without the mesh axes that do not fit. Nothing is allocated, and an AbstractMesh requires no
-    backend: a model of 405 billion parameters on 4,096 devices takes seconds.
+    The arguments are the same as in `abstract_state`. Where `abstract_state` raises an error, this function returns
+    findings, and computes the figures without the mesh axes that do not fit. Nothing is allocated, and an AbstractMesh
+    requires no backend: a model of 405 billion parameters on 4,096 devices takes seconds.
 
-    Findings are those of `audit_rules`, optimizer arrays that cannot follow their parameter, and large optimizer arrays
-    without a parameter that are replicated. Rules that match nothing are findings only in a table that is passed: the
-    table of a model class is made for all variants of the model.
+    Findings are the findings of `audit_rules`, optimizer arrays that cannot follow their parameter, and large optimizer
+    arrays without a parameter that are replicated. Rules that match nothing are findings only in a table that is
+    passed: the table of a model class is made for all variants of the model.
 
     Args:
         make: Function without arguments that returns a model or (model, optimizer).
@@ -144,8 +144,8 @@ def explain_sharding(
         33000
     """
     graphdef, state = abstract_split(make, mesh)
-    made = nnx.merge(graphdef, state)
-    model, optimizer = (made["model"], made["optimizer"]) if has_optimizer(made) else (made, None)
+    modules = nnx.merge(graphdef, state)
+    model, optimizer = (modules["model"], modules["optimizer"]) if has_optimizer(modules) else (modules, None)
     arrays = state["model"] if optimizer is not None else state
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(arrays):
         table, audit = None, _audit_annotations(arrays, mesh, axes or DEFAULT_AXES, large)
@@ -155,8 +155,8 @@ def explain_sharding(
         audit = audit_rules(table, arrays, mesh, large=large, unused=rules is not None)
     parts, findings = {"model": lay_out(arrays, audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
-        over, rest = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
-        match = match_optimizer(optimizer, arrays, audit.specs, rest, mesh, over=over)
+        over, fallback = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
+        match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over)
         kinds = optimizer_memory_kinds(state, mesh, optimizer_memory)[-len(match.specs) :]
         parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds)
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
@@ -187,12 +187,12 @@ def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: Partit
 def _large_without_parameter(
     model: nnx.State, optimizer: nnx.State, specs: list[PartitionSpec], mesh: Mesh | AbstractMesh, large: int
 ) -> list[Finding]:
-    """Findings for large replicated optimizer arrays. For those of a parameter, the finding on it is enough."""
+    """Findings for large replicated optimizer arrays. The finding on a parameter covers its optimizer arrays."""
     parameters = {path for path, _ in named_leaves(model)}
     leaves = named_leaves(optimizer)
-    found = large_replicated(leaves, specs, mesh, large, stacks=[False] * len(leaves))
+    findings = large_replicated(leaves, specs, mesh, large, stacks=[False] * len(leaves))
     owned = owners_of([path for path, _ in leaves], parameters)
-    return [finding for finding in found if finding.path not in owned]
+    return [finding for finding in findings if finding.path not in owned]
 
 
 def _with_rules(report: ShardingReport, table: PartitionRules | None, model: nnx.State) -> ShardingReport:

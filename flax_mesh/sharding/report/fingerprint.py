@@ -1,4 +1,4 @@
-"""Fingerprint of the layout of a tree, and the check that all processes of a run have the same one."""
+"""Fingerprint of the layout of a tree, and the check that all processes of a run have the same fingerprint."""
 
 import hashlib
 from typing import Any
@@ -17,7 +17,7 @@ from flax_mesh.tree import named_leaves
 
 def sharding_fingerprint(tree: Any) -> str:
     """SHA-256, in hex, of the path, shape, dtype, spec and mesh axes (with sizes) of every array of `tree`, and of its
-    memory kind if that is one of the host.
+    memory kind if it is in the memory of the host.
 
     An abstract state and the arrays that are initialized from it have the same fingerprint, on every process. It does
     not depend on the devices of the mesh, on axes of size 1, or on the spelling of a spec: `P("fsdp")` equals

@@ -39,11 +39,11 @@ class ArrayReport(NamedTuple):
     dtype: str
     spec: PartitionSpec | None  # None: a sharding without a spec
     pieces: tuple[int, ...]  # number of shards along each dim
-    total_bytes: int  # of one copy
-    device_bytes: int  # of one shard
+    total_bytes: int  # bytes of one copy
+    device_bytes: int  # bytes of one shard
     num_devices: int
-    padded_bytes: int  # on all devices together: if a dim is not divisible, all shards have the size of the largest
-    rule: int | None = None  # index in the table
+    padded_bytes: int  # bytes on all devices, where all shards of an array have the size of its largest shard
+    rule: int | None = None  # index in the rule table
     logical: tuple[str | None, ...] | None = None
     on_host: bool = False  # stored in the memory of the host
 
@@ -61,7 +61,7 @@ class ArrayReport(NamedTuple):
 
     @property
     def logical_text(self) -> str:
-        """`embed, heads, head_dim`; `-` if there is no rule, or it is a PartitionSpec."""
+        """`embed, heads, head_dim`; `-` without a rule, or if the rule has a PartitionSpec."""
         return dims_text(self.logical) if self.logical else "-"
 
     def to_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class AxisStats(NamedTuple):
     size: int
     arrays: int
     parameters: int  # number of elements
-    total_bytes: int  # of one copy
+    total_bytes: int  # bytes of one copy
     traffic: tuple[Traffic, ...] = ()
 
 
@@ -86,12 +86,13 @@ class ShardingReport(Mapping[str, Any]):
 
     Attributes:
         memory_per_device: Device, or its index in an AbstractMesh -> bytes of the state that it stores.
-        balance_score: The smallest of these divided by the largest; 1.0 if all are equal.
+        balance_score: The smallest value of `memory_per_device` divided by the largest; 1.0 if all are equal.
         replicated_bytes: Bytes on all devices together in excess of one copy of every array.
         parameter_bytes, optimizer_bytes, variable_bytes: Parts of the device with the most bytes. Variables are the
             statistics of BatchNorm, random streams and the like.
         gradient_bytes: Bytes that gradients add on that device, with the dtypes and shardings of the floating
-            parameters, in `explain_sharding` of those that the optimizer trains. Not part of `memory_per_device`.
+            parameters; `explain_sharding` counts only the parameters that the optimizer trains. Not part of
+            `memory_per_device`.
         host_bytes: Bytes in pinned host memory, on all devices together. Not part of the other figures per device.
     """
 
@@ -258,13 +259,13 @@ def _traffic_table(report: ShardingReport) -> Table:
     heads = ("mesh axes", "collective", "times per step", "payload", "sent per device")
     rows = [
         [
-            "+".join(one.axes),
-            one.kind,
-            f"{one.times:,}" if one.times_known else f"{one.times:,} or more",
-            bytes_text(one.payload_bytes),
-            bytes_text(one.sent_bytes),
+            "+".join(traffic.axes),
+            traffic.kind,
+            f"{traffic.times:,}" if traffic.times_known else f"{traffic.times:,} or more",
+            bytes_text(traffic.payload_bytes),
+            bytes_text(traffic.sent_bytes),
         ]
-        for one in report.traffic
+        for traffic in report.traffic
     ]
     return Table(heads, rows, right=heads[2:])
 
@@ -275,8 +276,8 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
     number = next((f"{count / size:.3g} {word}" for word, size in units if count >= size), f"{count:,}")
     return [
         ("state per device", bytes_text(max(report.memory_per_device.values(), default=0))),
-        ("of it parameters", bytes_text(report.parameter_bytes)),
-        ("of it optimizer", bytes_text(report.optimizer_bytes)),
+        ("parameters per device", bytes_text(report.parameter_bytes)),
+        ("optimizer per device", bytes_text(report.optimizer_bytes)),
         ("gradients, in addition", bytes_text(report.gradient_bytes)),
         ("number of parameters", number),
         ("one copy of the state", bytes_text(report.total_bytes)),

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "together"), [("1f1b", True), ("zb-h1", True), ("v-min", True), ("gpipe", False)])
-def test_forward_and_backward_of_the_last_stage_are_one_program_where_they_run_back_to_back(name, together):
+def test_adjacent_f_and_b_of_the_last_stage_are_one_program(name, together):
     """Separate programs give the same results, and GPipe, which runs other actions between them, has only those."""
     count, ran, results = 4, [], []
     for single in (False, True):
@@ -233,7 +233,7 @@ def test_a_scanned_stack_is_stored_as_one_chunk_per_group():
     assert all(found == [((0, 1), 0, 1), ((1, 4), 1, 3)] for found in chunks.values())
 
 
-def test_counts_of_the_optimizer_are_on_all_groups_if_variables_of_the_model_have_their_names():
+def test_optimizer_counts_are_shared_despite_model_variables_of_the_same_name():
     def make():
         model: Any = make_net()
         model.step, model.count = nnx.BatchStat(jnp.zeros((), int)), nnx.Param(jnp.ones(8))
@@ -274,7 +274,7 @@ def test_parameters_and_moments_are_stored_only_on_their_group():
     ("name", "most"),
     [("1f1b", lambda s, m: min(4 - s, m)), ("gpipe", lambda s, m: m), ("zb-h1", lambda s, m: min(4, m))],
 )
-def test_live_residuals_match_the_peak_activations_and_each_boundary_has_one_transfer_each_way(name, most):
+def test_live_residuals_match_the_peak_activations(name, most):
     count = 6
     pipeline = build_net(count, name=name, mesh=groups(pp=4))
     alive = {stage: [] for stage in range(4)}

@@ -156,7 +156,7 @@ def split_one(cls, **kinds):
     return split_stages(net_loss, lambda: cls(nnx.Rngs(0)), net_batch(2), num_stages=2, **kinds)
 
 
-def test_layers_are_those_of_the_table_and_the_argument_overrides_them():
+def test_the_layers_argument_overrides_the_layers_of_the_table():
     carried = partitioned([(".*", ())], layers="blocks")(type("Carried", (Renamed,), {}))
     assert split_one(carried).layers == split_one(Renamed, layers="blocks").layers == ("blocks",)
     wrong = partitioned([(".*", ())], layers="layers")(type("Wrong", (Renamed,), {}))
@@ -189,7 +189,7 @@ def split_two(make, **kinds):
     return split_stages(net_loss, make, net_batch(4), mesh=groups(pp=2), schedule=GOOD, **kinds)
 
 
-def test_the_optimizer_is_that_of_the_function_that_makes_the_model_or_of_the_pipeline():
+def test_split_stages_or_the_pipeline_takes_the_optimizer():
     abstract = []
     for wrt in (nnx.Param, kernels):
         expected = Pipeline(split_two(make_net, wrt=wrt), PLAIN_SGD).abstract
@@ -223,7 +223,7 @@ WRONG_OPTIMIZERS = {
     "two filters": (lambda: split_two(make_trained, wrt=kernels), "=kernels must be that of the optimizer, wrt=Param;"),
     "filter": (
         lambda: Pipeline(split_two(make_net), make_trained(kernels)[1]),
-        "of the optimizer must be that",
+        "of the optimizer must equal",
     ),
     "class": (
         lambda: Pipeline(split_two(make_net), make_trained(kind=OwnOptimizer)[1]),

@@ -107,7 +107,7 @@ def test_the_trace_and_the_picture_contain_every_action_measured_and_simulated(s
     assert len(boxes) - 3 == 2 * len(timeline.events)  # three are in the legend
 
 
-def test_the_trace_is_in_microseconds_and_its_numbers_are_those_of_the_events():
+def test_the_trace_has_the_times_of_the_events_in_microseconds():
     timeline = by_hand()
     assert (timeline.span, timeline.overlap, timeline.bubble) == (16.0, 12 / 16, 1 - 12 / 32)
     assert costs_of(timeline) == (StageCost(2, 4, 0), StageCost(2, 4, 0))
@@ -143,7 +143,7 @@ def test_an_unsplit_backward_is_measured_as_one_action(interleaved):
         measure_costs(pipeline, state, BATCH, repeats=0)
 
 
-def test_steps_are_measured_before_the_search_and_a_file_of_the_same_settings_is_used(split, tmp_path, monkeypatch):
+def test_the_search_measures_steps_or_uses_a_file_with_the_same_settings(split, tmp_path, monkeypatch):
     monkeypatch.setattr(search, "SECONDS", 0.05)
     pipeline, initial = split
     monkeypatch.setattr(pipeline, "fuses", pipeline.fuses)
@@ -157,7 +157,7 @@ def test_steps_are_measured_before_the_search_and_a_file_of_the_same_settings_is
         return found
 
     plain = losses(pipeline)
-    searched = r"searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of that of the f"
+    searched = r"searched for the measured stages: makespan [\d.]+ ms, [\d.]+% of the makespan of the f"
     for setting, damaged, text in (
         ("pp:2", "", searched),
         ("pp:2", "", re.escape(str(file))),

@@ -142,7 +142,7 @@ def test_any_swap_of_dependent_actions_or_of_messages_is_caught(schedule, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_every_size_up_to_8_groups_and_32_microbatches_is_valid_at_its_own_peak_and_not_below(name):
+def test_every_schedule_needs_exactly_its_peak_memory(name):
     defined = 0
     for groups, microbatches, virtual in itertools.product(range(1, 9), range(1, 33), range(1, 5)):
         try:

@@ -100,12 +100,16 @@ def test_random_keys_are_transferred_and_weak_types_are_dropped(mpmd_mesh):
         assert not moved.weak_type and not moved.jax_array.weak_type
 
 
-def test_the_groups_of_an_array_are_those_of_its_sharding_and_an_equal_one_returns_the_array(mpmd_mesh):
+def test_the_sharding_of_an_array_determines_its_groups(mpmd_mesh):
     with mpmd_mesh:
         array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
     assert array.groups == (0,)
     assert mpmd.device_put(array, on(mpmd_mesh, 1)).groups == (1,)
     assert mpmd.device_put(array, NamedSharding(mpmd_mesh.jax_mesh, P())).groups == (0, 1)
+
+
+def test_an_array_with_the_requested_sharding_is_returned_itself(mpmd_mesh):
+    array = mpmd.device_put(NUMBERS, on(mpmd_mesh, 0, "tp"))
     assert mpmd.device_put(array, on(mpmd_mesh, 0, "tp")).jax_array is array.jax_array
 
 
@@ -277,9 +281,12 @@ def test_an_array_can_be_sent_while_it_is_computed(mpmd_mesh, transport):
     assert np.array_equal(got, array[:1])
 
 
-def test_a_transport_requires_jax_distributed_and_its_address_is_that_of_the_route_to_the_coordinator():
+def test_a_transport_requires_jax_distributed():
     with pytest.raises(ValueError, match=r"require jax\.distributed.*initialize\(\) before the first use of JAX"):
         transport_of(jax.devices()[0].client)
+
+
+def test_the_address_is_on_the_network_of_the_coordinator():
     assert address_towards("127.0.0.1:1234") == "127.0.0.1"
     assert address_towards("localhost:1234") in ("127.0.0.1", "::1")
 

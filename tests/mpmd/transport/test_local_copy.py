@@ -43,7 +43,7 @@ def assert_same(have, want):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool"])
 @pytest.mark.parametrize("spec", [P(), P("dp"), P("dp", "tp"), P(None, ("dp", "tp")), P("tp", None)])
-def test_the_result_is_that_of_device_put_without_calling_it(spec, dtype, slow_puts):
+def test_a_copy_equals_device_put_without_calling_it(spec, dtype, slow_puts):
     value = np.arange(64).reshape(8, 8).astype(jnp.dtype(dtype))
     x = jax.device_put(value, NamedSharding(mesh(0), spec))
     there = NamedSharding(mesh(4), spec)

@@ -172,7 +172,7 @@ def test_a_model_that_keeps_a_mesh_takes_the_one_in_context():
         ),
     ],
 )
-def test_a_fixed_mesh_and_a_stack_along_another_dim_than_the_first_are_refused_in_a_pipeline(name, make, message):
+def test_a_pipeline_refuses_a_fixed_mesh_and_a_stack_along_a_later_dim(name, make, message):
     style = BY_NAME[name]
     make = functools.partial(make, mesh_of(style))
     with context_of(style), pytest.raises(CutError, match=message):

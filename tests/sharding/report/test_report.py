@@ -211,7 +211,7 @@ def test_the_page_contains_its_data_and_no_external_resources():
     assert data["arrays"][0]["axes"] == [["a"], []] and data["arrays"][0]["copies"] == "4"
 
 
-def test_a_notebook_shows_the_page_in_a_frame_of_its_own():
+def test_a_notebook_shows_the_page_in_a_frame():
     report = fm.analyze_sharding_strategy(TREE, SPECS, mesh_of("2x2x2"))
     frame = ElementTree.fromstring(report._repr_html_())
     assert frame.tag == "iframe" and frame.attrib["srcdoc"].split() == report.to_html().split()
