@@ -39,6 +39,7 @@ LAUNCHERS = (
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 PORT = 8476  # which JAX uses on Cloud TPU
+POD = "JOB_COMPLETION_INDEX"  # the number of a pod of Kubernetes, which does not state how many there are
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
 
 
@@ -78,8 +79,18 @@ def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
     return f"{hosts[0]}:{int(port) + (environment.get(AGENT) == 'True')}"
 
 
+def pod_number(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of this pod in a job of Kubernetes; 0 if it is the first one, or in no such job."""
+    text = environment.get(POD, "")
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
 def check_single_process(command: str) -> None:
     """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
+    if pod := pod_number():
+        raise ConfigError(
+            f"{command} runs in one process, but {POD}={pod}: the job must have one pod; set completions: 1"
+        )
     if (found := detect_launcher()) is not None:
         name, count = found.launcher.name, found.count
         raise ConfigError(

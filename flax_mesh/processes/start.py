@@ -9,7 +9,7 @@ import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
-from flax_mesh.processes.launchers import Launched, detect_launcher
+from flax_mesh.processes.launchers import POD, Launched, detect_launcher, pod_number
 from flax_mesh.text import says, shown
 
 PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
@@ -92,6 +92,12 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
             "has one, so that each would train alone. Pass --coordinator HOST:PORT, a free port on the machine of "
             "process 0 (start_processes(None, coordinator=...) in Python, before the first use of a device), or "
             f"install mpi4py. For a run of one process, unset {variable}"
+        )
+    if given is None and count == 1 and (pod := pod_number()):
+        raise ConfigError(
+            f"{POD}={pod}: Kubernetes has started several pods, but JAX has one process, so that each would train "
+            f"alone. Pass --process '$({POD})/N@HOST:PORT' with the number of pods and the address of pod 0, or install the "
+            f"package kubernetes, by which JAX finds both. For runs of one process, unset {POD}"
         )
     return count
 

@@ -14,7 +14,7 @@ from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, start, stop_together
 from flax_mesh.processes.agree import Phases
-from flax_mesh.processes.launchers import LAUNCHERS, PORT, detect_launcher
+from flax_mesh.processes.launchers import LAUNCHERS, PORT, detect_launcher, pod_number
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
 from tests.multiprocess.cases import error_of, put_and_get_all
 from tests.multiprocess.in_threads import in_threads
@@ -168,6 +168,7 @@ def stand_ins(monkeypatch, variables, detected, *, has_mpi4py):
     monkeypatch.setattr(start, "distributed_state", lambda: state)
     monkeypatch.setattr(start, "find_spec", lambda name: has_mpi4py or None)
     monkeypatch.setattr(start, "detect_launcher", lambda: detect_launcher(variables))
+    monkeypatch.setattr(start, "pod_number", lambda: pod_number(variables))
     return calls
 
 
@@ -197,6 +198,14 @@ def test_every_launcher_is_joined_with_and_without_mpi4py(monkeypatch, launcher,
         (MPI, None, False, "", [{}]),  # JAX knows Open MPI 4
         (TORCHRUN, NO_CLUSTER, False, "", [{}, ("10.0.0.1:1234", 2, 1)]),
         ({"NODE_RANK": "1", "NNODES": "2"}, NO_COUNT, False, "", r"NNODES=2: xpk has started 2 processes, but JAX has"),
+        (
+            {"JOB_COMPLETION_INDEX": "2"},
+            NO_CLUSTER,
+            False,
+            "",
+            "INDEX=2: Kubernetes has started several pods, but JAX",
+        ),
+        ({"JOB_COMPLETION_INDEX": "2"}, None, False, "", [{}]),  # by the package kubernetes
         (MPI, OPEN_MPI_5, False, "10.0.0.1:55", [("10.0.0.1:55", 2, 1)]),
         (MPI, NO_CLUSTER, True, "", [{}, {"cluster_detection_method": "mpi4py"}]),
         (MPI, OPEN_MPI_5, False, "", r"OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2 processes, but JAX has one"),
@@ -233,12 +242,18 @@ def test_the_job_of_the_docs_is_queued_again_after_a_signal_alone(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command):
-    for name, text in MPI.items():
-        monkeypatch.setenv(name, text)
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (MPI, "OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1: Kubernetes has started several pods"),
+    ],
+)
+def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command, variables, text):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert main([command, "no such folder"]) == 2
-    found = capsys.readouterr().err
-    assert f"flax-mesh {command} runs in one process, but OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2" in found
+    assert f"flax-mesh {command} runs in one process, but {text}" in capsys.readouterr().err
 
 
 def test_an_address_at_which_process_0_cannot_listen_is_refused():
