@@ -89,7 +89,8 @@ def check_single_process(command: str) -> None:
     """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
     if pod := pod_number():
         raise ConfigError(
-            f"{command} runs in one process, but {POD}={pod}: the job must have one pod; set completions: 1"
+            f"{command} runs in one process, but {POD}={pod}: Kubernetes has started several pods, each of which would "
+            "do all of the work; set completions: 1 in the job"
         )
     if (found := detect_launcher()) is not None:
         name, count = found.launcher.name, found.count

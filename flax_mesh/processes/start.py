@@ -96,8 +96,8 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
     if given is None and count == 1 and (pod := pod_number()):
         raise ConfigError(
             f"{POD}={pod}: Kubernetes has started several pods, but JAX has one process, so that each would train "
-            f"alone. Pass --process '$({POD})/N@HOST:PORT' with the number of pods and the address of pod 0, or install the "
-            f"package kubernetes, by which JAX finds both. For runs of one process, unset {POD}"
+            f"alone. Pass --process '$({POD})/N@HOST:PORT', with the number of pods and the address of pod 0, or "
+            f"install the package kubernetes, by which JAX finds both. For runs of one process, unset {POD}"
         )
     return count
 
