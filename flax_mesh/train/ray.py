@@ -106,6 +106,8 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
     for name, value in (("num_workers", num_workers), ("report_every", report_every)):
         if value is not None and value < 1:
             found.append(f"{name} must be at least 1, got {value}")
+    if wrong := {name: value for name, value in resources.items() if not isinstance(value, int | float) or value < 0}:
+        found.append(f"resources must be numbers of at least 0, got {shown(wrong)}")
     if not os.path.isabs(os.path.expanduser(str(run.folder))):
         found.append(
             f"run.folder must be absolute, got {run.folder}: every worker runs in a folder of its own; use a folder "
