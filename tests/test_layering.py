@@ -46,18 +46,8 @@ PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields",
 PURE |= {"__init__.py": set(), "cli/text/arguments.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
-WHERE_USED = {
-    "orbax",
-    "tensorstore",
-    "rich",
-    "xxhash",
-    "tensorboardX",
-    "tokenizers",
-    "transformers",
-    "jinja2",
-    "grain",
-    "ray",
-}
+WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers", "transformers", "jinja2", "grain"}
+WHERE_USED |= {"ray"}
 ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it imports at its head
 MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in functions
 
