@@ -1,8 +1,9 @@
 """The job of docs/multiprocess.md under Slurm on this machine, by hand: `python -m tests.multiprocess.slurm PREFIX`
 
 PREFIX is where the packages slurmctld, slurmd, slurm-client, slurm-wlm-basic-plugins and libhwloc15 of Debian 12 are
-unpacked (`dpkg -x`), so that none of them is installed. Slurm listens at 127.0.0.1 only. The job is stopped by the
-signal of its time limit, queued again, and must end with the rows and parameters of `flax-mesh launch -n 2`.
+unpacked (`dpkg -x`), so that none of them is installed. Slurm listens at 127.0.0.1 only, JAX at all addresses. The job
+is stopped by the signal of its time limit and queued again. It and a short run by `srun -n 2` must have the rows and
+parameters of `flax-mesh launch -n 2`.
 """
 
 import os
@@ -13,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.multiprocess.launches import SETTINGS, assert_same_run, run
+from tests.multiprocess.launches import SETTINGS, assert_same_run, run, train
 from tests.multiprocess.processes import ROOT, free_port
 
+DIRECT = ("mesh.shape=fsdp:4,tp:2", "run.steps=3", "checkpoint.every=3")
 STEPS = 150
 LIMIT_S = 900
 CONF = """
@@ -73,8 +75,8 @@ def main(prefix: Path, folder: Path) -> None:
     }
     environment = os.environ | variables
 
-    def output(*command: str) -> str:
-        return subprocess.run(command, env=environment, cwd=folder, check=True, text=True, capture_output=True).stdout
+    def output(*command: str, where: Path = folder) -> str:
+        return subprocess.run(command, env=environment, cwd=where, check=True, text=True, capture_output=True).stdout
 
     (folder / "state").mkdir()
     (folder / "recipe.py").write_text(RECIPE.format(tiny=ROOT / "recipes" / "tiny.py"))
@@ -90,7 +92,9 @@ def main(prefix: Path, folder: Path) -> None:
         started = [subprocess.Popen(daemon, env=environment, stdout=log, stderr=log) for daemon in daemons]
         try:
             time.sleep(5)
-            print(output("sinfo"), output("srun", "-n", "2", "hostname"), output("sbatch", "-o", "job.log", "job.sh"))
+            program = (sys.executable, "-m", "flax_mesh.cli")
+            print(output("sinfo"), output("srun", "-n", "2", *program, *train(folder / "srun", *DIRECT), where=ROOT))
+            print(output("sbatch", "-o", "job.log", "job.sh"), flush=True)
             end, state = time.monotonic() + LIMIT_S, ""
             while time.monotonic() < end and (now := output("squeue", "-h", "-o", "%i %T %M restarts=%r")):
                 if now.split()[:2] != state.split()[:2]:
@@ -105,9 +109,11 @@ def main(prefix: Path, folder: Path) -> None:
                 daemon.terminate()
                 daemon.wait(30)
             print((folder / "daemons.log").read_text()[-3000:], (folder / "job.log").read_text())
+    run(2, 4, folder / "direct", *DIRECT)
+    assert_same_run(folder / "srun", folder / "direct", 3)
     run(2, 4, folder / "launch", *settings, settings=recipe)
     assert_same_run(folder / "slurm", folder / "launch", STEPS)
-    print(f"the {STEPS} rows and the parameters are those of flax-mesh launch -n 2")
+    print(f"the 3 rows with fsdp, the {STEPS} rows with pp and the parameters are those of flax-mesh launch -n 2")
 
 
 if __name__ == "__main__":
