@@ -96,14 +96,14 @@ def main(prefix: Path, folder: Path) -> None:
             print(output("sinfo"), output("srun", "-n", "2", *program, *train(folder / "srun", *DIRECT), where=ROOT))
             print(output("sbatch", "-o", "job.log", "job.sh"), flush=True)
             end, state = time.monotonic() + LIMIT_S, ""
-            while time.monotonic() < end and (now := output("squeue", "-h", "-o", "%i %T %M restarts=%r")):
+            while time.monotonic() < end and (now := output("squeue", "-h", "-o", "%i %T %M %r")):
                 if now.split()[:2] != state.split()[:2]:
                     print(time.strftime("%T"), now.strip(), flush=True)
                     state = now
                 time.sleep(2)
             print(output("scontrol", "show", "job"))
         finally:
-            output("scancel", "--user=root")
+            subprocess.run(["scancel", "--user=root"], env=environment, check=False)  # the controller may not run
             time.sleep(5)
             for daemon in reversed(started):
                 daemon.terminate()
