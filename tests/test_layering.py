@@ -47,6 +47,7 @@ PURE |= {"__init__.py": set(), "cli/text/arguments.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers", "transformers", "jinja2", "grain"}
+WHERE_USED |= {"ray"}
 ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it imports at its head
 MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in functions
 
@@ -166,7 +167,7 @@ OF_SETTINGS = ("plan.search", "cli")
 DOORS = """
     plan.recipe.plan plan.recipe.plan_for plan.recipe._hardware
     plan.compile.recipe.topology_of train.loop.train train.export.reshard train.metadata.check_resume
-    train.metadata.repeats_rows train.warm_start.check_start_settings
+    train.metadata.repeats_rows train.ray.ray_trainer train.ray._work train.warm_start.check_start_settings
 """
 # What reads the settings of a resolved recipe: it records them, compares them with saved ones, or passes them to
 # functions of the user.

@@ -14,25 +14,32 @@ from flax_mesh.text import shown
 
 
 class Launcher(NamedTuple):
-    """Names of variables. `hosts` contains the host of process 0 in its first line; without `port`, PORT is used."""
+    """Names of variables. `hosts` contains the host of process 0 in its first line; without a `port`, PORT is used.
+
+    `misleads_jax` if JAX's own detection raises an error where these variables are set.
+    """
 
     name: str
     index: str
     count: str
     hosts: str = ""
     port: str = ""
+    misleads_jax: bool = False
 
 
 # An earlier launcher starts the later ones: torchrun and MPI run in the processes of Slurm.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     Launcher("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    # JAX reads the address too, and expects the port in it.
+    Launcher("xpk", "NODE_RANK", "NNODES", "JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_PORT", misleads_jax=True),
     Launcher("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     Launcher("MPICH or Intel MPI", "PMI_RANK", "PMI_SIZE"),
     Launcher("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
 )
 PORT = 8476  # which JAX uses on Cloud TPU
+POD = "JOB_COMPLETION_INDEX"  # the number of a pod of Kubernetes, which does not state how many there are
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
 
 
@@ -65,14 +72,26 @@ def detect_launcher(environment: Mapping[str, str] = os.environ) -> Launched | N
 
 
 def _address(launcher: Launcher, environment: Mapping[str, str]) -> str:
-    hosts, port = environment.get(launcher.hosts, "").split(), environment.get(launcher.port, str(PORT))
+    hosts = environment.get(launcher.hosts, "").split()
+    port = environment.get(launcher.port, "") if launcher.port else str(PORT)
     if not hosts or not (port.isascii() and port.isdecimal()):
         return ""
     return f"{hosts[0]}:{int(port) + (environment.get(AGENT) == 'True')}"
 
 
+def pod_number(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of this pod in a job of Kubernetes; 0 if it is the first one, or in no such job."""
+    text = environment.get(POD, "")
+    return int(text) if text.isascii() and text.isdecimal() else 0
+
+
 def check_single_process(command: str) -> None:
     """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
+    if pod := pod_number():
+        raise ConfigError(
+            f"{command} runs in one process, but {POD}={pod}: Kubernetes has started several pods, each of which would "
+            "do all of the work; set completions: 1 in the job"
+        )
     if (launched := detect_launcher()) is not None:
         name, count = launched.launcher.name, launched.count
         raise ConfigError(

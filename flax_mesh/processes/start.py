@@ -9,11 +9,12 @@ import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import backends_are_initialized, distributed_state
-from flax_mesh.processes.launchers import Launched, detect_launcher
+from flax_mesh.processes.launchers import POD, Launched, detect_launcher, pod_number
 from flax_mesh.text import says, shown
 
 PROCESS = re.compile(r"(\d{1,9})/(\d{1,9})@(.+):(\d{1,9})", re.ASCII)
 _NO_CLUSTER = "coordinator_address should be defined"  # part of JAX's error if it detects no cluster
+_NO_COUNT = "Number of processes must be defined"  # if JAX_COORDINATOR_ADDRESS is set beside
 _NO_MPI4PY = "requires mpi4py"  # part of JAX's error if it detects Open MPI 5
 
 
@@ -82,15 +83,7 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
     if given is not None:
         _initialize(given)
     elif not jax.distributed.is_initialized() and not backends_are_initialized():
-        try:
-            jax.distributed.initialize()
-        except (ValueError, RuntimeError) as error:
-            if not says(error, _NO_CLUSTER) and not says(error, _NO_MPI4PY):
-                raise
-            if launched is not None and launched.coordinator:
-                _initialize(Processes(launched.index, launched.count, launched.coordinator))
-            elif launched is not None and find_spec("mpi4py") is not None:
-                jax.distributed.initialize(cluster_detection_method="mpi4py")
+        _detect(launched)
     count = distributed_state().num_processes or 1
     if launched is not None and count == 1:
         variable = launched.launcher.count
@@ -100,7 +93,29 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
             "process 0 (start_processes(None, coordinator=...) in Python, before the first use of a device), or "
             f"install mpi4py. For a run of one process, unset {variable}"
         )
+    if given is None and count == 1 and (pod := pod_number()):
+        raise ConfigError(
+            f"{POD}={pod}: Kubernetes has started several pods, but JAX has one process, so that each would train "
+            f"alone. Pass --process '$({POD})/N@HOST:PORT', with the number of pods and the address of pod 0, or "
+            f"install the package kubernetes, by which JAX finds both. For runs of one process, unset {POD}"
+        )
     return count
+
+
+def _detect(launched: Launched | None) -> None:
+    """Initialize jax.distributed by JAX's own detection, or by the variables of a launcher that it does not know."""
+    stated = Processes(*launched[1:]) if launched is not None and launched.coordinator else None
+    if launched is not None and launched.launcher.misleads_jax and stated is not None:
+        return _initialize(stated)
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        if not any(says(error, text) for text in (_NO_CLUSTER, _NO_COUNT, _NO_MPI4PY)):
+            raise
+        if stated is not None:
+            _initialize(stated)
+        elif launched is not None and find_spec("mpi4py") is not None:
+            jax.distributed.initialize(cluster_detection_method="mpi4py")
 
 
 def _at(coordinator: str, launched: Launched | None) -> Processes:

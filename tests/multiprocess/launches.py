@@ -1,5 +1,6 @@
 """Runs of a small model by `flax-mesh launch`."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ SETTINGS = (
     "checkpoint.keep=100",
 )
 LIMIT_S = 400
+TIMES = {"seconds", "data_wait_seconds", "resumed_from"}
 
 
 def train(folder: Path, *more: str, settings: tuple[str, ...] = SETTINGS) -> list[str]:
@@ -54,3 +56,18 @@ def stored(folder: Path, step: int) -> dict[str, np.ndarray]:
     tree = plain.restore(path, args=ocp.args.PyTreeRestore(restore_args=numpy))
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in leaves}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run without times."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES and "_per_" not in k} for line in lines]
+
+
+def assert_same_run(folder: Path, other: Path, step: int) -> None:
+    """Asserts that the rows of two runs, and their states after `step`, are equal bit for bit."""
+    assert rows(folder) == rows(other)
+    found, expected = stored(folder, step), stored(other, step)
+    assert found.keys() == expected.keys()
+    for path, value in expected.items():
+        np.testing.assert_array_equal(found[path], value, err_msg=path)

@@ -5,10 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.multiprocess.launches import LIMIT_S, run, stored, train
+from tests.multiprocess.launches import LIMIT_S, assert_same_run, run, train
 from tests.multiprocess.processes import free_port
 
 BIN = Path(sys.executable).parent
@@ -40,7 +39,4 @@ def test_a_run_under_mpi_is_that_of_launch(name, mesh, tmp_path):
     joined = under_mpi(name, *command, f"--coordinator=127.0.0.1:{free_port()}")
     assert joined.returncode == 0, joined.stdout + joined.stderr
     run(2, 4, tmp_path / "launch", *options)
-    found, expected = (stored(tmp_path / folder, 3) for folder in ("mpi", "launch"))
-    assert found.keys() == expected.keys()
-    for path, value in expected.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+    assert_same_run(tmp_path / "mpi", tmp_path / "launch", 3)

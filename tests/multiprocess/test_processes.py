@@ -14,7 +14,7 @@ from flax_mesh.cli.train import devices_of_process, same_command
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.processes import Watch, assert_equal, broadcast_from_process_0, start, stop_together
 from flax_mesh.processes.agree import Phases
-from flax_mesh.processes.launchers import detect_launcher
+from flax_mesh.processes.launchers import LAUNCHERS, PORT, detect_launcher, pod_number
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
 from tests.multiprocess.cases import error_of, put_and_get_all
 from tests.multiprocess.in_threads import in_threads
@@ -122,6 +122,11 @@ def test_processes_are_parsed_from_text():
             ("torchrun", 1, 2, "node0:29501"),
         ),
         ("RANK=1 WORLD_SIZE=2", ("torchrun", 1, 2, "")),
+        ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=node0", ("torchrun", 1, 2, "")),
+        (
+            "NODE_RANK=1 NNODES=2 JAX_COORDINATOR_ADDRESS=job-slice-0-0.job JAX_COORDINATOR_PORT=6002",
+            ("xpk", 1, 2, "job-slice-0-0.job:6002"),
+        ),
         (
             "SKYPILOT_NODE_RANK=1 SKYPILOT_NUM_NODES=2 SKYPILOT_NODE_IPS=10.0.0.1\n10.0.0.2",
             ("SkyPilot", 1, 2, "10.0.0.1:8476"),
@@ -142,27 +147,14 @@ def test_numbers_of_a_launcher_that_are_none_are_an_error(variables):
 
 
 NO_CLUSTER = ValueError("coordinator_address should be defined.")
+NO_COUNT = ValueError("Number of processes must be defined.")
 OPEN_MPI_5 = RuntimeError("Open MPI 5 or newer requires mpi4py for distributed initialization.")
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
 
 
-@pytest.mark.parametrize(
-    ("variables", "detected", "has_mpi4py", "coordinator", "expected"),
-    [
-        ({}, NO_CLUSTER, False, "", [{}]),
-        (MPI, None, False, "", [{}]),  # JAX knows Open MPI 4
-        (TORCHRUN, NO_CLUSTER, False, "", [{}, ("10.0.0.1:1234", 2, 1)]),
-        (MPI, OPEN_MPI_5, False, "10.0.0.1:55", [("10.0.0.1:55", 2, 1)]),
-        (MPI, NO_CLUSTER, True, "", [{}, {"cluster_detection_method": "mpi4py"}]),
-        (MPI, OPEN_MPI_5, False, "", r"OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2 processes, but JAX has one"),
-        (MPI, NO_CLUSTER, False, "10.0.0.1", "--coordinator must be HOST:PORT, got '1/2@10.0.0.1'"),
-        ({}, NO_CLUSTER, False, "10.0.0.1:55", "needs a launcher that numbers the processes"),
-    ],
-)
-def test_processes_of_a_launcher_are_joined_or_refused(
-    monkeypatch, variables, detected, has_mpi4py, coordinator, expected
-):
+def stand_ins(monkeypatch, variables, detected, *, has_mpi4py):
+    """The calls of a jax.distributed that finds two processes, or raises the error `detected`."""
     calls, state = [], SimpleNamespace(num_processes=None)
 
     def initialize(*args, **options):
@@ -176,6 +168,55 @@ def test_processes_of_a_launcher_are_joined_or_refused(
     monkeypatch.setattr(start, "distributed_state", lambda: state)
     monkeypatch.setattr(start, "find_spec", lambda name: has_mpi4py or None)
     monkeypatch.setattr(start, "detect_launcher", lambda: detect_launcher(variables))
+    monkeypatch.setattr(start, "pod_number", lambda: pod_number(variables))
+    return calls
+
+
+@pytest.mark.parametrize("has_mpi4py", [False, True])
+@pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda launcher: launcher.name)
+def test_every_launcher_is_joined_with_and_without_mpi4py(monkeypatch, launcher, has_mpi4py):
+    """Where it states the address of process 0, and where it does not and JAX detects no cluster either."""
+    numbers, mpi4py = {launcher.index: "1", launcher.count: "2"}, {"cluster_detection_method": "mpi4py"}
+    if launcher.hosts:
+        address = {launcher.hosts: "10.0.0.1", launcher.port: "1234"}
+        calls = stand_ins(monkeypatch, numbers | address, NO_CLUSTER, has_mpi4py=has_mpi4py)
+        assert start.start_processes(None) == 2
+        asked, stated = [{}] * (not launcher.misleads_jax), f"10.0.0.1:{1234 if launcher.port else PORT}"
+        assert calls == [*asked, (stated, 2, 1)]
+    calls = stand_ins(monkeypatch, numbers, NO_CLUSTER, has_mpi4py=has_mpi4py)
+    if has_mpi4py:
+        assert start.start_processes(None) == 2 and calls == [{}, mpi4py]
+    else:
+        with pytest.raises(ConfigError, match=f"{launcher.count}=2: {launcher.name} has started 2 processes, but JAX"):
+            start.start_processes(None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "detected", "has_mpi4py", "coordinator", "expected"),
+    [
+        ({}, NO_CLUSTER, False, "", [{}]),
+        (MPI, None, False, "", [{}]),  # JAX knows Open MPI 4
+        (TORCHRUN, NO_CLUSTER, False, "", [{}, ("10.0.0.1:1234", 2, 1)]),
+        ({"NODE_RANK": "1", "NNODES": "2"}, NO_COUNT, False, "", r"NNODES=2: xpk has started 2 processes, but JAX has"),
+        (
+            {"JOB_COMPLETION_INDEX": "2"},
+            NO_CLUSTER,
+            False,
+            "",
+            "INDEX=2: Kubernetes has started several pods, but JAX",
+        ),
+        ({"JOB_COMPLETION_INDEX": "2"}, None, False, "", [{}]),  # by the package kubernetes
+        (MPI, OPEN_MPI_5, False, "10.0.0.1:55", [("10.0.0.1:55", 2, 1)]),
+        (MPI, NO_CLUSTER, True, "", [{}, {"cluster_detection_method": "mpi4py"}]),
+        (MPI, OPEN_MPI_5, False, "", r"OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2 processes, but JAX has one"),
+        (MPI, NO_CLUSTER, False, "10.0.0.1", "--coordinator must be HOST:PORT, got '1/2@10.0.0.1'"),
+        ({}, NO_CLUSTER, False, "10.0.0.1:55", "needs a launcher that numbers the processes"),
+    ],
+)
+def test_processes_of_a_launcher_are_joined_or_refused(
+    monkeypatch, variables, detected, has_mpi4py, coordinator, expected
+):
+    calls = stand_ins(monkeypatch, variables, detected, has_mpi4py=has_mpi4py)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             start.start_processes(None, coordinator=coordinator)
@@ -201,12 +242,18 @@ def test_the_job_of_the_docs_is_queued_again_after_a_signal_alone(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
-def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command):
-    for name, text in MPI.items():
-        monkeypatch.setenv(name, text)
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        (MPI, "OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1: Kubernetes has started several pods"),
+    ],
+)
+def test_commands_of_one_process_are_refused_under_a_launcher(monkeypatch, capsys, command, variables, text):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     assert main([command, "no such folder"]) == 2
-    found = capsys.readouterr().err
-    assert f"flax-mesh {command} runs in one process, but OMPI_COMM_WORLD_SIZE=2: Open MPI has started 2" in found
+    assert f"flax-mesh {command} runs in one process, but {text}" in capsys.readouterr().err
 
 
 def test_an_address_at_which_process_0_cannot_listen_is_refused():
