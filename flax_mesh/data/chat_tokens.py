@@ -67,7 +67,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, train_on: str):
         self.names: tuple[str, ...] = ()
-        self._tokenizer, self._all, self._has_marks = tokenizer, train_on == "all", False
+        self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
+        self._has_marks = False
 
     def __call__(self, line: bytes) -> Tokens:
         try:
@@ -132,22 +133,27 @@ class Encoder:
                 raise BadRowError(f"'role' and 'content' of message {i} must be text")
         found = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
         ids = found["input_ids"]
-        trained = np.array(found["assistant_masks"] if self._has_marks else np.zeros(len(ids)), bool) | self._all
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and not self._has_marks and not self._all:
-                trained[self._part(messages, i, ids, tools)] = True
-        return Tokens(np.array(ids, np.int32), trained)
+        if self._all or (self._has_marks and not self._only_last):
+            trained = np.array(found["assistant_masks"] if not self._all else np.ones(len(ids)), bool)
+            return Tokens(np.array(ids, np.int32), trained)
+        trained, marks = np.zeros(len(ids), bool), np.array(found["assistant_masks"] if self._has_marks else True, bool)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in answers[-1:] if self._only_last else answers:
+            trained[self._part(messages, i, ids, tools)] = True
+        return Tokens(np.array(ids, np.int32), trained & marks)
 
     def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
-        """The tokens of message i, the difference of prefixes of the messages."""
+        """The tokens of message i, from those of the messages before it, and of the messages up to it."""
         before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
-        if ids[: len(before)] != before or ids[: len(after)] != after:
+        start = len(before)
+        length = _length(ids[start:], after[start:]) if ids[:start] == before == after[:start] else None
+        if length is None:
             raise BadRowError(
                 f"the tokens of message {i + 1} are unknown: in this chat template the messages up to it do not begin "
-                "those of all messages. Mark them in it by {% generation %}, or set data.train_on=all"
+                "those of all messages. Mark them in it by {% generation %}, or set data.train_on=last or all"
             )
-        return slice(len(before), len(after))
+        return slice(start, start + length)
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
         from jinja2 import TemplateError  # pyright: ignore[reportMissingImports]
@@ -156,3 +162,16 @@ class Encoder:
             return self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise BadRowError(f"the chat template cannot render it: {first_line(error)}") from error
+
+
+def _length(ids: list[int], last: list[int]) -> int | None:
+    """How many tokens at the beginning of `ids` are those of a message whose tokens are `last` as the last message.
+
+    A template may add a beginning to the last message, such as thoughts, or an end, which is that of all messages. None
+    if it is neither, or not certain.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), min(len(ids), len(last)))
+    if last and (same == len(last) or (same and ids[same - len(last) :] == last[same:])):
+        return same
+    ends = [n for n in range(1, len(last)) if ids[n - 1 : n] == last[-1:] and ids[:n] == last[-n:]]
+    return ends[0] if len(ends) == 1 else None

@@ -34,6 +34,7 @@ from flax_mesh.train import (
     mean_metrics,
     read_chats,
 )
+from tests.data import chat_templates
 from tests.data.chat_tokenizers import (
     CHATML,
     HEADERS,
@@ -72,6 +73,7 @@ MASKED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n[Yo<|eot_id|>]",
     ),
 }
+MASKED_CHATS = {name: (template, CHAT, text) for name, (template, text) in MASKED.items()} | chat_templates.CASES
 TEXTS = [
     ({"text": "ab"}, "[<s>ab</s>]"),
     ({"text": "<s>ab</s></s>"}, "[<s>ab</s>]"),
@@ -85,12 +87,22 @@ def masked(tokenizer: Any, row: dict[str, Any], train_on: str = "assistant") -> 
     return shown(*Encoder(tokenizer, train_on)(json.dumps(row).encode()))
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", MASKED_CHATS)
 def test_the_tokens_of_the_assistant_are_trained(name):
-    template, expected = MASKED[name]
-    assert masked(StandIn(template), {"messages": CHAT}) == expected
-    everything = expected.replace("[", "").replace("]", "")
-    assert masked(StandIn(template), {"messages": CHAT}, "all") == f"[{everything}]"
+    template, chat, expected = MASKED_CHATS[name]
+    assert masked(StandIn(template), {"messages": chat}) == expected
+    ids = [i for i in ids_of(expected) if i not in ids_of("[]")]
+    everything = Encoder(StandIn(template), "all")(json.dumps({"messages": chat}).encode())
+    assert everything.ids.tolist() == ids and everything.trained.all()
+    first, last = expected.replace("[", "").replace("]", ""), expected.rpartition("[")[2]
+    only_last = f"{first.removesuffix(last.replace(']', ''))}[{last}"
+    assert masked(StandIn(template), {"messages": chat}, "last") == only_last
+
+
+def test_only_the_last_message_is_trained_where_earlier_ones_are_unknown():
+    chat = [*chat_templates.SYSTEM, *chat_templates.TURNS]
+    expected = "<s><INST> Hi</INST> Yo</s><INST> S\n\n?</INST>[ Ok</s>]"
+    assert masked(StandIn(chat_templates.MISTRAL_LAST), {"messages": chat}, "last") == expected
 
 
 @pytest.mark.parametrize(("row", "expected"), TEXTS)
@@ -99,13 +111,13 @@ def test_a_text_has_one_token_for_its_beginning_and_one_for_its_end(row, expecte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", MASKED_CHATS)
 def test_tokens_and_masks_of_transformers_are_the_same(name, tmp_path, capsys):
     pytest.importorskip("transformers", reason="comes with the extra finetune")
-    template, expected = MASKED[name]
+    template, chat, expected = MASKED_CHATS[name]
     write_tokenizer(tmp_path, template)
     tokenizer = open_tokenizer(str(tmp_path), len(VOCABULARY))
-    assert masked(tokenizer, {"messages": CHAT}) == expected
+    assert masked(tokenizer, {"messages": chat}) == expected
     for row, text in TEXTS:
         assert masked(tokenizer, row) == text
     assert capsys.readouterr().err == ""
@@ -403,6 +415,9 @@ def test_a_row_that_cannot_be_used_is_one_line_with_its_place(rows, problem, tmp
     ("template", "row", "problem"),
     [
         (LAST_ONLY, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.MISTRAL_LAST, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.MIDDLE, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.GEMMA_2, {"messages": CHAT}, "row 1: the chat template cannot render it: no system message"),
         (STRICT, {"messages": CHAT}, "row 1: the chat template cannot render it: the first role must be user"),
         (None, {"messages": CHAT}, "checkpoint.start_from: its tokenizer has no chat_template"),
     ],
