@@ -34,6 +34,8 @@ class Base(NamedTuple):
 
     def problems(self) -> list[str]:
         """What differs in the files of the folder, one line each; reads every byte of them."""
+        if not Path(self.folder).is_dir():
+            return ["the folder is gone"]
         found = _contents(Path(self.folder))
         names = sorted(name for name in {**self.files, **found} if found.get(name) != self.files.get(name))
         return [

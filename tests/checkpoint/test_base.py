@@ -138,7 +138,10 @@ def test_a_base_that_is_gone_or_another_one_is_refused(kind, tmp_path, capsys):
     assert f"{file.name}: changed" in capsys.readouterr().out
     file.write_bytes(old)
     start.rename(tmp_path / "moved")
-    with pytest.raises(ConfigError, match=r"(?s)gone.*link to a copy"), Checkpointer(folder) as checkpointer:
+    with (
+        pytest.raises(ConfigError, match=r"(?s)the folder is gone.*link to a copy"),
+        Checkpointer(folder) as checkpointer,
+    ):
         checkpointer.restore(layout_of())
     start.symlink_to(tmp_path / "moved")
     with Checkpointer(folder) as checkpointer:

@@ -21,6 +21,7 @@ from flax_mesh import create_mesh
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
+from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
 from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
 from flax_mesh.data.user_batches import UserBatches
@@ -97,6 +98,17 @@ def test_the_tokens_of_the_assistant_are_trained(name):
     first, last = expected.replace("[", "").replace("]", ""), expected.rpartition("[")[2]
     only_last = f"{first.removesuffix(last.replace(']', ''))}[{last}"
     assert masked(StandIn(template), {"messages": chat}, "last") == only_last
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_only_the_messages_of_the_assistant_in_a_completion_are_trained(template):
+    template, expected = MASKED[template]
+    row = {"prompt": CHAT[:-1], "completion": CHAT[-1:]}
+    first, _, last = expected.rpartition("[")
+    assert masked(StandIn(template), row) == f"{first.replace('[', '').replace(']', '')}[{last}"
+    row = {"prompt": CHAT[:2], "completion": CHAT[2:]}
+    assert masked(StandIn(template), row) == masked(StandIn(template), {"messages": CHAT}) == expected
+    assert masked(StandIn(template), row, "last").count("[") == 1
 
 
 def test_only_the_last_message_is_trained_where_earlier_ones_are_unknown():
@@ -258,6 +270,16 @@ def test_what_was_read_is_described_and_the_end_of_the_file_is_held_out(tmp_path
     assert (seen[0]["targets"] >= 0).sum() == 31 + 5
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_the_command_line_prints_the_progress_of_a_long_file(tmp_path, monkeypatch):
+    config, said = config_of(tmp_path / "a.jsonl", texts(3)), []
+    monkeypatch.setattr(chats, "SAID_EVERY_S", -1.0)
+    with _progress(said.append):
+        read(config)
+    read(config)
+    assert said == [f"data: {n} of {tmp_path / 'a.jsonl'} are encoded" for n in ("0 rows", "1 row", "2 rows")]
+
+
 # --- runs ---
 
 SIZES: dict[str, Any] = {
@@ -388,7 +410,13 @@ BAD_ROWS = [
     ([{"other": 1}], "row 1: must have 'messages' or 'prompt' and 'completion' or 'text', got 'other'"),
     ([GOOD, {"prompt": "a", "completion": "b"}], "row 2: has no 'text', which the first row has"),
     ([GOOD, {"text": 3}], "row 2: 'text' must be text, and 'text' not empty"),
-    ([{"prompt": "a", "completion": ""}], "row 1: 'prompt' and 'completion' must be text, and 'completion' not empty"),
+    ([{"prompt": "a", "completion": ""}], "row 1: 'prompt' and 'completion' must be text, or lists of messages, and "),
+    (
+        [{"prompt": [USER], "completion": "b"}],
+        "row 1: 'prompt' and 'completion' must be text, or lists of messages, and ",
+    ),
+    ([{"prompt": [USER], "completion": ["b"]}], "row 1: 'prompt' and 'completion' must be a list of objects"),
+    ([{"prompt": [USER], "completion": []}], "row 1: has no token to train on"),
     (
         [GOOD, {"text": "x" * 31}],
         "row 2: has 33 tokens, but at most 32 fit; raise data.sequence_length, or set data.on",
