@@ -16,11 +16,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+from flax import nnx
 
-from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage
-from flax_mesh.checkpoint.find import STEP, check_path, entries, find_leftovers, is_step, newest_valid, step_number
+from flax_mesh.checkpoint.base import BASE, Base, check_base, make_base, read_arrays, read_base, stored_arrays
+from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage, read_metadata
+from flax_mesh.checkpoint.find import (
+    STEP,
+    check_path,
+    entries,
+    find_leftovers,
+    find_valid,
+    is_step,
+    newest_valid,
+    step_number,
+)
+from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import is_huggingface
+from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.layout import Reader, Target, check_same, disk_target, from_disk, paths_on_disk, to_disk
-from flax_mesh.checkpoint.read import read_metadata
 from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, metric_of
 from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
@@ -100,6 +113,7 @@ class Checkpointer:
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
+        self.base: Base | None = None  # where the arrays are that saves leave out; see `load_base`
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._storage: Any = None  # for writing; created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -184,6 +198,11 @@ class Checkpointer:
             check_stacks_are_named(state, _layers_of(state, self.layers))
             self._checked = definition
         named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
+        record = {key: value for key, value in (metadata or {}).items() if key != BASE}
+        if isinstance(state, TrainState) and self.base is not None:
+            base = self.base.restricted(frozen_on_disk(state, self.layers))
+            named = [(path, x) for path, x in named if not all(one in base.arrays for one in stacks.get(path, [path]))]
+            record[BASE] = base._asdict()
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
             committed = step in self.steps()
@@ -200,7 +219,7 @@ class Checkpointer:
             self._tidy()
             arrays = to_disk(named, stacks, on_host=self.host_bytes is None)
             self._saving = step
-            storage.save(self._path(step), arrays, dict(metadata or {}))
+            storage.save(self._path(step), arrays, record)
             self._phases.passed("start")
         if self.host_bytes is not None:
             self.wait()
@@ -236,8 +255,6 @@ class Checkpointer:
 
     def arrays(self, step: int) -> dict[str, Any]:
         """Shape and dtype of every array of a step, by path on disk; reads no array."""
-        from flax_mesh.checkpoint.orbax import stored_arrays
-
         return stored_arrays(self._step(step))
 
     def check(self, abstract: PyTree, step: int, *, include: str = "", cast: bool = False) -> Target:
@@ -289,6 +306,8 @@ class Checkpointer:
         target = self.check(abstract, step, include=include, cast=cast)
         layers = _layers_of(abstract, self.layers, target)
         read = self._reader(step, target)
+        if isinstance(abstract, TrainState):
+            self.base = read_base(self._step(step))
         if scaled:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
         leaves = from_disk(read, *paths_on_disk(_tree(abstract), layers))
@@ -310,18 +329,40 @@ class Checkpointer:
         leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
+    def load_base(self, folder: str | Path, state: TrainState) -> tuple[TrainState, RestoreReport]:
+        """Load the parameters of `folder` as `restore_partial` does, and save only what training changes from then on.
+
+        The checkpoints leave out the parameters that were loaded and that the optimizer does not train (`wrt`), such
+        as the frozen weights of `flax_mesh.lora`. They contain the path of `folder` and the checksums of its files, and
+        read these parameters there: `folder` must stay as it is. After `restore` of a TrainState, saves continue
+        likewise.
+
+        Args:
+            folder: A Hugging Face folder of a decoder, or a folder of checkpoints, of which the newest valid one is
+                loaded.
+            state: The state whose parameters are replaced. Those that `folder` lacks keep their values, and are saved.
+
+        Raises:
+            ConfigError: `folder` contains neither, or no parameter of the model.
+        """
+        path = user_path(folder)
+        path = path if is_huggingface(str(folder)) else find_valid(folder)[0]
+        state, report = load_parameters(path, state, self.layers)
+        self.base = make_base(path, frozen_on_disk(state, self.layers, report.restored))
+        return state, report
+
     def _valid_step(self, step: int | None, verify: bool) -> int:
         if step is None:
             step = self.latest_step() if verify else max(self.steps(), default=None)
             if step is None:
                 raise ConfigError(f"{self.folder} contains no checkpoint.")
-        elif verify and (problems := self.verify(step)):
-            raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
+        elif verify:
+            if problems := self.verify(step):
+                raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
+            check_base(self._step(step))
         return step
 
     def _reader(self, step: int, target: Target) -> Reader:
-        from flax_mesh.checkpoint.orbax import read_arrays
-
         return lambda paths: read_arrays(self._step(step), {path: target[path] for path in paths}) if paths else {}
 
     def _path(self, step: int) -> Path:
@@ -439,12 +480,36 @@ class Checkpointer:
         self._deleting.start()
 
 
+def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | None) -> tuple[TrainState, RestoreReport]:
+    """`state` with the parameters of a step, which was verified, or of a Hugging Face folder, and what was restored."""
+    if not is_huggingface(str(folder)):
+        with Checkpointer(folder.parent, layers=layers) as checkpointer:
+            return checkpointer.restore_partial(state, step_number(folder), include="model/", verify=False)
+    tree = state.to_nnx()
+    adapters, own = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
+    model = open_decoder(folder).load(own)
+    state = state.with_state(nnx.State({**tree.raw_mapping, "model": nnx.merge_state(model, adapters)}))
+    loaded = {f"model/{path}" for path, _ in named_leaves(model)}
+    named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
+    restored = tuple(one for path, _ in named if path in loaded for one in stacks.get(path, [path]))
+    return state, RestoreReport(restored, {}, ())
+
+
 def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: Collection[str] | None = None) -> Target:
     """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
 
     With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
     """
     return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
+
+
+def frozen_on_disk(state: TrainState, layers: Sequence[str] | None, paths: Collection[str] | None = None) -> Target:
+    """As `arrays_on_disk`, of the parameters that the optimizer does not train, and of `paths` only."""
+    _, frozen, _ = nnx.split_state(state.to_nnx()["model"], state.definition.wrt, nnx.Param, ...)
+    names = {f"model/{path}" for path, _ in named_leaves(frozen)}
+    named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
+    target = disk_target([(path, x) for path, x in named if path in names], stacks)
+    return {path: x for path, x in target.items() if paths is None or path in paths}
 
 
 def _read_scaled(

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
@@ -30,8 +30,8 @@ SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tenso
 
 def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
     """Write to `part` the checksums of the files below `folder`/`below`; their names start with `prefix`/`below`/."""
-    names = [f"{below}/{name}" for name in sorted(_files(folder / below))]
-    found = _checksums(folder, names)
+    names = [f"{below}/{name}" for name in sorted(files_below(folder / below))]
+    found = checksums_of(folder, names)
     part.write_bytes(_encode(BLOCK, {f"{prefix}/{name}": one for name, one in found.items()}))
 
 
@@ -41,9 +41,9 @@ def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
     for part in parts:
         known |= _decode(part.read_bytes())[1]
         part.unlink()
-    names = sorted(set(_files(folder)) - {CHECKSUMS, *MARKERS})
+    names = sorted(set(files_below(folder)) - {CHECKSUMS, *MARKERS})
     known = {name: known[name] for name in names if name in known and known[name][0] == (folder / name).stat().st_size}
-    found = known | _checksums(folder, [name for name in names if name not in known])
+    found = known | checksums_of(folder, [name for name in names if name not in known])
     (folder / CHECKSUMS).write_bytes(_encode(BLOCK, found))
 
 
@@ -80,6 +80,20 @@ def reading(step: Path) -> Iterator[None]:
             head=f"{step} cannot be read, so that it is not known whether it is damaged:",
             repair="Repair the cause (rights, the disk), or move the folder away to use another step.",
         ) from error
+
+
+def read_metadata(step: Path) -> dict[str, Any]:
+    """The metadata of a step as it was saved. Raises CheckpointCorruptedError if it is not a JSON object."""
+    try:
+        with reading(step):
+            found = json.loads((step / RECORD).read_bytes())
+    except ConfigError:
+        raise
+    except (*ABSENT, RecursionError, ValueError) as error:
+        raise CheckpointCorruptedError(f"{step}: its metadata cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointCorruptedError(f"{step}: its metadata must be a JSON object, got a {type(found).__name__}")
+    return found
 
 
 @contextmanager
@@ -199,7 +213,7 @@ def _marker_problems(folder: Path) -> list[str]:
     return []
 
 
-def _checksums(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
+def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
@@ -247,7 +261,7 @@ def _size_problem(path: Path, size: int) -> str:
     return "" if found == size else f"{found} bytes, saved with {size}"
 
 
-def _files(folder: Path) -> Iterator[str]:
+def files_below(folder: Path) -> Iterator[str]:
     for parent, _, names in os.walk(folder):
         for name in names:
             yield (Path(parent) / name).relative_to(folder).as_posix()

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from flax_mesh.checkpoint.base import read_arrays
 from flax_mesh.checkpoint.read import Array, Record, mesh_of
 from flax_mesh.text import array_text, mesh_text
 
@@ -68,8 +69,6 @@ def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, fl
 
 def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
     """Values of some arrays of a step, by path, cast to the dtypes in `batch`."""
-    from flax_mesh.checkpoint.orbax import read_arrays
-
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     target = {one.path: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=host) for one in batch}
     return {path: np.asarray(value) for path, value in read_arrays(step, target).items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
@@ -86,6 +87,7 @@ def newest_valid(steps: Callable[[], Sequence[Path]]) -> tuple[Path | None, dict
         damaged: dict[Path, list[str]] = {}
         for step in reversed(steps()):
             if not (problems := find_damage(step)):
+                check_base(step)
                 return step, damaged
             damaged[step] = problems
         return None, damaged
@@ -132,9 +134,10 @@ def entries(folder: Path) -> list[Path]:
 
 
 def check_whole(step: Path) -> None:
-    """Raise CheckpointCorruptedError if a byte of a step is not as it was saved."""
+    """Raise CheckpointCorruptedError if a byte of a step is not as it was saved; then `check_base`."""
     if problems := find_damage(step):
         raise CheckpointCorruptedError(_damage_lines({step: problems}))
+    check_base(step)
 
 
 def check_committed(step: Path) -> None:

@@ -1,7 +1,7 @@
 """Reads the contents of a checkpoint as plain data: size, date, damage, metrics, tree. Changes no files.
 
 A checkpoint is untrusted input: metadata of another form than the written one is read as empty, and no name in it is
-used as a path. `plain` makes text safe to print.
+used as a path, but the folder of its base. `plain` makes text safe to print.
 """
 
 import json
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.checksums import ABSENT, MARKERS, RECORD, find_damage, find_other_step, reading
+from flax_mesh.checkpoint.base import stored_arrays
+from flax_mesh.checkpoint.checksums import MARKERS, RECORD, find_damage, find_other_step, read_metadata
 from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import MOST, has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
@@ -74,20 +75,6 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     }
 
 
-def read_metadata(step: Path) -> dict[str, Any]:
-    """The metadata of a step as it was saved. Raises CheckpointCorruptedError if it is not a JSON object."""
-    try:
-        with reading(step):
-            found = json.loads((step / RECORD).read_bytes())
-    except ConfigError:
-        raise
-    except (*ABSENT, RecursionError, ValueError) as error:
-        raise CheckpointCorruptedError(f"{step}: its metadata cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointCorruptedError(f"{step}: its metadata must be a JSON object, got a {type(found).__name__}")
-    return found
-
-
 def read_record(step: Path) -> dict[str, Any]:
     """The metadata of a step by section; a section that is missing or invalid is empty, all if there is no metadata.
 
@@ -115,8 +102,6 @@ def _sections_of(found: Record) -> dict[str, Any]:
 
 def read_tree(step: Path, record: Record) -> dict[str, Array]:
     """Shapes and dtypes of a step by path; reads no array. CheckpointCorruptedError if the tree is unreadable."""
-    from flax_mesh.checkpoint.orbax import stored_arrays
-
     try:
         return {
             path: Array(path, tuple(leaf.shape), str(np.dtype(leaf.dtype)), str(record["layout"].get(path, "")))

@@ -12,6 +12,7 @@ from typing import Any
 
 from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
+from flax_mesh.checkpoint.base import read_base
 from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
@@ -236,6 +237,8 @@ def _verified(step: Path) -> dict[str, Any]:
     problems, unreadable = [], []
     try:
         problems = find_damage(step)
+        base = None if problems else read_base(step)
+        problems += [] if base is None else [f"base {base.folder}, {line}" for line in base.problems()]
     except UnreadableError as error:
         unreadable = error.lines
     return {"name": step.name, "files": files, "bytes": size, "problems": problems, "unreadable": unreadable}

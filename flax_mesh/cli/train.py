@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import gc
+import logging
 import math
 import shlex
 import signal
@@ -27,6 +28,7 @@ from flax_mesh.cli.common import (
 )
 from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.cli.text.generated import printable
+from flax_mesh.data.chats import LOGGER
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
 from flax_mesh.processes.launch import SIGNALS
@@ -62,6 +64,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     with (
         _stop_requests(sys.stdout) as should_stop,
         _display(config.run.steps, config.eval_fns.keys()) as display,
+        _progress(display.say if first else lambda text: None),
         Watch(report_failure, limit) as watch,
     ):
         forecast = Forecast(display.say)
@@ -176,6 +179,20 @@ def _display(steps: int, eval_fns: Collection[str]) -> Iterator[_Display]:
         speed_estimate_period=math.inf,  # not the last 30 s: a step may take longer
     ) as progress:
         yield _Display(progress, progress.add_task("training", total=steps), eval_fns)
+
+
+@contextmanager
+def _progress(say: Callable[[str], None]) -> Iterator[None]:
+    """Print the progress of reading data."""
+    handler, level = logging.Handler(), LOGGER.level
+    handler.emit = lambda record: say(record.getMessage())
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +68,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, train_on: str):
         self.names: tuple[str, ...] = ()
-        self._tokenizer, self._all, self._has_marks = tokenizer, train_on == "all", False
+        self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: bytes) -> Tokens:
         try:
@@ -79,7 +80,10 @@ class Encoder:
         self.names = self.names or self._format_of(row)
         if missing := [name for name in self.names if name not in row]:
             raise BadRowError(f"has no {' and no '.join(map(repr, missing))}, which the first row has")
-        return self._chat(row) if self.names == FORMATS[0] else self._texts([row[name] for name in self.names])
+        values = [row[name] for name in self.names]
+        if self.names == FORMATS[0] or (values[1:] and all(isinstance(x, list) for x in values)):
+            return self._chat(values, row.get("tools"))
+        return self._texts(values)
 
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""
@@ -90,16 +94,19 @@ class Encoder:
         if found is None:
             wanted = " or ".join(" and ".join(map(repr, names)) for names in FORMATS)
             raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
-        if found == FORMATS[0]:
-            if not self._tokenizer.chat_template:
-                raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which 'messages' require")
-            self._has_marks = MARKS.search(self._tokenizer.get_chat_template()) is not None
         return found
+
+    @cached_property
+    def _has_marks(self) -> bool:
+        if not self._tokenizer.chat_template:
+            raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which messages require")
+        return MARKS.search(self._tokenizer.get_chat_template()) is not None
 
     def _texts(self, texts: Sequence[Any]) -> Tokens:
         """One text, or a prompt and its completion."""
         if not all(isinstance(x, str) for x in texts) or not texts[-1]:
-            raise BadRowError(f"{' and '.join(map(repr, self.names))} must be text, and {self.names[-1]!r} not empty")
+            kinds = "text, or lists of messages" if texts[1:] else "text"
+            raise BadRowError(f"{self._keys} must be {kinds}, and {self.names[-1]!r} not empty")
         ids, prompt = self._ids("".join(texts)), self._ids(texts[0]) if texts[1:] else []
         if ids[: len(prompt)] != prompt:
             raise BadRowError(
@@ -122,32 +129,43 @@ class Encoder:
             ids = ids[:-1]
         return ids
 
-    def _chat(self, row: dict[str, Any]) -> Tokens:
-        messages, tools = row["messages"], row.get("tools")
-        if not isinstance(messages, list) or not all(isinstance(x, dict) for x in messages):
-            raise BadRowError("'messages' must be a list of objects")
+    @property
+    def _keys(self) -> str:
+        return " and ".join(map(repr, self.names))
+
+    def _chat(self, values: Sequence[Any], tools: Any) -> Tokens:
+        """Messages, or those of a prompt and of its completion, the only one that is trained."""
+        if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
+            raise BadRowError(f"{self._keys} must be a list of objects")
+        messages = [message for part in values for message in part]
         for i, message in enumerate(messages, 1):
             texts = message.get("role"), "" if message.get("tool_calls") else message.get("content")
             if not all(isinstance(x, str) for x in texts):
                 raise BadRowError(f"'role' and 'content' of message {i} must be text")
         found = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
-        ids = found["input_ids"]
-        trained = np.array(found["assistant_masks"] if self._has_marks else np.zeros(len(ids)), bool) | self._all
-        for i, message in enumerate(messages):
-            if message["role"] == "assistant" and not self._has_marks and not self._all:
+        ids, prompt = found["input_ids"], len(messages) - len(values[-1])
+        marks = np.array(found["assistant_masks"] if self._has_marks and not self._all else np.ones(len(ids)), bool)
+        if self._all or (self._has_marks and not self._only_last and not prompt):
+            return Tokens(np.array(ids, np.int32), marks)
+        trained = np.zeros(len(ids), bool)
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        for i in answers[-1:] if self._only_last else answers:
+            if i >= prompt:
                 trained[self._part(messages, i, ids, tools)] = True
-        return Tokens(np.array(ids, np.int32), trained)
+        return Tokens(np.array(ids, np.int32), trained & marks)
 
     def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
-        """The tokens of message i, the difference of prefixes of the messages."""
+        """The tokens of message i, from those of the messages before it, and of the messages up to it."""
         before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
-        if ids[: len(before)] != before or ids[: len(after)] != after:
+        start = len(before)
+        length = _length(ids[start:], after[start:]) if ids[:start] == before == after[:start] else None
+        if length is None:
             raise BadRowError(
                 f"the tokens of message {i + 1} are unknown: in this chat template the messages up to it do not begin "
-                "those of all messages. Mark them in it by {% generation %}, or set data.train_on=all"
+                "those of all messages. Mark them in it by {% generation %}, or set data.train_on=last or all"
             )
-        return slice(len(before), len(after))
+        return slice(start, start + length)
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
         from jinja2 import TemplateError  # pyright: ignore[reportMissingImports]
@@ -156,3 +174,16 @@ class Encoder:
             return self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
         except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise BadRowError(f"the chat template cannot render it: {first_line(error)}") from error
+
+
+def _length(ids: list[int], last: list[int]) -> int | None:
+    """How many tokens at the beginning of `ids` are those of a message whose tokens are `last` as the last message.
+
+    A template may add a beginning to the last message, such as thoughts, or an end, which is that of all messages. None
+    if it is neither, or not certain.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), min(len(ids), len(last)))
+    if last and (same == len(last) or (same and ids[same - len(last) :] == last[same:])):
+        return same
+    ends = [n for n in range(1, len(last)) if ids[n - 1 : n] == last[-1:] and ids[:n] == last[-n:]]
+    return ends[0] if len(ends) == 1 else None

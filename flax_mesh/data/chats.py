@@ -1,6 +1,8 @@
 """Rows of a JSONL file as packed batches for fine-tuning, in a stream that resumes exactly."""
 
 import gzip
+import logging
+import time
 import zlib
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,6 +21,8 @@ from flax_mesh.fields import check_types, path_problem
 from flax_mesh.text import count_text
 
 OPEN_ROWS = 64  # that documents are packed into at a time: 90% are filled by lengths up to a row, 99% by short ones
+SAID_EVERY_S = 10.0
+LOGGER = logging.getLogger(__name__)  # of progress, which the command line prints
 Arrays = dict[str, np.ndarray]
 
 
@@ -51,16 +55,20 @@ class Chats:
 def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     """Read the rows of `data.source`, a .jsonl or .jsonl.gz file, with the tokenizer of a Hugging Face folder.
 
-    All rows have the format of the first one: {"messages": [...]}, {"prompt": text, "completion": text} or
-    {"text": text}. A recipe trains on `batches(seed)` of the result, and evaluates its `metrics(evaluate)`. Raises a
-    ConfigError with a line for every row that has no tokens to train on, or too many (see `ChatConfig`).
+    All rows have the format of the first one: {"messages": [...]}, {"prompt": text, "completion": text}, both of which
+    may be lists of messages, or {"text": text}. A recipe trains on `batches(seed)` of the result, and evaluates its
+    `metrics(evaluate)`. Raises a ConfigError with a line for every row that has no tokens to train on, or too many (see
+    `ChatConfig`).
     """
     most, path = config.sequence_length + 1, Path() if path_problem(config.source) else user_path(config.source)
     if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
     encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on)
-    documents, stop, skipped, truncated = [], [], [], 0
+    documents, stop, skipped, truncated, said = [], [], [], 0, time.monotonic()
     for number, line in ((i, line) for i, line in enumerate(_lines(path), 1) if line.strip()):
+        if time.monotonic() > said + SAID_EVERY_S:
+            said = time.monotonic()
+            LOGGER.info("data: %s of %s are encoded", count_text(number - 1, "row"), path)
         try:
             ids, trained = encode(line)
             if len(ids) > most and config.on_long_row == "stop":

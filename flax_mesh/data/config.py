@@ -47,7 +47,8 @@ class ChatConfig(DataConfig):
     """The `data` section of a recipe that trains on the rows of a .jsonl file; see `read_chats`.
 
     Attributes:
-        train_on: The tokens that the loss counts: those of the "assistant" (also of completions and texts), or "all".
+        train_on: The tokens that the loss counts: those of the "assistant" (also of completions and texts), of its
+            "last" message only, or "all".
         packing: Whether several documents share a row. They do not attend to each other.
         on_bad_row: "stop" before the run if there are rows without valid tokens, with a line for each, or "skip" them.
         on_long_row: "stop" before it if documents have more than sequence_length + 1 tokens, or "truncate" them.
@@ -55,7 +56,7 @@ class ChatConfig(DataConfig):
 
     __repr__ = changed_repr
 
-    train_on: str = field(default="assistant", metadata={"one_of": ("assistant", "all")})
+    train_on: str = field(default="assistant", metadata={"one_of": ("assistant", "last", "all")})
     packing: bool = True
     on_bad_row: str = field(default="stop", metadata={"one_of": ("stop", "skip")})
     on_long_row: str = field(default="stop", metadata={"one_of": ("stop", "truncate")})

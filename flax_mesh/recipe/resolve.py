@@ -109,6 +109,10 @@ class Recipe:
         return schedule_memory(self.pipeline, self.num_groups)
 
     @property
+    def has_adapters(self) -> bool:
+        return self.config.lora.rank > 0
+
+    @property
     def device_mesh(self) -> Mesh:
         """The mesh, of a target with devices."""
         assert isinstance(self.mesh, Mesh)

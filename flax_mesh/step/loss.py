@@ -145,7 +145,7 @@ def check_trains(loss: object, params: nnx.State) -> None:
         else "Use them in loss_fn, or select others by wrt= of the optimizer."
     )
     raise ValueError(
-        "the loss must depend on a trained parameter, since all gradients would be 0, but it depends on none of "
+        "the loss must depend on a trained parameter, for the others have no gradient, but it depends on none of "
         f"{listed(at_most([pattern for pattern, _ in groups]))}. {repair}"
     )
 

@@ -54,10 +54,19 @@ class TreeDefinition:
         """Number of dims of the variables of Flax's layers in the model, see `flax_mesh.stacks`."""
         return ranks_in(self._model)
 
+    @functools.cached_property
+    def wrt(self) -> Any:
+        """The filter of the variables that the optimizer trains."""
+        return self._modules["optimizer"].wrt
+
     @property
     def _model(self) -> nnx.Pytree:
+        return self._modules["model"]
+
+    @property
+    def _modules(self) -> Mapping[str, Any]:
         without_leaves = jax.tree.unflatten(self.treedef, [None] * self.treedef.num_leaves)
-        return nnx.merge(self.graphdef, without_leaves)["model"]
+        return nnx.merge(self.graphdef, without_leaves)
 
 
 @jax.tree_util.register_dataclass

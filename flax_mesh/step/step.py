@@ -178,7 +178,8 @@ def make_eval_step(
     """Creates a jitted function that returns the sums "loss", "weight" and the metrics of `loss_fn`, not divided.
 
     The model is in `eval()` mode. Neither the state nor its random streams change. The batch is split over the devices
-    as by the step of `make_train_step`, whose `axes` these are.
+    as by the step of `make_train_step`, whose `axes` these are. A loss that uses no adapter of the model, such as one
+    without `with_lora`, is an error.
     """
     check_train_state(state)
     axes = state.definition.axes if axes is None else axes
@@ -198,7 +199,8 @@ def make_eval_step(
                     loss_sum, weight, metrics = sums_of(loss_fn(called, batch))
                 return loss_sum, (weight, metrics)
 
-            loss_sum, (weight, metrics) = traced_loss(sums, params)(params)
+            has_adapters = any(isinstance(x, nnx.LoRAParam) for _, x in nnx.to_flat_state(params))
+            loss_sum, (weight, metrics) = traced_loss(sums, params, trains=has_adapters)(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
     return _PlacingStep(jax.jit, evaluate, mesh, axes)

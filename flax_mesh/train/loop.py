@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
+from flax_mesh.checkpoint.base import Base
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.retention import has_finite_numbers
@@ -166,7 +167,7 @@ def train(
                 if not config.data.resumable:
                     say("note: this run cannot be resumed (data.resumable=false)")
                 _check_stages(run, is_new=True)
-                return _steps(run, checkpointer, _initial(run, start), 0, {})
+                return _steps(run, checkpointer, _initial(run, start, checkpointer), 0, {})
             saved = run_metadata(checkpointer.folder / str(step))
             if step < config.run.steps and not config.data.resumable:
                 raise ConfigError(not_resumable(folder, step))
@@ -271,6 +272,7 @@ def _steps(
 
     `saved` is the metadata of the checkpoint of step `start`.
     """
+    _say_base(run, checkpointer.base)
     settings, config = run.recipe.run, run.recipe.config
     is_recorded = is_first() and not profile_problem(settings.profile, start, settings.steps)
     profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
@@ -373,14 +375,24 @@ def _wait_for(state: TrainState, metrics: Any) -> None:
     jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
 
 
-def _initial(run: Run, start: Start | None) -> TrainState:
+def _initial(run: Run, start: Start | None, checkpointer: Checkpointer) -> TrainState:
     state = run.program.init()
     if start is not None:
-        state, text = start_from(start, state, run.program.rules.layers)
+        base = checkpointer if run.recipe.has_adapters else None
+        state, text = start_from(start, state, run.program.rules.layers, base)
         if is_first():
             keep_other_files(start, run.folder / CHECKPOINTS)
         run.say(f"start: {start.folder}: {text}")
     return state
+
+
+def _say_base(run: Run, base: Base | None) -> None:
+    if base is not None:
+        what = f"leave out {count_text(len(base.arrays), 'frozen array')}; keep {base.folder}, where they are read"
+    else:
+        what = "contain the frozen weights too, since no checkpoint.start_from is their base"
+    if run.recipe.has_adapters:
+        run.say(f"checkpoints: they {what}")
 
 
 def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:

@@ -2,16 +2,17 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.checkpoint.base import Base, make_base
+from flax_mesh.checkpoint.checkpointer import frozen_on_disk, load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
@@ -23,7 +24,6 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, default_texts
 from flax_mesh.recipe.saved import is_trained_on_text
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import named_leaves
 
 KINDS = {TEXT: "bytes of text", TOKENS: "ids in token files"}
 
@@ -113,33 +113,37 @@ def check_text(kind: str, source: str, files: Path) -> None:
     )
 
 
-def start_from(start: Start, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    """Return `state` with the parameters from `start`, and a text that lists the restored and the missing arrays."""
-    if start.step is None:
-        tree = state.to_nnx()
-        adapters, model_state = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
-        model = open_decoder(start.folder).load(model_state)
-        text = f"restored all {len(named_leaves(model))} arrays of the model"
-        model = nnx.merge_state(model, adapters)
-        return state.with_state(nnx.State({**tree.raw_mapping, "model": model})), text
-    if jax.process_count() > 1:  # all processes read the same step
-        return _from_step(start, start.step, state, layers)
+def start_from(
+    start: Start, state: TrainState, layers: Sequence[str], checkpointer: Checkpointer | None = None
+) -> tuple[TrainState, str]:
+    """Return `state` with the parameters from `start`, and a text that lists the restored and the missing arrays.
+
+    The checkpoints of a `checkpointer` leave out those parameters from then on that are not trained.
+    """
+    if start.step is None or jax.process_count() > 1:  # all processes read the same step
+        return _start_from(start, state, layers, checkpointer)
     given = [start]
 
     def read() -> tuple[TrainState, str]:
-        source = given.pop() if given else find_start(start.folder)
-        assert source.step is not None
-        return _from_step(source, source.step, state, layers)
+        return _start_from(given.pop() if given else find_start(start.folder), state, layers, checkpointer)
 
     return of_newest(read, start.folder)
 
 
-def _from_step(start: Start, step: Path, state: TrainState, layers: Sequence[str]) -> tuple[TrainState, str]:
-    with noticing_deletion(step), Checkpointer(step.parent, layers=layers or None) as checkpointer:
-        # `find_start` has verified it.
-        state, report = checkpointer.restore_partial(state, step_number(step), include="model/", verify=False)
+def _start_from(
+    start: Start, state: TrainState, layers: Sequence[str], checkpointer: Checkpointer | None
+) -> tuple[TrainState, str]:
+    path = start.step or user_path(start.folder)
+    with nullcontext() if start.step is None else noticing_deletion(path):
+        state, report = load_parameters(path, state, layers or None)
+        if checkpointer is not None:
+            arrays = frozen_on_disk(state, layers or None, report.restored)
+            base = broadcast_from_process_0("base", lambda: json.dumps(make_base(path, arrays)))
+            checkpointer.base = Base(*json.loads(base))
+    if start.step is None:
+        return state, f"restored all {len(report.restored)} arrays of the model"
     skipped = "".join(f"{path} is damaged and was skipped; " for path in start.damaged)
-    return state, f"{skipped}step {step_number(step)}, {report}"
+    return state, f"{skipped}step {step_number(path)}, {report}"
 
 
 def keep_other_files(start: Start, checkpoints: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 BEGIN, END = "<s>", "</s>"
 SPECIAL = [BEGIN, END, "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
-VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS])}
-TOKEN = re.compile(rf"{'|'.join(map(re.escape, SPECIAL))}|[\s\S]")
+OTHERS = ["<start_of_turn>", "<end_of_turn>", "<INST>", "</INST>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+OTHERS += ["<|endoftext|>", "<|im_sep|>", "<think>", "</think>"]
+VOCABULARY = {token: i for i, token in enumerate([*SPECIAL, *CHARACTERS, *OTHERS])}
+TOKEN = re.compile(rf"{'|'.join(map(re.escape, SPECIAL + OTHERS))}|[\s\S]")
 
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 CHATML = (
@@ -55,7 +57,13 @@ class StandIn:
         template = self.chat_template.replace("{% generation %}", "\1").replace("{% endgeneration %}", "\1")
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
         prompt = options.get("add_generation_prompt", False)
-        names = {"bos_token": BEGIN, "add_generation_prompt": prompt, "raise_exception": refuse}
+        names = {
+            "bos_token": BEGIN,
+            "eos_token": END,
+            "tools": options.get("tools"),
+            "add_generation_prompt": prompt,
+            "raise_exception": refuse,
+        }
         parts = environment.from_string(template).render(messages=messages, **names).split("\1")
         marked = [(i, j % 2) for j, part in enumerate(parts) for i in ids_of(part)]
         return {"input_ids": [i for i, _ in marked], "assistant_masks": [mask for _, mask in marked]}
@@ -79,7 +87,7 @@ def write_tokenizer(folder: Path, chat_template: str | None) -> None:
 
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_special_tokens(SPECIAL + OTHERS)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BEGIN} $A", pair=f"{BEGIN} $A $B", special_tokens=[(BEGIN, VOCABULARY[BEGIN])]
     )

@@ -21,6 +21,7 @@ from flax_mesh import create_mesh
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
+from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
 from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
 from flax_mesh.data.user_batches import UserBatches
@@ -34,6 +35,7 @@ from flax_mesh.train import (
     mean_metrics,
     read_chats,
 )
+from tests.data import chat_templates
 from tests.data.chat_tokenizers import (
     CHATML,
     HEADERS,
@@ -72,6 +74,7 @@ MASKED = {
         "<|start_header_id|>assistant<|end_header_id|>\n\n[Yo<|eot_id|>]",
     ),
 }
+MASKED_CHATS = {name: (template, CHAT, text) for name, (template, text) in MASKED.items()} | chat_templates.CASES
 TEXTS = [
     ({"text": "ab"}, "[<s>ab</s>]"),
     ({"text": "<s>ab</s></s>"}, "[<s>ab</s>]"),
@@ -85,12 +88,33 @@ def masked(tokenizer: Any, row: dict[str, Any], train_on: str = "assistant") -> 
     return shown(*Encoder(tokenizer, train_on)(json.dumps(row).encode()))
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", MASKED_CHATS)
 def test_the_tokens_of_the_assistant_are_trained(name):
-    template, expected = MASKED[name]
-    assert masked(StandIn(template), {"messages": CHAT}) == expected
-    everything = expected.replace("[", "").replace("]", "")
-    assert masked(StandIn(template), {"messages": CHAT}, "all") == f"[{everything}]"
+    template, chat, expected = MASKED_CHATS[name]
+    assert masked(StandIn(template), {"messages": chat}) == expected
+    ids = [i for i in ids_of(expected) if i not in ids_of("[]")]
+    everything = Encoder(StandIn(template), "all")(json.dumps({"messages": chat}).encode())
+    assert everything.ids.tolist() == ids and everything.trained.all()
+    first, last = expected.replace("[", "").replace("]", ""), expected.rpartition("[")[2]
+    only_last = f"{first.removesuffix(last.replace(']', ''))}[{last}"
+    assert masked(StandIn(template), {"messages": chat}, "last") == only_last
+
+
+@pytest.mark.parametrize("template", ["chatml", "marked"])
+def test_only_the_messages_of_the_assistant_in_a_completion_are_trained(template):
+    template, expected = MASKED[template]
+    row = {"prompt": CHAT[:-1], "completion": CHAT[-1:]}
+    first, _, last = expected.rpartition("[")
+    assert masked(StandIn(template), row) == f"{first.replace('[', '').replace(']', '')}[{last}"
+    row = {"prompt": CHAT[:2], "completion": CHAT[2:]}
+    assert masked(StandIn(template), row) == masked(StandIn(template), {"messages": CHAT}) == expected
+    assert masked(StandIn(template), row, "last").count("[") == 1
+
+
+def test_only_the_last_message_is_trained_where_earlier_ones_are_unknown():
+    chat = [*chat_templates.SYSTEM, *chat_templates.TURNS]
+    expected = "<s><INST> Hi</INST> Yo</s><INST> S\n\n?</INST>[ Ok</s>]"
+    assert masked(StandIn(chat_templates.MISTRAL_LAST), {"messages": chat}, "last") == expected
 
 
 @pytest.mark.parametrize(("row", "expected"), TEXTS)
@@ -99,13 +123,13 @@ def test_a_text_has_one_token_for_its_beginning_and_one_for_its_end(row, expecte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", MASKED_CHATS)
 def test_tokens_and_masks_of_transformers_are_the_same(name, tmp_path, capsys):
     pytest.importorskip("transformers", reason="comes with the extra finetune")
-    template, expected = MASKED[name]
+    template, chat, expected = MASKED_CHATS[name]
     write_tokenizer(tmp_path, template)
     tokenizer = open_tokenizer(str(tmp_path), len(VOCABULARY))
-    assert masked(tokenizer, {"messages": CHAT}) == expected
+    assert masked(tokenizer, {"messages": chat}) == expected
     for row, text in TEXTS:
         assert masked(tokenizer, row) == text
     assert capsys.readouterr().err == ""
@@ -246,6 +270,16 @@ def test_what_was_read_is_described_and_the_end_of_the_file_is_held_out(tmp_path
     assert (seen[0]["targets"] >= 0).sum() == 31 + 5
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_the_command_line_prints_the_progress_of_a_long_file(tmp_path, monkeypatch):
+    config, said = config_of(tmp_path / "a.jsonl", texts(3)), []
+    monkeypatch.setattr(chats, "SAID_EVERY_S", -1.0)
+    with _progress(said.append):
+        read(config)
+    read(config)
+    assert said == [f"data: {n} of {tmp_path / 'a.jsonl'} are encoded" for n in ("0 rows", "1 row", "2 rows")]
+
+
 # --- runs ---
 
 SIZES: dict[str, Any] = {
@@ -376,7 +410,13 @@ BAD_ROWS = [
     ([{"other": 1}], "row 1: must have 'messages' or 'prompt' and 'completion' or 'text', got 'other'"),
     ([GOOD, {"prompt": "a", "completion": "b"}], "row 2: has no 'text', which the first row has"),
     ([GOOD, {"text": 3}], "row 2: 'text' must be text, and 'text' not empty"),
-    ([{"prompt": "a", "completion": ""}], "row 1: 'prompt' and 'completion' must be text, and 'completion' not empty"),
+    ([{"prompt": "a", "completion": ""}], "row 1: 'prompt' and 'completion' must be text, or lists of messages, and "),
+    (
+        [{"prompt": [USER], "completion": "b"}],
+        "row 1: 'prompt' and 'completion' must be text, or lists of messages, and ",
+    ),
+    ([{"prompt": [USER], "completion": ["b"]}], "row 1: 'prompt' and 'completion' must be a list of objects"),
+    ([{"prompt": [USER], "completion": []}], "row 1: has no token to train on"),
     (
         [GOOD, {"text": "x" * 31}],
         "row 2: has 33 tokens, but at most 32 fit; raise data.sequence_length, or set data.on",
@@ -403,6 +443,9 @@ def test_a_row_that_cannot_be_used_is_one_line_with_its_place(rows, problem, tmp
     ("template", "row", "problem"),
     [
         (LAST_ONLY, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.MISTRAL_LAST, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.MIDDLE, {"messages": CHAT}, "row 1: the tokens of message 3 are unknown: "),
+        (chat_templates.GEMMA_2, {"messages": CHAT}, "row 1: the chat template cannot render it: no system message"),
         (STRICT, {"messages": CHAT}, "row 1: the chat template cannot render it: the first role must be user"),
         (None, {"messages": CHAT}, "checkpoint.start_from: its tokenizer has no chat_template"),
     ],

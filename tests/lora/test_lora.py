@@ -19,7 +19,7 @@ from flax_mesh.models import next_token_loss
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.mpmd.split.jaxpr import bodies
 from flax_mesh.step.loss import sums_of
-from flax_mesh.train import abstract_train_state, init_train_state, make_train_step
+from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from tests.lora.models import CASES, TOKENS, WIDTH, Mlp, X, decoder, loss_fn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -209,7 +209,7 @@ def test_the_low_rank_part_is_added_once():
     assert with_lora(adapted) is adapted
 
 
-def test_training_adapters_with_a_loss_that_does_not_use_them_is_an_error():
+def test_a_loss_of_adapters_that_does_not_use_them_is_an_error():
     adapted = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")
 
     def make() -> Any:
@@ -218,9 +218,10 @@ def test_training_adapters_with_a_loss_that_does_not_use_them_is_an_error():
 
     state = abstract_train_state(make, abstract_state(make, create_mesh("fsdp:1", devices=jax.devices()[:1]), "fsdp"))
     text = r"none of up/kernel_lora_a, up/kernel_lora_b\. Adapters are used by with_lora\(loss_fn\)"
-    with pytest.raises(ValueError, match=text):
-        make_train_step(loss_fn, state).eval_shape(state, X)
-    make_train_step(with_lora(loss_fn), state).eval_shape(state, X)
+    for make_step in (make_train_step, make_eval_step):
+        with pytest.raises(ValueError, match=text):
+            make_step(loss_fn, state).eval_shape(state, X)
+        make_step(with_lora(loss_fn), state).eval_shape(state, X)
     with pytest.raises(ValueError, match=text):
         split_stages(loss_fn, make, X, layers=("up", "down"), num_stages=2)
 

@@ -9,6 +9,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh import named_leaves
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors
+from flax_mesh.checkpoint.orbax import stored_arrays
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import open_trained
 from flax_mesh.lora.adapters import A, B
@@ -17,7 +19,7 @@ from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.explain import explain
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
-from flax_mesh.train.export import export
+from flax_mesh.train.export import export, reshard
 from tests.train.support.runs import rows_of, run, state_of
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny.py"
@@ -30,6 +32,9 @@ SMALL += [
     "optimizer.warmup_steps=0",
 ]
 LORA = ["lora.rank=4", "lora.alpha=8", "lora.modules=attention/.*kernel|mlp/(up|down)/kernel"]
+
+
+FROZEN = lambda path: path.startswith("model/") and not path.endswith((A, B))  # noqa: E731
 
 
 def config_of(*settings: str) -> TrainConfig:
@@ -59,7 +64,9 @@ def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_pa
     base, folder = tmp_path / "base", tmp_path / "lora"
     run(config_of("run.steps=4", f"run.folder={base}", "mesh.shape=fsdp:8"))
     common = [*LORA, f"run.folder={folder}", f"checkpoint.start_from={base}", "run.steps=8"]
-    run(config_of(*common, "mesh.shape=dp:2,fsdp:2,tp:2"), kill_at=3)
+    killed = run(config_of(*common, "mesh.shape=dp:2,fsdp:2,tp:2"), kill_at=3)
+    said = f"checkpoints: they leave out 20 frozen arrays; keep {base}/checkpoints/4, where they are read"
+    assert said in killed.lines and not {path for path in stored_arrays(folder / "checkpoints/2") if FROZEN(path)}
     ran = run(config_of(*common, "mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=2"))
     whole = run(config_of(*LORA, *common[len(LORA) + 1 :], f"run.folder={tmp_path / 'whole'}", "mesh.shape=fsdp:8"))
     assert [row["step"] for row in ran.rows] == [3, 4, 5, 6, 7, 8]
@@ -78,8 +85,32 @@ def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_pa
     exported, tokens = open_trained(out, ["mesh.shape=fsdp:8"]), jnp.arange(64).reshape(2, 32)
     logits: list[Any] = [np.asarray(one.model(tokens)) for one in (trained, exported)]
     np.testing.assert_allclose(*logits, rtol=1e-5, atol=1e-5)
+    reshard(str(folder), str(tmp_path / "all"), config_of(*LORA, "mesh.shape=fsdp:8"), None)
+    assert {path for path in stored_arrays(tmp_path / "all/8") if FROZEN(path)} == {*filter(FROZEN, before)}
+    export(str(tmp_path / "all"), str(tmp_path / "of all"), "safetensors", None, None)
+    pairs = [(open_safetensors(x)) for x in (out, tmp_path / "of all")]
+    assert pairs[0].keys() == pairs[1].keys() and all((x == pairs[1][name]).all() for name, x in pairs[0].items())
     again = run(config_of(*LORA, f"checkpoint.start_from={out}", f"run.folder={tmp_path / 'again'}", "run.steps=1"))
     assert any("restored all 20 arrays of the model" in line for line in again.lines)
     without = np.asarray(open_trained(base, ["mesh.shape=fsdp:8"]).model(tokens))
     assert np.abs(logits[0] - without).max() > 0.01
     assert trained.evaluate("stdlib", max_tokens=2001).loss > 0 and held_out > 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_that_saves_adapters_alone_resumes_bit_for_bit_and_one_without_a_base_saves_everything(tmp_path):
+    base, whole, killed = (tmp_path / name for name in ("base", "whole", "killed"))
+    own = run(config_of(*LORA, "run.steps=2", f"run.folder={base}"))
+    assert {*filter(FROZEN, stored_arrays(base / "checkpoints/2"))} and any(
+        "the frozen weights too" in x for x in own.lines
+    )
+    start = [*LORA, f"checkpoint.start_from={base}", "run.steps=6"]
+    expected = run(config_of(*start, f"run.folder={whole}"))
+    run(config_of(*start, f"run.folder={killed}"), kill_at=3)
+    resumed = run(config_of(*start, f"run.folder={killed}"))
+    assert resumed.losses == {step: loss for step, loss in expected.losses.items() if step > 2}
+    assert state_of(killed, 6) == state_of(whole, 6)
+    assert not {*filter(FROZEN, stored_arrays(killed / "checkpoints/6"))}
+    (base / "checkpoints/2").rename(base / "checkpoints/3")
+    with pytest.raises(ConfigError, match=f"(?s)are read in {base}/checkpoints/2, .* the folder is gone"):
+        run(config_of(*start[:-1], "run.steps=7", f"run.folder={killed}"))

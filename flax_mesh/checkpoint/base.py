@@ -1,0 +1,149 @@
+"""The base of a checkpoint: a step, or a Hugging Face folder, with the arrays that the checkpoint leaves out.
+
+A run that trains adapters saves them alone; its frozen weights are those of the folder that it started from. The
+metadata of a step contain this folder, the checksums of its files, and the arrays that are read there.
+"""
+
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from flax_mesh.checkpoint.checksums import RECORD, checksums_of, files_below, read_metadata
+from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import is_huggingface
+from flax_mesh.checkpoint.layout import Target
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.text import path_lines
+from flax_mesh.tree import named_leaves, nest
+
+BASE = "base"  # section of the metadata
+_MODEL = "model/"
+
+
+class Base(NamedTuple):
+    """A folder, the checksums of its files by name, and [dtype, shape] of the arrays read there by path on disk."""
+
+    folder: str
+    files: Mapping[str, Any]
+    arrays: Mapping[str, Any]
+
+    def problems(self) -> list[str]:
+        """What differs in the files of the folder, one line each; reads every byte of them."""
+        if not Path(self.folder).is_dir():
+            return ["the folder is gone"]
+        found = _contents(Path(self.folder))
+        names = sorted(name for name in {**self.files, **found} if found.get(name) != self.files.get(name))
+        return [
+            f"{name}: {'gone' if name not in found else 'changed' if name in self.files else 'new'}" for name in names
+        ]
+
+    def restricted(self, arrays: Target) -> "Base":
+        """Only the arrays that have the path, shape and dtype of one of `arrays`."""
+        same = {path: self.arrays[path] for path, x in arrays.items() if self.arrays.get(path) == _described(x)}
+        return self._replace(arrays=same)
+
+
+def make_base(folder: Path, arrays: Target) -> Base:
+    """The base of checkpoints that leave out `arrays`, which were read from `folder`.
+
+    If that is a step with a base of its own, only those that are read there can be left out.
+    """
+    if not is_huggingface(str(folder)) and (base := read_base(folder)) is not None:
+        return base.restricted(arrays)
+    return Base(str(folder.absolute()), _contents(folder), {path: _described(x) for path, x in arrays.items()})
+
+
+def read_base(step: Path) -> Base | None:
+    """The base of a step, None if it contains all its arrays."""
+    record = read_metadata(step).get(BASE) if (step / RECORD).exists() else None
+    if record is None:
+        return None
+    try:
+        base = Base(**record)
+        is_array = [_described(_array(x)) == x and min(x[1], default=0) >= 0 for x in base.arrays.values()]
+        is_valid = isinstance(base.folder, str) and isinstance(base.files, dict) and all(is_array)
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise CheckpointCorruptedError(f"{step}: the section {BASE!r} of its metadata is not as it was saved")
+    return base
+
+
+def check_base(step: Path) -> None:
+    """Raise ConfigError if the base of a step is gone, or is another one than when the step was saved."""
+    base = read_base(step)
+    if base is not None and (problems := base.problems()):
+        raise ConfigError(
+            path_lines(problems),
+            head=f"{step} contains only what its run trained; its other {len(base.arrays)} arrays are read in "
+            f"{base.folder}, whose files must be those that the run started from, but:",
+            repair="Put these files back, or a link to a copy of them.",
+        )
+
+
+def stored_arrays(step: Path) -> dict[str, Any]:
+    """Shape and dtype of the arrays of a step and of its base, by path on disk; reads no array, and not the base."""
+    from flax_mesh.checkpoint import orbax
+
+    own, base = orbax.stored_arrays(step), read_base(step)
+    return own if base is None else {path: _array(x) for path, x in base.arrays.items()} | own
+
+
+def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
+    """The arrays at the paths of `target`, with its shardings and dtypes, of a step and of its base."""
+    from flax_mesh.checkpoint import orbax
+
+    base = read_base(step)
+    if base is None:
+        return orbax.read_arrays(step, target)
+    stored = orbax.stored_arrays(step)
+    here = {path: x for path, x in target.items() if path in stored or path not in base.arrays}
+    # In the dtype that the run had: another one is cast from it, as if the step contained the array.
+    there = {
+        path: jax.ShapeDtypeStruct(x.shape, jnp.dtype(base.arrays[path][0]), sharding=x.sharding)
+        for path, x in target.items()
+        if path not in here
+    }
+    found = orbax.read_arrays(step, here) if here else {}
+    values = _read_base(Path(base.folder), there) if there else {}
+    return found | {path: value.astype(target[path].dtype) for path, value in values.items()}
+
+
+def _read_base(folder: Path, target: Target) -> dict[str, jax.Array]:
+    from flax_mesh.checkpoint import orbax
+
+    if not is_huggingface(str(folder)):
+        return orbax.read_arrays(folder, target)
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    tree = nest(
+        (path.removeprefix(_MODEL), jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default))
+        for path, x in target.items()
+    )
+    decoder = open_decoder(folder)._replace(ignore=("",))  # all arrays that are not in `target`
+    return {_MODEL + path: value for path, value in named_leaves(decoder.load(tree))}
+
+
+def _described(x: Any) -> list[Any]:
+    return [jnp.dtype(x.dtype).name, list(x.shape)]
+
+
+def _array(described: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    dtype, shape = described
+    return jax.ShapeDtypeStruct(tuple(map(operator.index, shape)), jnp.dtype(dtype))
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """Name -> [bytes, checksums] of the files with the arrays of a step or of a Hugging Face folder; {} without it."""
+    if is_huggingface(str(folder)):
+        names = [name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json"))]
+    else:
+        names = [f"state/{name}" for name in files_below(folder / "state")]
+    try:
+        return {name: [size, sums] for name, (size, sums) in checksums_of(folder, sorted(names)).items()}
+    except OSError as error:
+        raise ConfigError(f"the files of {folder} cannot be read: {error}; repair that") from error
