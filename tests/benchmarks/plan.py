@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.shape import parse_mesh_shape
@@ -25,8 +24,8 @@ from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import SLICES, Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import parse_topology
-from flax_mesh.recipe.resolve import derive
-from flax_mesh.recipe.target import target_of
+from flax_mesh.recipe.resolve import resolve_checked
+from flax_mesh.recipe.target import Target
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
@@ -66,11 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def estimate_of(run: Run) -> Estimate:
-    config, shape = run.config(), parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    sizes = dict(parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1))
     with kernels_without_devices():
-        program, arguments = step_of(derive(config, target_of(mesh)))
-        return estimate(program.step, arguments, shape, "tpu")
+        program, arguments = step_of(resolve_checked(run.config(), Target(sizes, platform="tpu")))
+        return estimate(program.step, arguments, sizes, "tpu")
 
 
 def fit(arguments: Sequence[str] | None) -> int:
