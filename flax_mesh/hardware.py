@@ -174,7 +174,7 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "pod": "book",
         "wrap": "book",
     }
-    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.6, "indexed_fraction": 0.2} | values)
+    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.5, "indexed_fraction": 0.2} | values)
 
 
 def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
@@ -205,11 +205,11 @@ CHIPS = (
     _tpu("v3", {"all": "book", "network_bandwidth": "inferred", "matmul_fraction": "assumed"}, kinds=("TPU v3",),
          peak_flops={"bfloat16": 140e12 / 2}, memory=32e9 / 2, memory_bandwidth=900e9 / 2,
          link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2,
-         matmul_fraction=0.75),
+         matmul_fraction=0.76),
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.75, clock=1.05e9),
+         matmul_fraction=0.76, clock=1.05e9),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
@@ -217,18 +217,18 @@ CHIPS = (
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.81, clock=1.75e9),
+         matmul_fraction=0.83, clock=1.75e9),
     _tpu("v6e", _ICI | {"matrix_unit": "tpu"}, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),
          wrap="pod",
-         matmul_fraction=0.62, matrix_unit=256),
+         matmul_fraction=0.63, matrix_unit=256),
     _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed", "matrix_unit": "tpu"},
          kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10,
          pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
-         matmul_fraction=0.75, matrix_unit=256),
+         matmul_fraction=0.8, matrix_unit=256),
     _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
          peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),
