@@ -78,6 +78,9 @@ class Chip:
         devices_per_chip: Number of JAX devices of a chip.
         matmul_fraction: The part of `peak_flops` that large matrix products reach. Fitted, see docs/plan.md.
         overlap_fraction: The part of the transfers that can overlap with compute. One figure is fitted to all TPUs.
+        indexed_fraction: The part of `memory_bandwidth` at which rows at indices are read or added, such as the
+            tokens of an expert. One figure is fitted to all TPUs.
+        matrix_unit: Rows and columns of the matrix units.
         clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is unknown.
         sources: Figure -> key of SOURCES, or the path of a file. The figures in `peak_flops` are listed by dtype.
     """
@@ -101,6 +104,8 @@ class Chip:
     devices_per_chip: int = 1
     matmul_fraction: float = 1.0
     overlap_fraction: float = 1.0
+    indexed_fraction: float = 1.0
+    matrix_unit: int = 128
     clock: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -139,6 +144,8 @@ def figures(chip: Chip) -> set[str]:
     numbers |= {
         "matmul_fraction",
         "overlap_fraction",
+        "indexed_fraction",
+        "matrix_unit",
         "hop_latency",
         "network_latency",
         "devices_per_chip",
@@ -159,21 +166,22 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "all": "tpu",
         "matmul_fraction": "fitted",
         "overlap_fraction": "fitted",
+        "indexed_fraction": "fitted",
         "clock": "peak / cells",
+        "matrix_unit": "peak / cells",
         "hop_latency": "assumed",
         "network_latency": "assumed",
         "host_bandwidth": "book",
         "pod": "book",
         "wrap": "book",
     }
-    return _chip(name, "tpu", usual | sources, **values)
+    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.5, "indexed_fraction": 0.2} | values)
 
 
 def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
     usual = {
         "all": "gpu book",
-        "matmul_fraction": "assumed",
-        "overlap_fraction": "assumed",
+        **dict.fromkeys(("matmul_fraction", "overlap_fraction", "indexed_fraction", "matrix_unit"), "assumed"),
         "hop_latency": "calculon",
         "network_latency": "calculon",
         "host_bandwidth": "pcie",
@@ -195,31 +203,33 @@ _ICI = {"link_bandwidth": "vendor / links", "link_fraction": "book, later"}
 # Of several GPUs whose kinds match, the one with the longest kind is used: "H100 PCIe" before "H100".
 # fmt: off
 CHIPS = (
-    _tpu("v3", {"all": "book", "network_bandwidth": "inferred"}, kinds=("TPU v3",),
+    _tpu("v3", {"all": "book", "network_bandwidth": "inferred", "matmul_fraction": "assumed"}, kinds=("TPU v3",),
          peak_flops={"bfloat16": 140e12 / 2}, memory=32e9 / 2, memory_bandwidth=900e9 / 2,
-         link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2),
+         link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2,
+         matmul_fraction=0.76),
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.71, overlap_fraction=0.7, clock=1.05e9),
+         matmul_fraction=0.76, clock=1.05e9),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.78, overlap_fraction=0.7, clock=1.5e9),
+         matmul_fraction=0.84, clock=1.5e9),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.78, overlap_fraction=0.7, clock=1.75e9),
-    _tpu("v6e", _ICI, kinds=("TPU v6 lite", "TPU v6e"),
+         matmul_fraction=0.83, clock=1.75e9),
+    _tpu("v6e", _ICI | {"matrix_unit": "tpu"}, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),
          wrap="pod",
-         matmul_fraction=0.54, overlap_fraction=0.7),
-    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed"}, kinds=("TPU7x", "TPU7"),
+         matmul_fraction=0.63, matrix_unit=256),
+    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed", "matrix_unit": "tpu"},
+         kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10,
          pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
-         matmul_fraction=0.65, overlap_fraction=0.7),
+         matmul_fraction=0.8, matrix_unit=256),
     _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
          peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),
@@ -369,8 +379,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "devices_per_chip": (_is_count, f"an integer from 1 to {MOST}"),
 }
 _RULES |= dict.fromkeys(
-    ("link_fraction", "matmul_fraction"), (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1")
+    ("link_fraction", "matmul_fraction", "indexed_fraction"),
+    (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
 )
+_RULES["matrix_unit"] = (lambda v: v in (128, 256), "128 or 256")
 _RULES["overlap_fraction"] = (lambda v: v == 0 or (_is_positive(v) and v <= 1), "a number from 0 to 1")
 _NUMBER = (_is_positive, "a positive number")
 _NEEDED = [  # the fields of Chip without a default

@@ -115,7 +115,7 @@ def test_a_chip_from_a_file_without_a_base(tmp_path):
     chip = loaded(tmp_path / "chip.toml", FULL)
     assert (chip.name, chip.domain, chip.peak("float32"), chip.link_fraction) == ("npu-1", 16, 1e14, 1.0)
     defaults = {"link_fraction", "matmul_fraction", "overlap_fraction", "hop_latency", "network_latency"}
-    defaults |= {"devices_per_chip", "host_bandwidth"}
+    defaults |= {"devices_per_chip", "host_bandwidth", "indexed_fraction", "matrix_unit"}
     assert set(chip.sources) == {*figures(chip), "name", "platform", "peak_flops"} - defaults
 
 

@@ -99,6 +99,9 @@ def certainty(topology: Topology, time: Time, *, experts: bool) -> str:
     return f"of {count} measured steps of {kind}, forecasts were off by {low:+.0%} to {high:+.0%}"
 
 
+HIDDEN = "model.axes.hidden_state_axis"
+
+
 class Given(NamedTuple):
     """The settings that a plan has already, which are no advice; of a step without a recipe, none are known."""
 
@@ -106,7 +109,7 @@ class Given(NamedTuple):
     optimizer: OptimizerConfig | None = None
     mesh: Mapping[str, int] = MappingProxyType({})
 
-    def setting(self, name: str, default: Any) -> Any:
+    def setting(self, name: str, default: Any = None) -> Any:
         """A field of the model's config."""
         return getattr(self.model, name, default)
 
@@ -121,6 +124,8 @@ def memory_findings(memory: Memory, given: Given) -> list[Finding]:
 def _less_activations(given: Given) -> str:
     if given.setting("remat", "full") == "none":
         return "Set model.remat=full, or reduce data.batch_size"
+    if given.mesh.get("tp", 1) > 1 and getattr(given.setting("axes"), "hidden_state_axis", "tp") is None:
+        return f"Set {HIDDEN}=tp: activations between the layers are then split over tp; or reduce data.batch_size"
     if given.setting("attention", "") == "xla":
         return "Use an attention kernel that stores no scores, split heads over tp, or reduce data.batch_size"
     return "Reduce data.batch_size, raise pipeline.num_microbatches, or split the sequence over sp"

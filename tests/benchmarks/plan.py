@@ -1,7 +1,6 @@
 """Predicted step times of published training runs; needs no devices, and measures nothing here.
 
-Two constants per chip were fitted to a random half of its rows with a bar; the others are held out. `--fit` fits them
-again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
+The constants were fitted to a random half of the rows with a bar; the others are held out. `--fit` fits them again. `--compiled` compares memory and collectives with what XLA allocates and sends, for the cases
 of tests/plan/cases.py, as Markdown; `--tpu` includes those on TPU topologies, which need libtpu and a minute each.
 `--ranking` compares the plans of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
 
@@ -16,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
 
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mesh.shape import parse_mesh_shape
@@ -25,17 +23,18 @@ from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import SLICES, Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import parse_topology
-from flax_mesh.recipe.resolve import derive
-from flax_mesh.recipe.target import target_of
+from flax_mesh.recipe.resolve import resolve_checked
+from flax_mesh.recipe.target import Target
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
-from tests.plan.published import RUNS, SMALL, Run, fitted, held_out, of_chips
+from tests.plan.published import EXPERTS, RUNS, SMALL, Run, fitted, held_out, of_chips, of_experts
 from tests.plan.ranking import LAYOUTS, config_of, rank, spearman
 
 LIMIT = 0.15
 MATMUL, OVERLAP = [n / 100 for n in range(45, 100)], [n / 10 for n in range(11)]  # fractions that are tried
 SHARES = [n / 1000 for n in range(0, 41, 5)]  # of SLICES
+INDEXED = [n / 20 for n in range(1, 21)]
 RUN = {run.id: run for run in RUNS}
 HEADER = "| Case | Mesh | XLA, MiB | Estimate, MiB | Error | Operand bytes, error by mesh axes | Remark |"
 
@@ -51,11 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.ranking:
         return compare_ranks(given, arguments)
     of_fit, errors, rows = {run.id for run in fitted()}, {}, []
+    of_fit |= {run.id for run in of_experts()[0]}
     for run in (run for run in RUNS if given.only in run.id):
         seconds = plan(run.config(), run.topology).time.seconds
         errors[run.id] = seconds / run.seconds - 1
         row = {"run": run.id, "topology": run.topology, "published, s": run.seconds, "predicted, s": seconds}
-        use = run.no_bar or ("fitted" if run.id in of_fit else "held out")
+        with_bar = not run.no_bar or run.no_bar.startswith(EXPERTS)
+        use = ("fitted" if run.id in of_fit else "held out") if with_bar else run.no_bar
         rows.append(row | {"error": f"{errors[run.id]:+.0%}", "use, or why there is no bar": use})
     print_table(rows)
     held = [run.id for run in held_out() if run.id in errors]
@@ -66,15 +67,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def estimate_of(run: Run) -> Estimate:
-    config, shape = run.config(), parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1)
-    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    sizes = dict(parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1))
     with kernels_without_devices():
-        program, arguments = step_of(derive(config, target_of(mesh)))
-        return estimate(program.step, arguments, shape, "tpu")
+        program, arguments = step_of(resolve_checked(run.config(), Target(sizes, platform="tpu")))
+        return estimate(program.step, arguments, sizes, "tpu")
 
 
 def fit(arguments: Sequence[str] | None) -> int:
-    """The fraction of products of every chip, and the overlap and SLICES of all, by least squares of log ratios.
+    """The fraction of products of every chip, the overlap and SLICES of all, then the fraction of the bandwidth that
+    rows at indices reach with the constants in the table, by least squares of log ratios.
 
     Of a chip with few runs, also the error of each with the fraction that the others give.
     """
@@ -101,17 +102,30 @@ def fit(arguments: Sequence[str] | None) -> int:
         for one in ids if len(of_chips()[name]) < SMALL else ():
             matmul = best([i for i in ids if i != one], *common)[1]
             rows.append({"chip": f"{name}, without {one}", "error": f"{math.expm1(error(one, matmul, *common)):+.1%}"})
+    runs = of_experts()[0]
+    estimates = {run.id: estimate_of(run) for run in runs}
+
+    def squares_of_experts(indexed: float) -> float:
+        ratios = [seconds_of(estimates[run.id], run, indexed_fraction=indexed) / run.seconds for run in runs]
+        return math.fsum(math.log(ratio) ** 2 for ratio in ratios)
+
+    found = min(INDEXED, key=squares_of_experts)
+    chip = parse_topology(runs[0].topology).chip
+    rows.append({"chip": "all", "runs": len(runs), "indexed": found, "in the table": f"{chip.indexed_fraction:g}"})
     return report("plan", arguments, rows)
+
+
+def seconds_of(one: Estimate, run: Run, **constants: float) -> float:
+    """Predicted seconds with other constants of the chip, without the wait for other slices."""
+    topology = parse_topology(run.topology)
+    topology = replace(topology, chip=replace(topology.chip, **constants))
+    return math.fsum(part.seconds for part in parts_of(one, topology))
 
 
 def ratios_of(run: Run) -> dict[tuple[float, float], float]:
     """Predicted over published seconds for all constants, without the wait for other slices."""
-    one, topology, found = estimate_of(run), parse_topology(run.topology), {}
-    for matmul, overlap in itertools.product(MATMUL, OVERLAP):
-        chip = replace(topology.chip, matmul_fraction=matmul, overlap_fraction=overlap)
-        seconds = math.fsum(part.seconds for part in parts_of(one, replace(topology, chip=chip)))
-        found[matmul, overlap] = seconds / run.seconds
-    return found
+    one, pairs = estimate_of(run), itertools.product(MATMUL, OVERLAP)
+    return {(m, o): seconds_of(one, run, matmul_fraction=m, overlap_fraction=o) / run.seconds for m, o in pairs}
 
 
 def compare_compiled(given: argparse.Namespace, arguments: Sequence[str] | None) -> int:

@@ -35,6 +35,9 @@ def in_jaxpr(step: Any, arguments: Sequence[Any]) -> Counted:
         if name in ("dot_general", "conv_general_dilated"):
             flops[str(eqn.invars[0].aval.dtype)] += times * _product(eqn)
             operands += times * sum(x.aval.size * x.aval.dtype.itemsize for x in dict.fromkeys(eqn.invars))
+        elif name == "ragged_dot_general":
+            rows, out = eqn.invars[0].aval, eqn.outvars[0].aval
+            flops[str(rows.dtype)] += times * 2 * rows.size * out.shape[-1]
         elif name == "add_any" or (name == "add" and eqn.outvars[0].aval.ndim):
             operands += times * eqn.outvars[0].aval.size * eqn.outvars[0].aval.dtype.itemsize
         elif name in SENDS:

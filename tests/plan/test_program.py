@@ -200,12 +200,40 @@ def test_an_attention_kernel_stores_no_scores_and_computes_half_of_them_if_causa
     assert flops(causal, "backward") == 2.5 * full / 2
 
 
-def test_attention_with_heads_of_64_dims_takes_twice_the_time_of_its_flops():
-    """Half of the rows of a matrix unit are empty."""
+@pytest.mark.parametrize(("kind", "times"), [("NVIDIA H200", 2), ("TPU v5p", 2), ("TPU v6e", 4), ("TPU7x", 4)])
+def test_attention_with_heads_of_64_dims_fills_a_part_of_the_matrix_units(kind, times):
     (kernel,) = [cost for cost in attention("cudnn").costs if cost.phase == "forward" and cost.flops]
-    chip = chip_of("NVIDIA H200")
-    assert chip is not None and kernel.filled == 0.5
-    assert kernel.seconds(chip)[0] == 2 * kernel.flops / (chip.peak_flops["bfloat16"] * chip.matmul_fraction)
+    chip = chip_of(kind)
+    assert chip is not None
+    assert kernel.seconds(chip)[0] == times * kernel.flops / (chip.peak_flops["bfloat16"] * chip.matmul_fraction)
+
+
+# Rows, sizes and groups; of the kernels that libtpu compiles for them: tiles of rows and of columns (a gradient of
+# weights has as many tiles of columns as the side of a unit allows).
+GROUPED = {
+    (32768, 2048, 1536, 64): {"TPU v5e": (319, 3, 12), "TPU v6e": (191, 1, 6)},
+    (262144, 7168, 2048, 256): {"TPU v5p": (2303, 16, 16), "TPU7x": (1279, 4, 8)},
+    (524288, 4096, 1536, 128): {"TPU v5p": (4223, 6, 12), "TPU7x": (2175, 2, 6)},
+}
+
+
+@pytest.mark.parametrize(("sizes", "kind"), [(sizes, kind) for sizes, found in GROUPED.items() for kind in found])
+def test_grouped_products_take_the_tiles_of_the_compiled_kernel(sizes, kind):
+    (rows, inner, columns, groups), chip = sizes, chip_of(kind)
+    visits, *tiles = GROUPED[sizes][kind]
+    shapes = [((rows, inner), jnp.bfloat16), ((groups, inner, columns), jnp.bfloat16), ((groups,), jnp.int32)]
+    sharding = NamedSharding(mesh_of({"fsdp": 1}), P())
+    x, w, group_sizes = (jax.ShapeDtypeStruct(*each, sharding=sharding) for each in shapes)
+    step = jax.jit(jax.grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).astype(jnp.float32).sum() ** 2, (0, 1)))
+    found = [cost for cost in estimate(step, (x, w, group_sizes), {"fsdp": 1}, "tpu").costs if cost.grouped]
+    assert [cost.flops for cost in found] == [2.0 * rows * inner * columns] * 3
+    others = 2 * (rows * columns + groups * inner * columns)
+    for cost, count in ((found[0], tiles[0]), *((c, tiles[1]) for c in found if c.grouped and c.grouped.weights)):
+        assert chip is not None and cost.grouped is not None
+        compute, memory = cost.seconds(chip)
+        padded = visits * chip.matrix_unit / rows
+        assert compute == pytest.approx(padded * cost.flops / chip.peak("bfloat16") / chip.matmul_fraction)
+        assert memory == pytest.approx((2 * rows * inner * count + others) / chip.memory_bandwidth)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from flax_mesh.axes import PartitionAxis
 from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulate
@@ -149,6 +150,11 @@ OFFLOADED = OptimizerConfig(shard_over="dp", memory="pinned_host")
         ("logits", Given(DecoderConfig()), "Set model.loss_chunk, so that the loss computes fewer logits at a time"),
         ("logits", Given(DecoderConfig(loss_chunk=64)), "Reduce model.loss_chunk=64, or split the vocabulary over tp"),
         ("activations", Given(DecoderConfig()), "Set model.remat=full, or reduce data.batch_size"),
+        ("residuals", Given(DecoderConfig(remat="full"), None, {"fsdp": 4, "tp": 2}),
+         "Set model.axes.hidden_state_axis=tp: activations between the layers are then split over tp; or reduce "
+         "data.batch_size"),
+        ("residuals", Given(DecoderConfig(remat="full", axes=PartitionAxis()), None, {"fsdp": 4, "tp": 2}),
+         "Reduce data.batch_size, raise pipeline.num_microbatches, or split the sequence over sp"),
     ],
 )  # fmt: skip
 def test_a_repair_is_nothing_that_the_plan_follows_already(largest, given, repair):

@@ -134,6 +134,9 @@ def test_every_layout_passes_the_checks_none_is_there_twice_and_those_excluded_f
     assert {config.pipeline.schedule for config in configs} > {"zb-v", "v-half", "search", "zb-h2"}
     assert {config.pipeline.remat for config in configs} == {"none", "cheap", "full"}
     assert {config.model.scan for config in configs} == {True, False}
+    layout = next(x for x in space.layouts if x.sizes[4] > 1)
+    configs = [space.apply(settings) for settings in changes(space, space.settings(layout))]
+    assert {config.model.axes.hidden_state_axis for config in configs} == {None, "tp"}
     assert all(config.pipeline.num_virtual_stages is None for config in configs if config.pipeline.schedule == "zb-v")
 
 

@@ -78,10 +78,10 @@ def dot_dims(operation: Operation) -> tuple[tuple[int, ...], ...]:
     """(batch dims of lhs, of rhs, contracting dims of lhs, of rhs) of a dot_general."""
     text = operation.attributes["dot_dimension_numbers"]
     kinds, sides = ("batching", "contracting"), ("lhs", "rhs")
-    return tuple(_dims_of(text, f"{side}_{kind}_dimensions") for kind in kinds for side in sides)
+    return tuple(dims_of(text, f"{side}_{kind}_dimensions") for kind in kinds for side in sides)
 
 
-def _dims_of(text: str, name: str) -> tuple[int, ...]:
+def dims_of(text: str, name: str) -> tuple[int, ...]:
     """The numbers of a field such as `lhs_batching_dimensions = [0, 2]`."""
     at = text.find(name)
     if at < 0:
@@ -124,11 +124,11 @@ def _gather(operation: Operation) -> Needs:
     """A lookup: the rows of a split table are selected where they are, and summed."""
     table, out = operation.inputs[0], operation.outputs[0]
     text = operation.attributes["dimension_numbers"]
-    indexed = _dims_of(text, "start_index_map")
-    removed = _dims_of(text, "collapsed_slice_dims") + _dims_of(text, "operand_batching_dims")
+    indexed = dims_of(text, "start_index_map")
+    removed = dims_of(text, "collapsed_slice_dims") + dims_of(text, "operand_batching_dims")
     wanted = [_without(axes, out.axes) if d in indexed else axes for d, axes in enumerate(table.spec)]
     free = [d for d in range(len(table.shape)) if d not in removed]
-    for d, at in zip(free, _dims_of(text, "offset_dims"), strict=False):
+    for d, at in zip(free, dims_of(text, "offset_dims"), strict=False):
         if d not in indexed:
             wanted[d] = out.spec[at] if table.shape[d] == out.shape[at] else ()
     return Needs([tuple(wanted), None], [axis for d in indexed for axis in wanted[d]])
@@ -138,7 +138,7 @@ def _scatter(operation: Operation) -> Needs:
     """Rows of updates are added where they belong; what they are split over is summed, or gathered first."""
     count = len(operation.inputs) // 2
     updates, out = operation.inputs[count + 1], operation.outputs[0]
-    window = _dims_of(operation.attributes["scatter_dimension_numbers"], "update_window_dims")
+    window = dims_of(operation.attributes["scatter_dimension_numbers"], "update_window_dims")
     rows = [axis for d, axes in enumerate(updates.spec) if d not in window for axis in axes]
     taken = [axis for axis in rows if axis in out.axes]
     needed: list[Spec | None] = [None] * len(operation.inputs)

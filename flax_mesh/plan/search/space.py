@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from flax_mesh.axes import num_parts
 from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.plan.advice import HIDDEN
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_on_mesh
@@ -228,8 +229,11 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
 
 
 def changes(space: Space, settings: Settings) -> Iterator[Settings]:
-    """What is tried with the best layout only: more schedules, remat of stages, and scan."""
+    """What is tried with the best layout only: activations over tp, more schedules, remat of stages, and scan."""
     config, fixed = space.apply(settings), space.fixed
+    axes = getattr(config.model, "axes", None)
+    if axis_sizes(config.mesh)["tp"] > 1 and getattr(axes, "hidden_state_axis", "tp") is None:
+        yield {**settings, HIDDEN: "tp"}
     if axis_sizes(config.mesh)["pp"] > 1 and SCHEDULE not in fixed:
         more = [schedule_settings(*each) for each in MORE_SCHEDULES if STAGES not in fixed or each[1] == 1]
         yield from (space.changed({**settings, **each}) for each in more)
