@@ -263,6 +263,8 @@ _NO_EXPERTS = {"num_experts": 0}
 _GEMMA = {**_NO_EXPERTS, "zero_centered": True, "embedding_scale": lambda settings: settings["hidden_size"] ** 0.5}
 _GEMMA_MUST = _MUST | {"use_bidirectional_attention": False}
 
+_PHI_MUST = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "mlp_bias": False, "lm_head_bias": False}
+_PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
@@ -287,6 +289,7 @@ OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     **dict.fromkeys(("gemma2", "gemma3_text"), _OF_GEMMA),
     "gemma": _OF_GEMMA_1,
     "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
+    "qwen2": {"use_mrope": "of images"},
     "granitemoehybrid": {
         **dict.fromkeys([f"mamba_{name}" for name in _MAMBA], "of Mamba layers, which dense models lack"),
         **dict.fromkeys(("time_step_limit", "layers_block_type"), "of Mamba layers, which dense models lack"),
@@ -391,7 +394,7 @@ FAMILIES = {
         "Phi3ForCausalLM",
         KEYS,
         {**ABSENT, "num_key_value_heads": _heads, "rms_norm_eps": 1e-5, WINDOW: None},
-        {**_NO_ROTARY, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        {**_NO_ROTARY, **_BIASES, **_PHI_MUST},
         _NO_EXPERTS,
         WINDOW,
         rotary=1.0,

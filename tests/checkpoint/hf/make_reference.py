@@ -112,19 +112,30 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     rng = np.random.default_rng(seed)  # not torch's, whose numbers depend on the vector instructions of the machine
     config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Large enough that attention is far from uniform and every part affects the logits.
-            spread = 0.2 if "norm" in name else 0.4
-            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + ("norm" in name)
-            parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
-    tokens = rng.integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
+    randomize(model, rng, dtype)
+    tokens = tokens_of(rng)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
     # After the logits, since the cast also rounds the rotary frequencies, which are not parameters.
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def randomize(model: Any, rng: np.random.Generator, dtype: str = "float32", scale: float = 1.0) -> None:
+    """Random parameters of a model of torch, with the precision of `dtype`; a smaller `scale` amplifies rounding less."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that attention is far from uniform and every part affects the logits.
+            spread = scale * (0.2 if "norm" in name else 0.4)
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + ("norm" in name)
+            parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
+
+
+def tokens_of(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
 
 
 def write_generated(folder: Path) -> None:
