@@ -159,15 +159,12 @@ def test_chunks_of_the_loss_have_the_soft_cap_and_its_gradients():
 
 
 def test_kernels_refuse_scores_that_they_do_not_compute():
-    for change, name in (
-        ({"attention_softcap": 1.0}, "attention_softcap"),
-        ({"attention_sinks": True}, "attention_sinks"),
-    ):
+    changes: dict[str, Any] = {"attention_softcap": 1.0, "attention_sinks": True}
+    for name, value in changes.items():
         for kernel in ("cudnn", "splash"):
-            config = DecoderConfig(attention=kernel, dtype="bfloat16", head_dim=64, **change)
-            assert config.problems() == [
-                f"model.attention={kernel} needs scores without caps and sinks, got model.{name}; use model.attention=xla"
-            ]
+            config = DecoderConfig(attention=kernel, dtype="bfloat16", head_dim=64, **{name: value})
+            needs = f"needs scores without caps and sinks, got model.{name}; use model.attention=xla"
+            assert config.problems() == [f"model.attention={kernel} {needs}"]
     for platform in ("gpu", "tpu"):
         call = DecoderConfig(dtype="bfloat16", head_dim=64, attention_sinks=True)._call(platform=platform)
         assert choose(call)[0] == "xla" and "attention_sinks" in choose(call)[1]

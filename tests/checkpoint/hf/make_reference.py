@@ -122,15 +122,20 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def randomize(model: Any, rng: np.random.Generator, dtype: str = "float32", scale: float = 1.0) -> None:
-    """Random parameters of a model of torch, with the precision of `dtype`; a smaller `scale` amplifies rounding less."""
+def randomize(
+    model: Any, rng: np.random.Generator, dtype: str = "float32", scale: float = 1.0, norm: float = 1.0
+) -> None:
+    """Random parameters of a model of torch, with the precision of `dtype`, and the mean `norm` of those of norms.
+
+    A smaller `scale` amplifies rounding less.
+    """
     import torch  # pyright: ignore[reportMissingImports]
 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and every part affects the logits.
             spread = scale * (0.2 if "norm" in name else 0.4)
-            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + ("norm" in name)
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + norm * ("norm" in name)
             parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
 
 
