@@ -163,7 +163,7 @@ def call_layers(
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
-def scan_layers(calls: Sequence[_CallLayer], carry: PyTree, stack: PyTree) -> tuple[PyTree, PyTree]:
+def scan_layers(calls: Sequence[Callable[..., tuple[Any, Any]]], carry: PyTree, stack: PyTree) -> tuple[Any, Any]:
     """Call the layers of a stack, the i-th with the i-th of `calls`, which repeat: one loop over the repetitions.
 
     Results are the last carry, and what the layers returned beside it with a leading layer dim. The layers after the

@@ -190,7 +190,8 @@ def _activation(value: str) -> str:
 
 _CAP: dict[str, Any] = {"kind": float, "write": lambda value: value or None, "null": 0.0}
 _ACT = Key(("activation",), str, _activation, {ours: name for name, ours in _ACTIVATIONS.items()}.get)
-_GEMMA_ACT = {"gelu": "gelu_pytorch_tanh"}  # as transformers reads the first files of Gemma
+# transformers reads the first files of Gemma so: the gelu in them is the one with tanh.
+_GEMMA_1_ACT = _ACT._replace(read=lambda value: _activation("gelu_pytorch_tanh" if value == "gelu" else value))
 _BIAS = Key(("qkv_bias", "output_bias"), bool)
 _MLP_BIAS = Key(("mlp_bias",), bool)
 KEYS = {
@@ -341,7 +342,7 @@ FAMILIES = {
     ),
     "gemma": Family(
         "GemmaForCausalLM",
-        KEYS | {"attention_bias": _BIAS, "hidden_act": _ACT._replace(read=lambda x: _activation(_GEMMA_ACT.get(x, x)))},
+        KEYS | {"attention_bias": _BIAS, "hidden_act": _GEMMA_1_ACT},
         _GEMMA_ABSENT | {"hidden_act": "gelu_pytorch_tanh"},
         _GEMMA_MUST,
         _GEMMA,

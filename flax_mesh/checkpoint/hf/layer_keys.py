@@ -113,7 +113,9 @@ def layer_keys(family: Family, settings: Json) -> dict[str, Any]:
         )
         return found if is_simple else found | {"layer_types": names}
     if family.layers == _ALL:
-        return {"layer_types": ["attention"] * len(kinds), _POSITIONS: "rope" if kinds[0] == "global" else "nope"}
+        # transformers checks that the heads of Mamba layers divide the hidden size, also where there are none.
+        positions = "rope" if kinds[0] == "global" else "nope"
+        return {"layer_types": ["attention"] * len(kinds), _POSITIONS: positions, "mamba_n_heads": 1}
     if family.layers == _NOPE:
         return {_ROPE_LAYERS: [int(kind == "global") for kind in kinds], "layer_types": names}
     return {WINDOW: window or None, "layer_types": names}

@@ -50,5 +50,6 @@ def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, Stored]:
 
 
 def _is_packed(blocks: np.ndarray, scales: np.ndarray | None) -> bool:
-    is_bytes = scales is not None and blocks.dtype == scales.dtype == np.uint8
-    return is_bytes and blocks.ndim == 4 and blocks.shape[-1] == 16 and blocks.shape[:-1] == scales.shape
+    if scales is None or not blocks.dtype == scales.dtype == np.uint8:
+        return False
+    return blocks.ndim == 4 and blocks.shape[-1] == 16 and blocks.shape[:-1] == scales.shape

@@ -116,13 +116,13 @@ def random_config(seed: int) -> dict[str, Any]:
         config["layer_types"] = [pick(kinds) for _ in range(layers)]
     if config.get("sliding_window"):
         config["sliding_window"] = int(rng.integers(1, 12))
-    for key in {"attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias"} & family.keys.keys():
+    for key in sorted({"attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias"} & family.keys.keys()):
         config[key] = config["model_type"] == "gpt_oss" or bool(rng.integers(2))
-    for key in {"hidden_act", "hidden_activation"} & family.keys.keys():
+    for key in sorted({"hidden_act", "hidden_activation"} & family.keys.keys()):
         config[key] = pick(ACTIVATIONS) if config["model_type"] not in ("gpt_oss", "gemma") else config.get(key, "silu")
-    for key in {"attn_logit_softcapping", "final_logit_softcapping"} & family.keys.keys():
+    for key in sorted({"attn_logit_softcapping", "final_logit_softcapping"} & family.keys.keys()):
         config[key] = pick([None, 3.0])
-    for key in {"embedding_multiplier", "residual_multiplier", "logits_scaling"} & family.keys.keys():
+    for key in sorted({"embedding_multiplier", "residual_multiplier", "logits_scaling"} & family.keys.keys()):
         config[key] = pick([1.0, 0.7, 2.0])
     if config["model_type"] == "phi3":
         del config["rope_scaling"], config["partial_rotary_factor"]
