@@ -357,9 +357,9 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        _GEMMA_2_KEYS,
-        _GEMMA_ABSENT | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_theta": 1e6},
-        _GEMMA_MUST,
+        {key: value for key, value in _GEMMA_2_KEYS.items() if key != "attn_logit_softcapping"},
+        _GEMMA_ABSENT | {"final_logit_softcapping": None, "rope_theta": 1e6},
+        _GEMMA_MUST | {"attn_logit_softcapping": None},  # transformers has the key and does not use it
         {**_GEMMA, "norms": "both", "qk_norm": True},
         "local:5,global",
         "rope_local_base_freq",
