@@ -28,6 +28,7 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
+    ("models.ops",),
     ("models", "data", "lora", "recipe.optimizers"),
     ("recipe",),
     ("train.hooks",),

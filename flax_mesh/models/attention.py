@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.extend import core as jex
 
@@ -16,9 +17,11 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models.cache import KVCache, pad_slots, write_slot
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
 from flax_mesh.models.kernels import RESIDUALS, splash_attention
-from flax_mesh.models.matmul import dot_float32
+from flax_mesh.models.ops.matmul import dot_float32
+from flax_mesh.models.ops.rotary import rotate
+from flax_mesh.models.ops.scores import causal_mask, plain_attention
+from flax_mesh.models.pattern import LayerKind
 from flax_mesh.models.remat import named
-from flax_mesh.models.rotary import rotate
 from flax_mesh.sharding.constrain import constrain
 
 _Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
@@ -36,49 +39,86 @@ class Attention(nnx.Module):
         self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
         self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
         if config.qk_norm:
-            self.q_norm = norm(config, rngs, width)
-            self.k_norm = norm(config, rngs, width)
+            sizes = (heads * width, kv_heads * width) if config.qk_norm_all_heads else (width, width)
+            self.q_norm, self.k_norm = (norm(config, rngs, size) for size in sizes)
         options["dot_general"] = dot_float32  # sums over heads, and over tp, before rounding
+        options["use_bias"] = config.output_bias
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **options)
+        if config.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(heads, options["param_dtype"]))
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None) -> jax.Array:
-        return self._attend(*self._project(x_BSD, mode), mode, segment_ids_BS)
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        mode: Mode = "train",
+        segment_ids_BS: jax.Array | None = None,
+        kind: LayerKind | None = None,
+    ) -> jax.Array:
+        """`kind` is that of the layer, by default of the first one."""
+        kind = kind or self.config.kinds[0]
+        return self._attend(*self._project(x_BSD, mode, kind), mode, kind, segment_ids_BS)
 
-    def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def prefill(
+        self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for a prompt, and its keys and values (B, T, K, C) for a cache with `num_slots` slots."""
-        q_BPHC, k_BPKC, v_BPKC = self._project(x_BPD, "prefill")
-        y_BPD = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill")
+        kind = kind or self.config.kinds[0]
+        q_BPHC, k_BPKC, v_BPKC = self._project(x_BPD, "prefill", kind, length=num_slots)
+        y_BPD = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill", kind)
         axes = self.config.axes
         return y_BPD, pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
 
     def decode(
-        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: jax.Array | None = None
+        self,
+        x_B1D: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        cache: KVCache,
+        layer: jax.Array | None = None,
+        kind: LayerKind | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for one token of each row, and `keys` and `values` with those of the token.
 
         They are those of one layer, or with the index `layer` those of a stack.
         """
+        kind = kind or self.config.kinds[0]
         axes, position = self.config.axes, cache.positions_B[:, None]
-        q_B1HC, k_B1KC, v_B1KC = self._project(x_B1D, "decode", position)
+        num_slots = keys.shape[-3]
+        q_B1HC, k_B1KC, v_B1KC = self._project(x_B1D, "decode", kind, position, num_slots)
         keys = write_slot(keys, k_B1KC, cache.used, layer, axes)
         values = write_slot(values, v_B1KC, cache.used, layer, axes)
         k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
-        mask_BT = cache.mask_BT(k_BTKC.shape[1], self.config.sliding_window)
-        mask_B11T = mask_BT[:, None, None, :]
-        # The kernels are for many queries of a row; here it has one.
-        y_B1HC = jax.nn.dot_product_attention(q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, implementation="xla")
+        mask_BT = cache.mask_BT(num_slots, self.config.window(kind))
+        if self._has_own_scores:
+            y_B1HC = self._plain(q_B1HC, k_BTKC, v_BTKC, mask_BT[:, None])
+        else:
+            mask_B11T = mask_BT[:, None, None, :]
+            # The kernels are for many queries of a row; here it has one.
+            y_B1HC = jax.nn.dot_product_attention(
+                q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, scale=self.config.attention_scale or None, implementation="xla"
+            )
         return self.o(constrain(y_B1HC, _Q_DIMS, axes=axes, mode="decode")), keys, values
 
     def _project(
-        self, x_BSD: jax.Array, mode: Mode, positions: jax.Array | None = None
+        self,
+        x_BSD: jax.Array,
+        mode: Mode,
+        kind: LayerKind,
+        positions: jax.Array | None = None,
+        length: int | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Rotated queries (B, S, H, C) and keys (B, S, K, C), and values."""
         axes = self.config.axes
         q_BSHC, k_BSKC = self.q(x_BSD), self.k(x_BSD)
-        if self.config.qk_norm:
+        if self.config.qk_norm_all_heads:
+            q_BSHC, k_BSKC = (
+                norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+                for norm, x in ((self.q_norm, q_BSHC), (self.k_norm, k_BSKC))
+            )
+        elif self.config.qk_norm:
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
-        q_BSHC = rotate(q_BSHC, self.config.rope_theta, self.config.rope_scaling, positions)
-        k_BSKC = rotate(k_BSKC, self.config.rope_theta, self.config.rope_scaling, positions)
+        if (rope := self.config.rope(kind)) is not None:
+            q_BSHC, k_BSKC = (rotate(x, rope, positions, length) for x in (q_BSHC, k_BSKC))
         q_BSHC = constrain(q_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
@@ -91,6 +131,7 @@ class Attention(nnx.Module):
         k_BSKC: jax.Array,
         v_BSKC: jax.Array,
         mode: Mode,
+        kind: LayerKind,
         segment_ids_BS: jax.Array | None = None,
     ) -> jax.Array:
         """The output (B, S, D) for queries that attend to keys of the same sequence."""
@@ -98,10 +139,27 @@ class Attention(nnx.Module):
         q_BSHC, k_BSKC, v_BSKC = named(q_BSHC, "q", remat), named(k_BSKC, "k", remat), named(v_BSKC, "v", remat)
         has_segments = segment_ids_BS is not None
         kernel = self.config.attention_kernel(q_BSHC.shape[1], k_BSKC.shape[1], has_segments=has_segments, mode=mode)
-        y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, mode)
+        window = self.config.window(kind)
+        if self._has_own_scores:
+            y_BSHC = self._plain(q_BSHC, k_BSKC, v_BSKC, causal_mask(q_BSHC.shape[1], window, segment_ids_BS))
+        else:
+            y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, mode, window)
         y_BSHC = constrain(y_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Splash attention names its output itself, together with the sums that its backward pass reads.
         return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
+
+    @property
+    def _has_own_scores(self) -> bool:
+        return self.config.attention_sinks or self.config.attention_softcap > 0
+
+    def _plain(self, q_BSHC: jax.Array, k_BTKC: jax.Array, v_BTKC: jax.Array, mask_BST: jax.Array) -> jax.Array:
+        config = self.config
+        scale, sinks_H = config.attention_scale or config.head_dim**-0.5, None
+        if config.attention_sinks:
+            sinks_H = self.sinks[...]
+        return plain_attention(
+            q_BSHC, k_BTKC, v_BTKC, mask_BST, scale=scale, cap=config.attention_softcap, sinks_H=sinks_H
+        )
 
 
 def attend(
@@ -112,23 +170,32 @@ def attend(
     segment_ids_BS: jax.Array | None,
     config: DecoderConfig,
     mode: Mode = "train",
+    window: int = 0,
 ) -> jax.Array:
-    """Causal attention within `sliding_window` and within equal segment ids, by one of the kernels."""
-    window = config.sliding_window
+    """Causal attention within a window and within equal segment ids, by one of the kernels."""
+    scale = config.attention_scale or None
     if kernel == "splash":
-        return splash_attention(q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, window=window, axes=config.axes, mode=mode)
+        of_call: dict[str, Any] = {"window": window, "axes": config.axes, "mode": mode, "scale": scale}
+        return splash_attention(q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, **of_call)
     mask = None if segment_ids_BS is None else segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]
     local = (window - 1, 0) if window else None
     try:
         return jax.nn.dot_product_attention(
-            q_BSHC, k_BSKC, v_BSKC, mask=mask, is_causal=True, local_window_size=local, implementation=kernel
+            q_BSHC,
+            k_BSKC,
+            v_BSKC,
+            mask=mask,
+            scale=scale,
+            is_causal=True,
+            local_window_size=local,
+            implementation=kernel,
         )
     except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
         if kernel != "cudnn":
             raise
         if config.attention == "auto":
             warnings.warn(f"model.attention=auto uses xla, since cudnn cannot be traced here: {error}", stacklevel=2)
-            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode)
+            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode, window)
         raise ConfigError(
             f"model.attention={config.attention} cannot be traced here: {error} Use model.attention=xla, or JAX for "
             "CUDA"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
@@ -12,13 +13,19 @@ from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
+from flax_mesh.models.ops.activations import ACTIVATIONS
+from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
+from flax_mesh.models.ops.router import SCORES, Routing
+from flax_mesh.models.pattern import LayerKind, parse_pattern, pattern_problem
 from flax_mesh.models.remat import remat_problems
-from flax_mesh.models.rotary import RopeScaling
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_NAMES = ("mlp_gate", "mlp_up")
+NORMS = ("before", "after", "both")
 _SIZE = {"at_least": 1, "at_most": MAX_SIZE}
+_AT_LEAST_0 = ADDED | {"at_least": 0}
+_ABOVE_0 = ADDED | {"above": 0}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,29 @@ class DecoderConfig:
     keys before the rotation, with one scale for all heads (Qwen3). `sliding_window` above 0:
     a token attends to that many tokens at most, itself included (Mistral). `rope_factor` above 1 and the three settings
     after it: see `RopeScaling` (Llama 3.1).
+
+    The settings from `layer_pattern` on are those in which other families differ, off by default:
+
+    layer_pattern      kinds of layers, such as local:5,global; only local ones have the window (`models.pattern`)
+    norms              RMSNorms before each sub-layer, after it (OLMo 2), or both (Gemma 2, GLM-4)
+    zero_centered      the weights of norms are 1 + scale (Gemma)
+    qk_norm_all_heads  `qk_norm` over all heads together, with a scale for each (OLMo 2)
+    attention_scale    of the scores; 0: 1 / sqrt(head_dim) (Gemma, Granite)
+    attention_softcap, logit_softcap     limits of scores and logits; 0: none (Gemma 2; `ops.scores.soft_cap`)
+    attention_sinks    a learned score of no key for each head (gpt-oss)
+    embedding_scale, residual_scale      factors of embeddings, and of what a sub-layer adds (Gemma, Granite)
+    logits_scaling     logits are divided by it (Granite)
+    output_bias, mlp_bias                biases of the output projection of attention; of MLPs, experts and routers
+    activation         of the gate: silu, gelu, gelu_tanh (Gemma) or relu2; `swiglu_limit` above 0: `ops.activations`
+    rotary_dims        rotated dims of a head; 0: all (Phi-4-mini, GLM-4)
+    rope_interleaved   rotary positions of the dims 2i and 2i + 1 (GLM-4)
+    rope_kind and the settings after it  `RopeScaling`
+    local_rope_theta   rotary base of local layers, which then have no scaling; 0: as the others (Gemma 3, OLMo 3)
+    router_scores, normalize_router      `ops.router.Routing`
+    shared_expert_size, shared_expert_gate  an MLP that every token passes beside its experts; 0: none; its output
+                       multiplied by a sigmoid of the token (Qwen2-MoE)
+
+    Kernels of attention compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`).
     """
 
     vocab_size: int = field(default=256, metadata=_SIZE)
@@ -66,6 +96,33 @@ class DecoderConfig:
     rope_original_length: int = field(default=8192, metadata=_SIZE)
     norm_epsilon: float = field(default=1e-6, metadata={"at_least": 0})
     tied: bool = True
+    layer_pattern: str = field(default="", metadata=ADDED)
+    norms: str = field(default="before", metadata=ADDED | {"one_of": NORMS})
+    zero_centered: bool = field(default=False, metadata=ADDED)
+    qk_norm_all_heads: bool = field(default=False, metadata=ADDED)
+    attention_scale: float = field(default=0.0, metadata=_AT_LEAST_0)
+    attention_softcap: float = field(default=0.0, metadata=_AT_LEAST_0)
+    logit_softcap: float = field(default=0.0, metadata=_AT_LEAST_0)
+    attention_sinks: bool = field(default=False, metadata=ADDED)
+    embedding_scale: float = field(default=1.0, metadata=_ABOVE_0)
+    residual_scale: float = field(default=1.0, metadata=_ABOVE_0)
+    logits_scaling: float = field(default=1.0, metadata=_ABOVE_0)
+    output_bias: bool = field(default=False, metadata=ADDED)
+    mlp_bias: bool = field(default=False, metadata=ADDED)
+    activation: str = field(default="silu", metadata=ADDED | {"one_of": tuple(ACTIVATIONS)})
+    swiglu_limit: float = field(default=0.0, metadata=_AT_LEAST_0)
+    rotary_dims: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    rope_interleaved: bool = field(default=False, metadata=ADDED)
+    rope_kind: str = field(default="llama3", metadata=ADDED | {"one_of": KINDS})
+    rope_attention_factor: float = field(default=0.0, metadata=_AT_LEAST_0)
+    rope_truncate: bool = field(default=True, metadata=ADDED)
+    rope_short_factors: tuple[float, ...] = field(default=(), metadata=ADDED)
+    rope_long_factors: tuple[float, ...] = field(default=(), metadata=ADDED)
+    local_rope_theta: float = field(default=0.0, metadata=_AT_LEAST_0)
+    router_scores: str = field(default="softmax", metadata=ADDED | {"one_of": SCORES})
+    normalize_router: bool = field(default=True, metadata=ADDED)
+    shared_expert_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    shared_expert_gate: bool = field(default=False, metadata=ADDED)
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
@@ -79,7 +136,28 @@ class DecoderConfig:
     @property
     def rope_scaling(self) -> RopeScaling:
         frequency_factors = self.rope_low_frequency_factor, self.rope_high_frequency_factor
-        return RopeScaling(self.rope_factor, *frequency_factors, self.rope_original_length)
+        first = self.rope_factor, *frequency_factors, self.rope_original_length, self.rope_kind
+        rest = self.rope_attention_factor, self.rope_truncate, self.rope_short_factors, self.rope_long_factors
+        return RopeScaling(*first, *rest)
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(self.router_scores, self.normalize_router)
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the first layers, which repeat."""
+        return parse_pattern(self.layer_pattern) if self.layer_pattern else (LayerKind(self.sliding_window > 0),)
+
+    def window(self, kind: LayerKind) -> int:
+        return self.sliding_window if kind.local else 0
+
+    def rope(self, kind: LayerKind) -> Rope | None:
+        if not kind.rope:
+            return None
+        if kind.local and self.local_rope_theta:
+            return Rope(self.local_rope_theta, RopeScaling(), self.rotary_dims, self.rope_interleaved)
+        return Rope(self.rope_theta, self.rope_scaling, self.rotary_dims, self.rope_interleaved)
 
     def dims(self) -> list[tuple[str, str, int]]:
         """(setting, logical axis, size) of every dim that a mesh can split."""
@@ -104,6 +182,7 @@ class DecoderConfig:
     def matrices(self) -> str:
         """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
+        mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
         return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
 
     def problems(self) -> list[Problem]:
@@ -123,9 +202,40 @@ class DecoderConfig:
         if 0 < self.num_experts < self.experts_per_token:
             text = f"must be at most model.num_experts={self.num_experts}"
             found.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
+        found += self._switch_problems()
         if self.attention in ("cudnn", "splash"):
             found += map(as_problem, problem_lines(self.attention, self._call()))
         return [*found, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
+
+    def _switch_problems(self) -> list[Problem]:
+        found = []
+        if self.layer_pattern and (problem := pattern_problem(self.layer_pattern)):
+            found.append(Problem("model.layer_pattern", problem))
+        elif any(kind.local for kind in self.kinds) and not self.sliding_window:
+            text = "has local layers, which need a model.sliding_window above 0"
+            found.append(Problem("model.layer_pattern", text, value=self.layer_pattern))
+        if self.rotary_dims % 2 or self.rotary_dims > self.head_dim:
+            text = f"must be even and at most model.head_dim={self.head_dim}"
+            found.append(Problem("model.rotary_dims", text, value=self.rotary_dims))
+        if self.rope_kind == "yarn" and self.rope_theta == 1:
+            found.append(Problem("model.rope_theta", "must not be 1 with model.rope_kind=yarn"))
+        rotated = (self.rotary_dims or self.head_dim) // 2
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(self, name)
+            if factors and self.rope_kind != "longrope":
+                found.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
+            elif self.rope_kind == "longrope" and (len(factors) != rotated or not all(x > 0 for x in factors)):
+                text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
+                found.append(Problem(f"model.{name}", text))
+        without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
+        needs_experts = {"shared_expert_size": 0, "router_scores": "softmax", "normalize_router": True}
+        without_effect |= {name: "num_experts" for name, off in needs_experts.items() if getattr(self, name) != off}
+        for name, needed in without_effect.items():
+            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
+                found.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
+        if self.swiglu_limit and self.activation != "silu":
+            found.append(Problem("model.swiglu_limit", "needs model.activation=silu"))
+        return found
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""
@@ -171,11 +281,28 @@ class DecoderConfig:
         return "xla" if self.attention == "splash" else self.attention
 
     def _call(self, **known: Any) -> Call:
-        return Call(self.dtype, self.head_dim, self.axes, **known)
+        names = ("attention_softcap", "attention_sinks")
+        return Call(self.dtype, self.head_dim, self.axes, scores=tuple(x for x in names if getattr(self, x)), **known)
 
 
-def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm:
-    return nnx.RMSNorm(size or config.hidden_size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
+class ZeroCenteredNorm(nnx.Module):
+    """RMSNorm over the last dim, with the weights 1 + scale."""
+
+    def __init__(self, size: int, *, epsilon: float, dtype: jnp.dtype, param_dtype: jnp.dtype):
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros(size, param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
+
+
+def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm | ZeroCenteredNorm:
+    size = size or config.hidden_size
+    if config.zero_centered:
+        return ZeroCenteredNorm(size, epsilon=config.norm_epsilon, **dtypes(config))
+    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
 
 
 def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:

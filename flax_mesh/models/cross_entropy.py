@@ -15,7 +15,8 @@ from jax.sharding import AxisType, PartitionSpec
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.config import token_dims
-from flax_mesh.models.matmul import dot_float32
+from flax_mesh.models.ops.matmul import dot_float32
+from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
@@ -34,9 +35,15 @@ def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: 
 
 
 def cross_entropy(
-    x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, *, axes: PartitionAxis, chunk: int = 0
+    x_BSD: jax.Array,
+    weights_DV: jax.Array,
+    targets_BS: jax.Array,
+    *,
+    axes: PartitionAxis,
+    chunk: int = 0,
+    cap: float = 0.0,
 ) -> jax.Array:
-    """Sum in nats, float32, over the targets that are not negative.
+    """Sum in nats, float32, over the targets that are not negative; logits with the soft cap `cap`, 0 for none.
 
     With `chunk` above 0 only the logits of that many tokens per device exist at a time, forward and backward; sum and
     gradients are equal up to rounding. The gradients are computed in the forward pass, so that no logits are computed
@@ -45,17 +52,19 @@ def cross_entropy(
 
     def loss(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
         if chunk:
-            return _chunked(*_in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes))
-        return jnp.sum(_losses(project(x_BSD, weights_DV, axes), targets_BS)[0])
+            *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
+            return _chunked(*arrays, layout._replace(cap=cap))
+        return jnp.sum(_losses(soft_cap(project(x_BSD, weights_DV, axes), cap), targets_BS)[0])
 
     return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)
 
 
 class _LossLayout(NamedTuple):
-    """Mesh axes that split tokens and vocabulary; empty without a mesh."""
+    """Mesh axes that split tokens and vocabulary; empty without a mesh. And the soft cap of the logits."""
 
     tokens: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
+    cap: float = 0.0
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -106,6 +115,8 @@ def _forward(
         logits_GCV = _logits(x_GCD, weights_DV, layout)
         loss_GC, lse_GC, is_target_GCV = _losses(logits_GCV, targets_GC)
         d_GCV = jnp.where((targets_GC >= 0)[..., None], jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV, 0)
+        if layout.cap:
+            d_GCV = d_GCV * (1 - jnp.square(logits_GCV / layout.cap))  # the derivative of the soft cap
         d_GCV = d_GCV.astype(x_GCD.dtype)
         dx_GCD = jnp.einsum("gcv,dv->gcd", d_GCV, weights_DV, preferred_element_type=jnp.float32)
         dx_GCD = _constrain(dx_GCD.astype(x_GCD.dtype), layout.tokens)
@@ -133,7 +144,7 @@ _chunked.defvjp(_forward, _backward)
 
 def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: _LossLayout) -> jax.Array:
     logits_GCV = jnp.einsum("gcd,dv->gcv", x_GCD, weights_DV, preferred_element_type=jnp.float32)
-    return _constrain(logits_GCV, layout.tokens, None, layout.vocab)
+    return soft_cap(_constrain(logits_GCV, layout.tokens, None, layout.vocab), layout.cap)
 
 
 def _split_axes(axes: PartitionAxis, shape: tuple[int, ...]) -> list[tuple[tuple[str, ...], int]]:

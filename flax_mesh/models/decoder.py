@@ -7,6 +7,7 @@ that of Mixtral (Jiang et al. 2024).
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,13 +16,15 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
-from flax_mesh.models.attention import Attention, is_fused_attention
+from flax_mesh.models.attention import is_fused_attention
 from flax_mesh.models.cache import CACHE_DIMS, KVCache
-from flax_mesh.models.config import MLP_NAMES, DecoderConfig, dtypes, linear_options, norm, token_dims
+from flax_mesh.models.config import DecoderConfig, dtypes, linear_options, norm, token_dims
 from flax_mesh.models.cross_entropy import cross_entropy, project
-from flax_mesh.models.matmul import dot_float32
-from flax_mesh.models.moe import Aux, MoE, router_losses
-from flax_mesh.models.remat import call_layers, named
+from flax_mesh.models.layer import DecoderLayer
+from flax_mesh.models.ops.router import Aux, router_losses
+from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.models.pattern import LayerKind
+from flax_mesh.models.remat import call_layers, scan_layers
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
@@ -29,65 +32,6 @@ from flax_mesh.text import array_text
 from flax_mesh.tree import PyTree
 
 _Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys and values of a stack
-
-
-class MLP(nnx.Module):
-    """SwiGLU, (B, S, D) -> (B, S, D)."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        options = linear_options(config, rngs)
-        self.gate = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **options)
-        self.up = nnx.LinearGeneral(config.hidden_size, config.mlp_size, **options)
-        self.down = nnx.LinearGeneral(config.mlp_size, config.hidden_size, dot_general=dot_float32, **options)
-
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> jax.Array:
-        gate, up = MLP_NAMES
-        h_BSF = jax.nn.silu(named(self.gate(x_BSD), gate, self.config.remat))
-        h_BSF = h_BSF * named(self.up(x_BSD), up, self.config.remat)
-        return self.down(constrain(h_BSF, (*token_dims(mode), "mlp"), axes=self.config.axes, mode=mode))
-
-
-class DecoderLayer(nnx.Module):
-    """Pre-norm residual layer, (B, S, D) -> (B, S, D) and the statistics of its router, {} without experts."""
-
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.attention_norm = norm(config, rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = norm(config, rngs)
-        if config.num_experts:
-            sizes = (config.hidden_size, config.mlp_size, config.num_experts, config.experts_per_token)
-            self.moe = MoE(*sizes, axes=config.axes, rngs=rngs, **dtypes(config))
-        else:
-            self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(
-        self, x_BSD: jax.Array, mode: Mode = "train", segment_ids_BS: jax.Array | None = None
-    ) -> tuple[jax.Array, Aux]:
-        x_BSD = named(x_BSD, "layer_input", self.config.remat)
-        return self._rest(x_BSD, self.attention(self.attention_norm(x_BSD), mode, segment_ids_BS), mode)
-
-    def prefill(self, x_BPD: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output, and keys and values; see `Attention.prefill`."""
-        y_BPD, keys, values = self.attention.prefill(self.attention_norm(x_BPD), num_slots)
-        return self._rest(x_BPD, y_BPD, "prefill")[0], keys, values
-
-    def decode(
-        self, x_B1D: jax.Array, keys: jax.Array, values: jax.Array, cache: KVCache, layer: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for one token, and keys and values; see `Attention.decode`."""
-        y_B1D, keys, values = self.attention.decode(self.attention_norm(x_B1D), keys, values, cache, layer)
-        return self._rest(x_B1D, y_B1D, "decode")[0], keys, values
-
-    def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Mode) -> tuple[jax.Array, Aux]:
-        """The layer after its attention, which returned `y_BSD`."""
-        # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
-        x_BSD = (x_BSD + named(y_BSD, "attention_out", self.config.remat)).astype(x_BSD.dtype)
-        h_BSD = self.mlp_norm(x_BSD)
-        y_BSD, aux = self.moe(h_BSD, mode) if self.config.num_experts else (self.mlp(h_BSD, mode), {})
-        x_BSD = (x_BSD + y_BSD).astype(x_BSD.dtype)
-        return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=self.config.axes, mode=mode), aux
 
 
 @partitioned(
@@ -98,11 +42,17 @@ class DecoderLayer(nnx.Module):
         (r"attention/q/bias$", ("heads", "head_dim")),
         (r"attention/(k|v)/bias$", ("kv_heads", "head_dim")),
         (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
+        (r"attention/sinks$", ("heads",)),
         (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
+        (r"mlp/(gate|up)/bias$", ("mlp",)),
         (r"mlp/down/kernel$", ("mlp", "embed")),
         (r"moe/router/kernel$", ("embed", "expert_gate")),
         (r"moe/(gate|up)/kernel$", ("experts", "embed", "mlp")),
+        (r"moe/(gate|up)/bias$", ("experts", "mlp")),
         (r"moe/down/kernel$", ("experts", "mlp", "embed")),
+        (r"moe/down/bias$", ("experts", "embed")),
+        (r"shared_gate/kernel$", ("embed", None)),
+        (r"(attention/o|mlp/down|moe/router)/bias$", ()),
         (r"head/kernel$", ("embed", "vocab")),
         (r"norm/scale$", ()),
     ],
@@ -136,12 +86,15 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """Logits, and the statistics of the routers: the dict of `MoE` with a leading layer dim, {} without experts."""
         x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode, segment_ids=segment_ids)
-        return project(x_BSD, weights_DV, self.config.axes, mode), aux
+        return soft_cap(project(x_BSD, weights_DV, self.config.axes, mode), self.config.logit_softcap), aux
 
     def hidden(
         self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Aux]:
-        """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V)."""
+        """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V).
+
+        The product is before `logit_softcap`.
+        """
         out = ("batch", "sequence", "hidden"), (None if self.config.tied else "embed", "vocab"), ()
         if segment_ids is not None and (problem := _segments_problem(segment_ids, tokens_BS)):
             raise ConfigError(problem)
@@ -154,10 +107,15 @@ class Decoder(nnx.Module):
         x_BSD, table_VD = self._embed(tokens_BS, mode)
         # A kernel of attention contains dots, but is one opaque primitive.
         also = is_fused_attention if self.config.attention != "xla" else None
-        call = lambda layer, x_BSD: layer(x_BSD, mode, segment_ids_BS)  # noqa: E731
-        x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, also=also, scan=self.config.scan)
-        x_BSD = self.norm(x_BSD)
+        call = lambda layer, x_BSD, kind: layer(x_BSD, mode, segment_ids_BS, kind)  # noqa: E731
+        options: dict[str, Any] = {"also": also, "scan": self.config.scan, "kinds": self.config.kinds}
+        x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, **options)
+        x_BSD = self._normed(x_BSD)
         return x_BSD, self._output_weights(table_VD, x_BSD), aux
+
+    def _normed(self, x_BSD: jax.Array) -> jax.Array:
+        x_BSD, scaling = self.norm(x_BSD), self.config.logits_scaling
+        return x_BSD if scaling == 1 else (x_BSD / scaling).astype(x_BSD.dtype)
 
     def _embed(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
         """Embedded tokens (B, S, D), and the table (V, D)."""
@@ -166,6 +124,8 @@ class Decoder(nnx.Module):
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
+        if self.config.embedding_scale != 1:
+            x_BSD = x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype)
         return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=axes, mode=mode), table_VD
 
     def _output_weights(self, table_VD: jax.Array, x_BSD: jax.Array) -> jax.Array:
@@ -195,44 +155,49 @@ class Decoder(nnx.Module):
         axes, embed = self.config.axes, None if self.config.tied else "embed"
         out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored
         x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")
-        return project(x_B1D, weights_DV, axes, "decode")[:, 0], keys, values
+        logits_B1V = project(x_B1D, weights_DV, axes, "decode")
+        return soft_cap(logits_B1V, self.config.logit_softcap)[:, 0], keys, values
 
     def _prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[PyTree, ...]:
         x_BPD, table_VD = self._embed(tokens_BP, "prefill")
+        kinds = self.config.kinds
+
+        def run(layer: DecoderLayer, x_BPD: jax.Array, kind: LayerKind) -> tuple[jax.Array, Any]:
+            x_BPD, keys, values = layer.prefill(x_BPD, num_slots, kind)
+            return x_BPD, (keys, values)
+
         if self.config.scan:
-
-            def run(x_BPD: jax.Array, layer: DecoderLayer) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-                x_BPD, keys, values = layer.prefill(x_BPD, num_slots)
-                return x_BPD, (keys, values)
-
-            x_BPD, (keys, values) = jax.lax.scan(run, x_BPD, self.layers)
+            calls = [partial(run, kind=kind) for kind in kinds]
+            x_BPD, (keys, values) = scan_layers(calls, x_BPD, self.layers)
         else:
             keys, values = [], []
-            for layer in self.layers:
-                x_BPD, k_BTKC, v_BTKC = layer.prefill(x_BPD, num_slots)
+            for i, layer in enumerate(self.layers):
+                x_BPD, (k_BTKC, v_BTKC) = run(layer, x_BPD, kinds[i % len(kinds)])
                 keys.append(k_BTKC)
                 values.append(v_BTKC)
         x_B1D = jnp.take_along_axis(x_BPD, (lengths_B - 1)[:, None, None], axis=1)
-        x_B1D = self.norm(constrain(x_B1D, (*token_dims("decode"), "hidden"), axes=self.config.axes, mode="decode"))
+        x_B1D = self._normed(constrain(x_B1D, (*token_dims("decode"), "hidden"), axes=self.config.axes, mode="decode"))
         return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
 
     def _decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[PyTree, ...]:
         x_B1D, table_VD = self._embed(tokens_B[:, None], "decode")
-        keys, values = cache.keys, cache.values
+        keys, values, kinds = cache.keys, cache.values, self.config.kinds
         if self.config.scan:
 
-            def run(carry: _Carry, part: tuple[jax.Array, DecoderLayer]) -> tuple[_Carry, None]:
+            def run(part: tuple[jax.Array, DecoderLayer], carry: _Carry, kind: LayerKind) -> tuple[_Carry, None]:
                 # The stack is part of the carry, which is updated in place; as a result of the loop it would be copied.
                 (x_B1D, keys, values), (index, layer) = carry, part
-                return layer.decode(x_B1D, keys, values, cache, index), None
+                return layer.decode(x_B1D, keys, values, cache, index, kind=kind), None
 
             indices = jnp.arange(self.config.num_layers)
-            (x_B1D, keys, values), _ = jax.lax.scan(run, (x_B1D, keys, values), (indices, self.layers))
+            calls = [partial(run, kind=kind) for kind in kinds]
+            (x_B1D, keys, values), _ = scan_layers(calls, (x_B1D, keys, values), (indices, self.layers))
         else:
             keys, values = list(keys), list(values)
             for i, layer in enumerate(self.layers):
-                x_B1D, keys[i], values[i] = layer.decode(x_B1D, keys[i], values[i], cache)
-        x_B1D = self.norm(x_B1D)
+                kind = kinds[i % len(kinds)]
+                x_B1D, keys[i], values[i] = layer.decode(x_B1D, keys[i], values[i], cache, kind=kind)
+        x_B1D = self._normed(x_B1D)
         return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
 
 
@@ -281,7 +246,8 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     packed: dict[str, Any] = {name: batch[name] for name in ("segment_ids",) if name in batch}
     x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
     config = model.config
-    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=config.loss_chunk)
+    options: dict[str, Any] = {"chunk": config.loss_chunk, "cap": config.logit_softcap}
+    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, **options)
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight

@@ -42,6 +42,7 @@ class Call:
     keys: int | None = None
     has_segments: bool = False
     mode: Mode = "train"
+    scores: tuple[str, ...] = ()  # settings that change the scores, which a kernel does not store
 
     def split(self, logical: str) -> tuple[str, ...]:
         """The mesh axes that split a dim into more than one part."""
@@ -64,7 +65,11 @@ class _Misfit(NamedTuple):
 
 def misfits(kernel: str, call: Call) -> list[_Misfit]:
     """Why a kernel cannot compute a call. What is not known fits."""
-    return [] if kernel == "xla" else {"cudnn": _cudnn, "splash": _splash}[kernel](call)
+    if kernel == "xla":
+        return []
+    needs = "scores without caps and sinks"
+    found = [_Misfit(needs, f"model.{name}", "use model.attention=xla") for name in call.scores]
+    return found + {"cudnn": _cudnn, "splash": _splash}[kernel](call)
 
 
 def problem_lines(kernel: str, call: Call) -> list[str]:
@@ -170,6 +175,7 @@ def splash_attention(
     window: int,
     axes: PartitionAxis,
     mode: Mode,
+    scale: float | None = None,
 ) -> jax.Array:
     """Causal attention by JAX's Pallas kernel for TPUs, on every device for its rows, heads and queries.
 
@@ -179,7 +185,7 @@ def splash_attention(
     """
     mesh = current_mesh()
     interpret, size = platform_of(mesh) == "cpu", q_BSHC.shape
-    q_BSHC = q_BSHC * jnp.asarray(size[-1] ** -0.5, q_BSHC.dtype)
+    q_BSHC = q_BSHC * jnp.asarray(size[-1] ** -0.5 if scale is None else scale, q_BSHC.dtype)
     segments = () if segment_ids_BS is None else (segment_ids_BS.astype(jnp.int32),) * 2
     types = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # Those that are not Manual already, in a shard_map around the model.

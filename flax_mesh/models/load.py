@@ -45,8 +45,8 @@ def load_decoder(
     """Load a pretrained decoder from a Hugging Face folder, each device reading only its own slices.
 
     The folder contains config.json and the parameters as safetensors, as a model of the hub does after its download or
-    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`: Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE
-    and Mixtral. Parameters are sharded by the decoder's own rule table.
+    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`, such as Llama, Qwen3, Gemma 3, gpt-oss
+    and Phi-3. Parameters are sharded by the decoder's own rule table.
 
     Args:
         folder: The local folder.

@@ -4,10 +4,11 @@ Shape letters: B batch, S sequence, D hidden, F mlp, E experts, K experts per to
 that share the experts, L local experts, C rows sent to each of the P devices, R rows to compute, A assignments of a row
 to an expert.
 
-Router and sparsity: Shazeer et al. 2017. Losses: `router_losses`. No token is ever dropped: there is no fixed capacity.
+Router: `ops.router`; sparsity: Shazeer et al. 2017. No token is ever dropped: there is no fixed capacity.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,16 +22,19 @@ from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.config import token_dims
+from flax_mesh.models.ops.activations import activated, shifted
+from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route
 from flax_mesh.text import axes_text
 
-Aux = dict[str, jax.Array]
 _NOT_SPLIT = PartitionSpec()
+_Activations = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]  # of gate and up
 
 
 class MoE(nnx.Module):
     """(B, S, D) -> (B, S, D) and statistics of the router; each token is routed to `experts_per_token` experts.
 
-    The router computes in float32: softmax over all experts, the K largest, their probabilities divided by their sum.
+    The router computes in float32: by default softmax over all experts, the K largest, their probabilities divided by
+    their sum. With `bias` the router and the experts have biases; the other options are those of `DecoderConfig`.
     The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens: "expert_tokens" (E,) int32,
     "router_probability" (E,) and "router_z" (). `router_losses` computes losses from it.
 
@@ -51,50 +55,69 @@ class MoE(nnx.Module):
         axes: PartitionAxis = PartitionAxis(),  # noqa: B008 (a frozen value)
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
+        routing: Routing = Routing(),  # noqa: B008
+        bias: bool = False,
+        activation: str = "silu",
+        swiglu_limit: float = 0.0,
         rngs: nnx.Rngs,
     ):
         if not 1 <= experts_per_token <= num_experts:
             raise ValueError(f"experts_per_token={experts_per_token} must be between 1 and num_experts={num_experts}.")
         self.num_experts, self.experts_per_token = num_experts, experts_per_token
         self.axes, self.dtype = axes, jnp.dtype(dtype)
-        kernel = lambda *shape: Kernel(shape, param_dtype, rngs=rngs)  # noqa: E731
+        self.routing, self.bias = routing, bias
+        self.activation, self.swiglu_limit = activation, swiglu_limit
+        kernel = lambda *shape: Kernel(shape, param_dtype, bias, rngs=rngs)  # noqa: E731
         self.router = kernel(hidden_size, num_experts)
         self.gate = kernel(num_experts, hidden_size, mlp_size)
         self.up = kernel(num_experts, hidden_size, mlp_size)
         self.down = kernel(num_experts, mlp_size, hidden_size)
 
     def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
-        kernels = Kernels(*(k.kernel[...].astype(self.dtype) for k in (self.gate, self.up, self.down)))
+        experts = (self.gate, self.up, self.down)
+        kernels = Kernels(
+            *(k.kernel[...].astype(self.dtype) for k in experts),
+            *(k.bias[...].astype(self.dtype) for k in experts if self.bias),
+        )
         layout = find_layout(self.axes, x_BSD.shape, self.num_experts, mode)
-        run = partial(_run_on_device, k=self.experts_per_token, layout=layout)
-        router_DE = self.router.kernel[...].astype(jnp.float32)
+        activate = lambda x: activated(x, self.activation, self.swiglu_limit)  # noqa: E731
+        options: dict[str, Any] = {"k": self.experts_per_token, "routing": self.routing, "layout": layout}
+        run = partial(_run_on_device, activations=(activate, partial(shifted, limit=self.swiglu_limit)), **options)
+        router: tuple[jax.Array, ...] = (self.router.kernel[...].astype(jnp.float32),)
+        if self.bias:
+            router += (self.router.bias[...].astype(jnp.float32),)
         if layout.mesh is None:
-            return run(x_BSD, router_DE, kernels)
+            return run(x_BSD, router, kernels)
         tokens = PartitionSpec(layout.batch, layout.sequence, None)
         aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), _NOT_SPLIT)
         return jax.shard_map(
             run,
             mesh=layout.mesh,
-            in_specs=(tokens, layout.router, layout.kernels),
+            in_specs=(tokens, (layout.router, _NOT_SPLIT)[: len(router)], layout.specs(self.bias)),
             out_specs=(tokens, aux),
             axis_names=layout.manual,
-        )(x_BSD, router_DE, kernels)
+        )(x_BSD, router, kernels)
 
 
 class Kernel(nnx.Module):
-    """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each matrix."""
+    """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each; and `bias`."""
 
-    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, *, rngs: nnx.Rngs):
+    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, bias: bool = False, *, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
         self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((*shape[:-2], shape[-1]), jnp.dtype(param_dtype)))
 
 
 class Kernels(NamedTuple):
-    """Kernels of all experts: gate and up (E, D, F), down (E, F, D)."""
+    """Kernels of all experts: gate and up (E, D, F), down (E, F, D); and their biases (E, F) and (E, D), or None."""
 
     gate: Any
     up: Any
     down: Any
+    gate_bias: Any = None
+    up_bias: Any = None
+    down_bias: Any = None
 
 
 class _MoELayout(NamedTuple):
@@ -116,10 +139,10 @@ class _MoELayout(NamedTuple):
     def router(self) -> PartitionSpec:
         return PartitionSpec(self.embed, None)
 
-    @property
-    def kernels(self) -> Kernels:
+    def specs(self, bias: bool) -> Kernels:
         wide, tall = (self.experts, self.embed, self.mlp), (self.experts, self.mlp, self.embed)
-        return Kernels(PartitionSpec(*wide), PartitionSpec(*wide), PartitionSpec(*tall))
+        of_kernels = [PartitionSpec(*dims) for dims in (wide, wide, tall)]
+        return Kernels(*of_kernels, *(PartitionSpec(dims[0], dims[2]) for dims in (wide, wide, tall) if bias))
 
 
 def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> _MoELayout:
@@ -166,59 +189,38 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
     return _MoELayout(mesh, frozenset(mesh.axis_names) - manual, batch, sequence, experts, embed, mlp)
 
 
-def route(x_TD: jax.Array, router_DE: jax.Array, k: int) -> tuple[jax.Array, jax.Array, Aux]:
-    """Weights (T, K) float32 that sum to 1, experts (T, K) int32 by descending weight, and sums over these tokens."""
-    # Full float32 on every backend, since one bit can change which expert a token is routed to.
-    logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
-    probability_TE = jax.nn.softmax(logits_TE)
-    top_TK, experts_TK = jax.lax.top_k(probability_TE, k)
-    sums = {
-        "expert_tokens": jnp.bincount(experts_TK.reshape(-1), length=router_DE.shape[1]),
-        "router_probability": jnp.sum(probability_TE, axis=0),
-        "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2),
-    }
-    return top_TK / jnp.sum(top_TK, axis=-1, keepdims=True), experts_TK, sums
-
-
-def router_losses(aux: Aux) -> dict[str, jax.Array]:
-    """Losses and load of the router of each layer, (layers,) each; leaves of `aux` have a leading layer dim.
-
-    With f the fraction of all assignments that an expert got, and P its mean probability over the T tokens:
-
-    load_balance_loss  E sum_e f_e P_e; 1 if balanced, E / K if K experts get all tokens
-                       (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
-    router_z_loss      mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5)
-    expert_load_max    E max_e f_e; 1 if balanced, E / K if one expert gets every token
-    """
-    _, batch, sequence, k = aux["experts"].shape
-    num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
-    share_LE = aux["expert_tokens"] / (num_tokens * k)
-    mean_LE = aux["router_probability"] / num_tokens
-    return {
-        "load_balance_loss": num_experts * jnp.sum(share_LE * mean_LE, axis=-1),
-        "router_z_loss": aux["router_z"] / num_tokens,
-        "expert_load_max": num_experts * jnp.max(share_LE, axis=-1),
-    }
-
-
 def _run_on_device(
-    x_BSD: jax.Array, router_DE: jax.Array, kernels: Kernels, k: int, layout: _MoELayout
+    x_BSD: jax.Array,
+    router: tuple[jax.Array, ...],
+    kernels: Kernels,
+    *,
+    k: int,
+    routing: Routing,
+    activations: _Activations,
+    layout: _MoELayout,
 ) -> tuple[jax.Array, Aux]:
     """The layer on one device: B, S, and D, F, E of the kernels are the local sizes."""
     x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
     shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # unusual axes, but valid
     split = tuple(axis for axis in layout.mlp if axis not in shared)
-    router_DE = _gather(router_DE, layout.router, layout)
-    kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(kernels, layout.kernels, strict=True)))
-    weights_TK, experts_TK, sums = route(x_TD, router_DE, k)
+    router_DE = _gather(router[0], layout.router, layout)
+    bias = kernels.gate_bias is not None
+    arrays, specs = kernels[: 6 if bias else 3], layout.specs(bias)
+    kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(arrays, specs, strict=False)))
+    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, *router[1:])
+    if bias and split:  # each device has a part of the sum over F, to which one of them adds the bias
+        is_first = jax.lax.axis_index(split) == 0
+        kernels = kernels._replace(down_bias=jnp.where(is_first, _vary(kernels.down_bias, split), 0))
     # Each device has a part of F, so the cotangents of the inputs are partial sums, reduced here once for T rows.
-    inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels
+    inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels, activations
     y_TD = _psum(_exchange(*inputs, layout) if layout.experts else _apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
     return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}
 
 
-def _apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels) -> jax.Array:
+def _apply_experts(
+    x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels, activations: _Activations
+) -> jax.Array:
     """Weighted sums (R, D) of the outputs of the local experts; an expert id of L or more means no expert."""
     k, num_experts = experts_RK.shape[1], kernels.gate.shape[0]
     order_A = jnp.argsort(experts_RK.reshape(-1), stable=True)
@@ -226,15 +228,25 @@ def _apply_experts(x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array
     # The result of ragged_dot for rows beyond the groups is undefined: masked before it (gradients) and after it.
     live_A1 = (jnp.arange(order_A.size) < jnp.sum(sizes_L))[:, None]
     x_AD = jnp.where(live_A1, x_RD[order_A // k], 0)
-    gate_AF, up_AF = (jax.lax.ragged_dot(x_AD, w, sizes_L) for w in (kernels.gate, kernels.up))
-    y_AD = jax.lax.ragged_dot(jax.nn.silu(gate_AF) * up_AF, kernels.down, sizes_L)
+
+    def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+        y = jax.lax.ragged_dot(x, kernel, sizes_L)
+        return y if bias is None else y + bias[jnp.minimum(experts_RK.reshape(-1)[order_A], num_experts - 1)]
+
+    gate_AF, up_AF = product(x_AD, kernels.gate, kernels.gate_bias), product(x_AD, kernels.up, kernels.up_bias)
+    y_AD = product(activations[0](gate_AF) * activations[1](up_AF), kernels.down, kernels.down_bias)
     y_AD = jnp.where(live_A1, y_AD, 0)
     y_RKD = y_AD[jnp.argsort(order_A)].reshape(*experts_RK.shape, -1)
     return jnp.einsum("rkd,rk->rd", y_RKD, weights_RK.astype(y_RKD.dtype))
 
 
 def _exchange(
-    x_TD: jax.Array, weights_TK: jax.Array, experts_TK: jax.Array, kernels: Kernels, layout: _MoELayout
+    x_TD: jax.Array,
+    weights_TK: jax.Array,
+    experts_TK: jax.Array,
+    kernels: Kernels,
+    activations: _Activations,
+    layout: _MoELayout,
 ) -> jax.Array:
     """`_apply_experts` with the experts split over P devices: tokens are sent there, and weighted sums are sent back.
 
@@ -273,27 +285,15 @@ def _exchange(
             local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
             weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
             local_RK = local_RK[:, :per_device]
-        y_RD = _apply_experts(x_RD, weights_RK, local_RK, kernels)
+        y_RD = _apply_experts(x_RD, weights_RK, local_RK, kernels, activations)
         back_PCD = all_to_all(y_RD.reshape(num_devices, capacity, -1))
         return jnp.zeros_like(x_TD).at[slots_PC].add(back_PCD)
 
-    capacity = _balanced_capacity(num_tokens, k, per_device, num_devices)
+    capacity = balanced_capacity(num_tokens, k, per_device, num_devices)
     if capacity is None:
         return run(num_tokens)
     largest = jax.lax.pmax(jnp.max(jnp.sum(sent_TP, axis=0)), layout.tokens)
     return jax.lax.cond(largest <= capacity, lambda: run(capacity), lambda: run(num_tokens))
-
-
-def _balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: int) -> int | None:
-    """Rows per device that a balanced router needs, or None if that saves less than a quarter of all tokens.
-
-    A token with K uniformly drawn experts has none on a device with probability C(E - L, K) / C(E, K). The result is a
-    quarter above the expectation, the slack of a capacity factor of 1.25 (Fedus et al. 2022).
-    """
-    num_experts = per_device * num_devices
-    share = 1 - math.comb(num_experts - per_device, k) / math.comb(num_experts, k)
-    capacity = math.ceil(1.25 * share * num_tokens)
-    return capacity if capacity <= 0.75 * num_tokens else None
 
 
 def _gather(kernel: jax.Array, dims: PartitionSpec, layout: _MoELayout) -> jax.Array:

@@ -17,7 +17,7 @@ A scanned stack stays one stack: each run is a scan over its part of it.
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +32,7 @@ _ON_HOST = "@host"
 _POLICIES = tuple(n for n in dir(jax.checkpoint_policies) if n.endswith("saveable") or n.startswith("checkpoint_"))
 
 _Policy = Callable[..., bool] | None  # of jax.checkpoint
-_CallLayer = Callable[[Any, jax.Array], tuple[jax.Array, PyTree]]
+_CallLayer = Callable[..., tuple[jax.Array, PyTree]]  # of a layer, its input, and its kind
 
 
 class RematRun(NamedTuple):
@@ -128,12 +128,19 @@ def _with_remat(call: _CallLayer, kind: str, *, also: _Policy = None) -> _CallLa
 
 
 def call_layers(
-    call: _CallLayer, layers: PyTree, x: jax.Array, text: str, *, also: _Policy = None, scan: bool = False
+    call: _CallLayer,
+    layers: PyTree,
+    x: jax.Array,
+    text: str,
+    *,
+    also: _Policy = None,
+    scan: bool = False,
+    kinds: Sequence[Any] = (None,),
 ) -> tuple[jax.Array, PyTree]:
     """The output of the last layer, and what the layers returned beside it, with a leading layer dim.
 
-    `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x)` calls one
-    layer; `also` is that of `_with_remat`.
+    `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x, kind)` calls
+    one layer, whose kind is the next of `kinds`, which repeat; `also` is that of `_with_remat`.
     """
     depth = jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
     runs = parse_remat(text)
@@ -141,18 +148,51 @@ def call_layers(
     sizes = [left if run.layers is None else run.layers for run in runs]
     each, first = [], 0
     for run, size, part in zip(runs, sizes, split_stack(layers, sizes) if scan else runs, strict=True):
-        run_layer = _with_remat(call, run.kind, also=also)
+        of_kind = {kind: _with_remat(partial(call, kind=kind), run.kind, also=also) for kind in dict.fromkeys(kinds)}
+        calls = [of_kind[kinds[(first + i) % len(kinds)]] for i in range(min(size, len(kinds)))]
         if scan:
-            x, found = jax.lax.scan(lambda x, layer, run_layer=run_layer: run_layer(layer, x), x, part)
+            x, found = scan_layers(calls, x, part)
             each.append(found)
         else:
-            for layer in layers[first : first + size]:
-                x, found = run_layer(layer, x)
+            for i, layer in enumerate(layers[first : first + size]):
+                x, found = calls[i % len(kinds)](layer, x)
                 each.append(found)
         first += size
     if scan:
-        return x, each[0] if len(each) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
+        return x, _concatenated(each)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def scan_layers(calls: Sequence[Callable[..., tuple[Any, Any]]], carry: PyTree, stack: PyTree) -> tuple[Any, Any]:
+    """Call the layers of a stack, the i-th with the i-th of `calls`, which repeat: one loop over the repetitions.
+
+    Results are the last carry, and what the layers returned beside it with a leading layer dim. The layers after the
+    last complete repetition follow the loop.
+    """
+    if len(calls) == 1:
+        return jax.lax.scan(lambda carry, layer: calls[0](layer, carry), carry, stack)
+    depth, period = jax.tree.leaves(stack)[0].shape[0], len(calls)
+    rest = depth % period
+    whole, *others = split_stack(stack, [depth - rest, rest] if rest else [depth])
+
+    def run(carry: PyTree, layers: PyTree, count: int = period) -> tuple[PyTree, PyTree]:
+        found = []
+        for i in range(count):
+            carry, one = calls[i](jax.tree.map(lambda leaf, i=i: leaf[i], layers), carry)
+            found.append(one)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    periods = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), whole)
+    carry, found = jax.lax.scan(run, carry, periods)
+    each = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)]
+    for part in others:
+        carry, found = run(carry, part, rest)
+        each.append(found)
+    return carry, _concatenated(each)
+
+
+def _concatenated(each: Sequence[PyTree]) -> PyTree:
+    return each[0] if len(each) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *each)
 
 
 def split_stack(stack: PyTree, sizes: Sequence[int]) -> list[PyTree]:

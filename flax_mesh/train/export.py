@@ -20,7 +20,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.convert import map_params, stored_value
+from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, map_params, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
@@ -263,12 +263,11 @@ def _export_safetensors(
     json_files = {} if config == kept else {CONFIG: config}
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])
-    shapes = {
-        part.name: jax.ShapeDtypeStruct(part.shape, param.value.dtype) for param in params for part in param.arrays
-    }
     arrays = {param.path: param.arrays for param in params}
-    pieces = ((part.name, stored_value(part, value[part.at])) for path, value in values for part in arrays[path])
-    write_safetensors(work, shapes, pieces, json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES)
+    pieces = ((part, stored_value(part, value[part.at])) for path, value in values for part in arrays[path])
+    write_safetensors(
+        work, file_arrays(params), assembled(pieces), json_files=json_files, copies=copies, max_file_bytes=FILE_BYTES
+    )
     return config["model_type"]
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.models.cross_entropy import cross_entropy
-from flax_mesh.models.matmul import dot_float32
+from flax_mesh.models.ops.matmul import dot_float32
 from tests.models.reference import SMALL, small
 from tests.mpmd.runtime.pipelines import build, decoder_batch, groups
 

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import PartitionRules, ShardingError, abstract_state
 from flax_mesh.models import make_decoder, moe, next_token_loss
-from flax_mesh.models.moe import MoE, router_losses
+from flax_mesh.models.moe import MoE
+from flax_mesh.models.ops.router import balanced_capacity, router_losses
 from flax_mesh.tree import named_leaves
 from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, small, with_random_parameters
 
@@ -171,16 +172,16 @@ def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
     ep, per_device = 4, E // 4
     chosen = expected(layer, jnp.asarray(x), K)[1]
     sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
-    capacity = moe._balanced_capacity(8, K, per_device, ep)
+    capacity = balanced_capacity(8, K, per_device, ep)
     assert (sent.max() <= capacity) == fits  # so that both sizes of the exchange are tested
     text = check(layer, x, mesh=make_mesh(dp=2, ep=4))
     assert " conditional(" in text
 
 
 def test_the_balanced_capacity_is_a_quarter_above_the_expectation():
-    assert moe._balanced_capacity(1000, 1, 1, 8) == math.ceil(1250 / 8)
-    assert moe._balanced_capacity(1000, 2, 2, 4) == math.ceil(1250 * (1 - 6 * 5 / (8 * 7)))
-    assert moe._balanced_capacity(1000, 8, 16, 2) is None  # nearly every token is sent to both devices
+    assert balanced_capacity(1000, 1, 1, 8) == math.ceil(1250 / 8)
+    assert balanced_capacity(1000, 2, 2, 4) == math.ceil(1250 * (1 - 6 * 5 / (8 * 7)))
+    assert balanced_capacity(1000, 8, 16, 2) is None  # nearly every token is sent to both devices
 
 
 def test_decoding_works_with_one_sequence_on_a_mesh():

@@ -27,7 +27,11 @@ PLANTED = (
     # The check of a pipeline's stages does not see what is behind a gate of zeros.
     ("flax_mesh/mpmd/split/check.py", "if at in trained and", "if at not in trained and"),
     # Positions of rotary embeddings turn in the other direction.
-    ("flax_mesh/models/rotary.py", "[a * cos - b * sin, b * cos + a * sin]", "[a * cos + b * sin, b * cos - a * sin]"),
+    (
+        "flax_mesh/models/ops/rotary.py",
+        "[a * cos - b * sin, b * cos + a * sin]",
+        "[a * cos + b * sin, b * cos - a * sin]",
+    ),
     # Packed documents attend to each other.
     (
         "flax_mesh/models/attention.py",
@@ -37,5 +41,5 @@ PLANTED = (
     # A heartbeat is read as a part of the first line of a process, which is then refused.
     ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
-    ("flax_mesh/models/moe.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
+    ("flax_mesh/models/ops/router.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
 )

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
+from flax_mesh.checkpoint.hf.mxfp4 import Packed, Stored, unpacked
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
@@ -49,21 +50,35 @@ class ParamMapping(NamedTuple):
     parameter lacks it, the parameter is a scanned stack with the layers as its first dim. A letter in the name that is
     not a dim in the file, such as {e}, numbers arrays that are stacked along that dim here: "f d -> e d f" for experts.
     Such letters come first.
+
+    Several parameters may be one array in the files, whose lines follow each other: with `joined="concatenated"` along
+    its first dim (the projections of Phi-3), with "alternating" along its last one, an element of each in turn (the
+    experts of gpt-oss).
     """
 
     path: str
     name: str
     dims: str
+    joined: str = ""
 
 
 class MappedArray(NamedTuple):
-    """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter."""
+    """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter.
+
+    If several parameters are joined in the array, it is the part `within` of an array of the shape `whole`.
+    """
 
     name: str
     at: tuple[int, ...]
     shape: tuple[int, ...]
     split: tuple[int, ...]
     order: tuple[int, ...]
+    within: tuple[slice, ...] = ()
+    whole: tuple[int, ...] = ()
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        return self.whole or self.shape
 
 
 class MappedParam(NamedTuple):
@@ -112,7 +127,7 @@ def load_safetensors(
         P('fsdp', 'tp')
     """
     params = map_params(abstract, names)
-    stored = open_safetensors(folder)
+    stored = unpacked(open_safetensors(folder))
     problems = _sharding_problems(params) + _differences(params, stored, tuple(ignore))
     if problems:
         head = f"{folder} does not match the model ({len(problems)} differences):"
@@ -146,16 +161,38 @@ def save_safetensors(
         )
     check_dtype(dtype)
     params = map_params(state, names)
-    arrays = [(one.name, jax.ShapeDtypeStruct(one.shape, _dtype(p.value, dtype))) for p in params for one in p.arrays]
-    if duplicates := [name for name, count in Counter(name for name, _ in arrays).items() if count > 1]:
-        raise ConfigError(
-            f"The table maps several parameters to one name: {listed(at_most(duplicates))}. Names must differ."
-        )
+    arrays = file_arrays(params, dtype)
     cast = {} if dtype is None else {"torch_dtype": jnp.dtype(dtype).name}
     files = {} if config is None else {"config.json": {**config, **cast}}
     write_safetensors(
-        folder, dict(arrays), _stored_values(params, dtype), json_files=files, max_file_bytes=max_file_bytes
+        folder, arrays, assembled(_stored_values(params, dtype)), json_files=files, max_file_bytes=max_file_bytes
     )
+
+
+def file_arrays(params: Iterable[MappedParam], dtype: DTypeLike | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name -> shape and dtype of every array in the files; ConfigError if two parameters have the same."""
+    all_arrays = [(p, one) for p in params for one in p.arrays]
+    alone = Counter((one.name, str(one.within)) for _, one in all_arrays)
+    if duplicates := [name for (name, _), count in alone.items() if count > 1]:
+        raise ConfigError(
+            f"The table maps several parameters to one name: {listed(at_most(duplicates))}. Names must differ."
+        )
+    return {one.name: jax.ShapeDtypeStruct(one.file_shape, _dtype(p.value, dtype)) for p, one in all_arrays}
+
+
+def assembled(pieces: Iterable[tuple[MappedArray, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array in the files) from the values of parameters as stored; a joined one when its last part has come."""
+    begun: dict[str, np.ndarray] = {}
+    missing: dict[str, int] = {}
+    for one, value in pieces:
+        if not one.within:
+            yield one.name, value
+            continue
+        whole = begun.setdefault(one.name, np.empty(one.whole, value.dtype))
+        whole[one.within] = value
+        missing[one.name] = missing.get(one.name, whole.size) - value.size
+        if not missing[one.name]:
+            yield one.name, begun.pop(one.name)
 
 
 def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam]:
@@ -167,23 +204,54 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam
         raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
     paths = Counter(path for path, _ in named)
     problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
+    lines = []
     for path, value in named:
         try:
-            params.append(_map_param(path, value, table))
+            param, line = _map_param(path, value, table)
         except ConfigError as error:
             problems += error.problems
+        else:
+            params.append(param)
+            lines.append(table.index(line))
     if problems:
         raise ConfigError(path_lines(problems), head="The table of names does not match these parameters:")
-    return params
+    return _joined(params, lines, table)
 
 
-def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> MappedParam:
+def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[ParamMapping]) -> list[MappedParam]:
+    """`params`, the arrays of joined lines as parts of the array that has their name."""
+    sharing: dict[str, list[MappedArray]] = {}
+    for line, param in sorted(zip(lines, params, strict=True), key=lambda item: item[0]):
+        for one in param.arrays if table[line].joined else ():
+            sharing.setdefault(one.name, []).append(one)
+
+    def part(one: MappedArray, joined: str) -> MappedArray:
+        parts = sharing[one.name]
+        index = next(i for i, other in enumerate(parts) if other is one)
+        dims = [slice(None)] * len(one.shape)
+        if joined == "alternating":
+            dims[-1] = slice(index, None, len(parts))
+            whole = (*one.shape[:-1], one.shape[-1] * len(parts))
+        else:
+            start = sum(other.shape[0] for other in parts[:index])
+            dims[0] = slice(start, start + one.shape[0])
+            whole = (sum(other.shape[0] for other in parts), *one.shape[1:])
+        return one._replace(within=tuple(dims), whole=whole)
+
+    return [
+        param._replace(arrays=tuple(part(one, joined) for one in param.arrays)) if joined else param
+        for param, joined in ((param, table[line].joined) for line, param in zip(lines, params, strict=True))
+    ]
+
+
+def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> tuple[MappedParam, ParamMapping]:
     base, start = path_and_start(path)
     found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(found) != 1:
         lines = ", ".join(mapping.path for mapping, _ in found) or "none"
         raise ConfigError(f"{path} {array_text(value)}: exactly one line must match it, but these do: {lines}")
-    (_, name, dims), match = found[0]
+    line, match = found[0]
+    name, dims = line.name, line.dims
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
     layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
     groups, here = _parse(dims)
@@ -204,7 +272,7 @@ def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> Mappe
         where = numbers | dict(zip(over, at, strict=True))
         where |= {key: where[key] + start for key in layers}
         arrays.append(MappedArray(name.format(**where), at, shape, split, order))
-    return MappedParam(path, value, bool(layers), tuple(arrays))
+    return MappedParam(path, value, bool(layers), tuple(arrays)), line
 
 
 @functools.cache
@@ -233,16 +301,16 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
     return groups, here
 
 
-def _differences(params: Sequence[MappedParam], stored: Mapping[str, np.ndarray], ignore: Sequence[str]) -> list[str]:
+def _differences(params: Sequence[MappedParam], stored: Mapping[str, Stored], ignore: Sequence[str]) -> list[str]:
     problems, used = [], set()
     for param in params:
         for one in param.arrays:
             used.add(one.name)
             found = stored.get(one.name)
-            expected = array_text(jax.ShapeDtypeStruct(one.shape, param.value.dtype))
+            expected = array_text(jax.ShapeDtypeStruct(one.file_shape, param.value.dtype))
             if found is None:
                 problems.append(f"{one.name}: only in the model, {expected}")
-            elif found.shape != one.shape or not _can_cast(found.dtype, param.value.dtype):
+            elif found.shape != one.file_shape or not _can_cast(found.dtype, param.value.dtype):
                 problems.append(f"{one.name}: folder {array_text(found)}, model {expected}")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
     return problems + [f"{name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
@@ -257,7 +325,7 @@ def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
     return found
 
 
-def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
+def _load(param: MappedParam, stored: Mapping[str, Stored]) -> jax.Array:
     value, slices = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -270,7 +338,7 @@ def _load(param: MappedParam, stored: Mapping[str, np.ndarray]) -> jax.Array:
 
 
 def read_slice(
-    arrays: Iterable[MappedArray], stored: Mapping[str, np.ndarray], bounds: Sequence[_Bounds], dtype: DTypeLike
+    arrays: Iterable[MappedArray], stored: Mapping[str, Stored], bounds: Sequence[_Bounds], dtype: DTypeLike
 ) -> np.ndarray:
     """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
@@ -279,7 +347,12 @@ def read_slice(
         if all(start <= at < stop for at, (start, stop) in zip(one.at, lead, strict=True)):
             here = tuple(at - start for at, (start, _) in zip(one.at, lead, strict=True))
             there = tuple(slice(*pair) for pair in bounds[len(one.at) :])
-            copy_slice(out[(*here, ...)], stored[one.name].reshape(one.split).transpose(one.order)[(*there, ...)])
+            array, split = stored[one.name], one.split
+            if isinstance(array, Packed):  # its first dim, that of the experts, is the first one here
+                array, there = array.decode(there[0]), (slice(None), *there[1:])
+                split = (array.shape[0], *split[1:])
+            array = array[one.within] if one.within else array
+            copy_slice(out[(*here, ...)], array.reshape(split).transpose(one.order)[(*there, ...)])
     return out
 
 
@@ -310,17 +383,23 @@ def stored_value(array: MappedArray, value: np.ndarray) -> np.ndarray:
     return out.reshape(array.shape)
 
 
-def _stored_values(params: Iterable[MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array as stored) of all parameters; one parameter of one layer is on the host at a time."""
+def _stored_values(params: Iterable[MappedParam], dtype: DTypeLike | None) -> Iterator[tuple[MappedArray, np.ndarray]]:
+    """(array, its value) of all parameters; one parameter of one layer is on the host at a time.
+
+    Parameters that are joined in one array follow each other.
+    """
+    jobs: dict[str, list[tuple[MappedParam, int | None, list[MappedArray]]]] = {}
     for param in params:
         groups: dict[int | None, list[MappedArray]] = {}
         for one in param.arrays:
             groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
         for layer, arrays in groups.items():
-            taken = param.value if layer is None else _take(param.value, layer)
-            value = gather(taken, dtype=dtype, bytes_in_flight=_BYTES_IN_FLIGHT)
-            for one in arrays:
-                yield one.name, stored_value(one, value[one.at[1:] if param.stacked else one.at])
+            jobs.setdefault(arrays[0].name, []).append((param, layer, arrays))
+    for param, layer, arrays in itertools.chain.from_iterable(jobs.values()):
+        taken = param.value if layer is None else _take(param.value, layer)
+        value = gather(taken, dtype=dtype, bytes_in_flight=_BYTES_IN_FLIGHT)
+        for one in arrays:
+            yield one, stored_value(one, value[one.at[1:] if param.stacked else one.at])
 
 
 def _take(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:

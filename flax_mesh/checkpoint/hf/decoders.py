@@ -1,183 +1,46 @@
-"""Hugging Face's names and config.json for decoders of the Llama, Mistral and Qwen families, as data.
+"""Reads and writes config.json and the arrays of the decoders of `families`.
 
 `settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class only needs a table of
 its own (`ParamMapping`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flax_mesh.checkpoint.hf.convert import ParamMapping, load_safetensors
+from flax_mesh.checkpoint.hf.convert import load_safetensors
+from flax_mesh.checkpoint.hf.families import (
+    DECODER_NAMES,
+    FAMILIES,
+    OF_FAMILY,
+    WITHOUT_EFFECT,
+    Family,
+    Json,
+    Key,
+)
+from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
+from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
 
-Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
 Tree = TypeVar("Tree")
-ATTENTION = (
-    ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
-    ParamMapping("layers/{i}/attention_norm/scale", "model.layers.{i}.input_layernorm.weight", "d -> d"),
-    ParamMapping("layers/{i}/attention/q/kernel", "model.layers.{i}.self_attn.q_proj.weight", "(h c) d -> d h c"),
-    ParamMapping("layers/{i}/attention/k/kernel", "model.layers.{i}.self_attn.k_proj.weight", "(k c) d -> d k c"),
-    ParamMapping("layers/{i}/attention/v/kernel", "model.layers.{i}.self_attn.v_proj.weight", "(k c) d -> d k c"),
-    ParamMapping("layers/{i}/attention/q/bias", "model.layers.{i}.self_attn.q_proj.bias", "(h c) -> h c"),
-    ParamMapping("layers/{i}/attention/k/bias", "model.layers.{i}.self_attn.k_proj.bias", "(k c) -> k c"),
-    ParamMapping("layers/{i}/attention/v/bias", "model.layers.{i}.self_attn.v_proj.bias", "(k c) -> k c"),
-    ParamMapping("layers/{i}/attention/q_norm/scale", "model.layers.{i}.self_attn.q_norm.weight", "c -> c"),
-    ParamMapping("layers/{i}/attention/k_norm/scale", "model.layers.{i}.self_attn.k_norm.weight", "c -> c"),
-    ParamMapping("layers/{i}/attention/o/kernel", "model.layers.{i}.self_attn.o_proj.weight", "d (h c) -> h c d"),
-    ParamMapping("layers/{i}/mlp_norm/scale", "model.layers.{i}.post_attention_layernorm.weight", "d -> d"),
-    ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
-    ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
-)
-_DENSE = (
-    ParamMapping("layers/{i}/mlp/gate/kernel", "model.layers.{i}.mlp.gate_proj.weight", "f d -> d f"),
-    ParamMapping("layers/{i}/mlp/up/kernel", "model.layers.{i}.mlp.up_proj.weight", "f d -> d f"),
-    ParamMapping("layers/{i}/mlp/down/kernel", "model.layers.{i}.mlp.down_proj.weight", "d f -> f d"),
-)
-_QWEN_EXPERTS = (
-    ParamMapping("layers/{i}/moe/router/kernel", "model.layers.{i}.mlp.gate.weight", "e d -> d e"),
-    ParamMapping("layers/{i}/moe/gate/kernel", "model.layers.{i}.mlp.experts.{e}.gate_proj.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/up/kernel", "model.layers.{i}.mlp.experts.{e}.up_proj.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/down/kernel", "model.layers.{i}.mlp.experts.{e}.down_proj.weight", "d f -> e f d"),
-)
-_MIXTRAL_BLOCK = "model.layers.{i}.block_sparse_moe"
-_MIXTRAL_EXPERTS = (
-    ParamMapping("layers/{i}/moe/router/kernel", f"{_MIXTRAL_BLOCK}.gate.weight", "e d -> d e"),
-    ParamMapping("layers/{i}/moe/gate/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w1.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/up/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w3.weight", "f d -> e d f"),
-    ParamMapping("layers/{i}/moe/down/kernel", f"{_MIXTRAL_BLOCK}.experts.{{e}}.w2.weight", "d f -> e f d"),
-)
-# model_type -> its table. A table may have lines for parameters that a model lacks.
-DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
-    "llama": ATTENTION + _DENSE,
-    "mistral": ATTENTION + _DENSE,
-    "qwen2": ATTENTION + _DENSE,
-    "qwen3": ATTENTION + _DENSE,
-    "qwen3_moe": ATTENTION + _QWEN_EXPERTS,
-    "mixtral": ATTENTION + _MIXTRAL_EXPERTS,
-}
-
-
-class _Family(NamedTuple):
-    """How the config.json of a `model_type` is read.
-
-    keys: key of config.json -> setting
-    absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
-    must: key -> the only value that this decoder computes, also the default of the key where `absent` has none
-    settings: settings that all models of the family share
-    window: the key that decides whether tokens attend to the last `sliding_window` only, "" if they never do
-    """
-
-    architecture: str
-    keys: Mapping[str, str]
-    absent: Json
-    must: Json
-    settings: Json
-    window: str = ""
-
-
-KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "mlp_size",
-    "rms_norm_eps": "norm_epsilon",
-    "tie_word_embeddings": "tied",
-}
-_EXPERT_KEYS = {"num_experts_per_tok": "experts_per_token"}
-_QWEN_MOE_KEYS = {**KEYS, **_EXPERT_KEYS, "num_experts": "num_experts", "moe_intermediate_size": "mlp_size"}
-del _QWEN_MOE_KEYS["intermediate_size"]
-ABSENT = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "rope_theta": 10_000.0,
-    "head_dim": lambda config: _divide(config.get("hidden_size"), config.get("num_attention_heads")),
-}
-_MUST = {"hidden_act": "silu", "attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
-_BIASES = {"attention_bias": False}
-WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
-_NO_EXPERTS = {"num_experts": 0}
-
-FAMILIES = {
-    "llama": _Family(
-        "LlamaForCausalLM",
-        KEYS,
-        {**ABSENT, "num_key_value_heads": lambda config: config.get("num_attention_heads")},
-        {**_MUST, **_BIASES, "mlp_bias": False},
-        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
-    ),
-    "mistral": _Family(
-        "MistralForCausalLM",
-        KEYS,
-        {**ABSENT, "num_key_value_heads": 8, WINDOW: 4096},
-        _MUST,
-        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": False},
-        WINDOW,
-    ),
-    "qwen2": _Family(
-        "Qwen2ForCausalLM",
-        KEYS,
-        {**ABSENT, WINDOW: 4096},
-        _MUST,
-        {**_NO_EXPERTS, "qkv_bias": True, "qk_norm": False},
-        USE_WINDOW,
-    ),
-    "qwen3": _Family(
-        "Qwen3ForCausalLM",
-        KEYS,
-        {**ABSENT, "head_dim": 128, WINDOW: 4096},
-        _MUST | _BIASES,
-        {**_NO_EXPERTS, "qkv_bias": False, "qk_norm": True},
-        USE_WINDOW,
-    ),
-    "qwen3_moe": _Family(
-        "Qwen3MoeForCausalLM",
-        _QWEN_MOE_KEYS,
-        {**ABSENT, "norm_topk_prob": False},
-        {
-            **_MUST,
-            **_BIASES,
-            USE_WINDOW: False,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        },
-        {"qkv_bias": False, "qk_norm": True},
-    ),
-    "mixtral": _Family(
-        "MixtralForCausalLM",
-        {**KEYS, **_EXPERT_KEYS, "num_local_experts": "num_experts"},
-        {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-        {**_MUST, "router_jitter_noise": 0.0},
-        {"qkv_bias": False, "qk_norm": False},
-        WINDOW,
-    ),
-}
-# Keys that do not change the logits of a full sequence in any of these families.
-_WITHOUT_EFFECT = {
-    *("_name_or_path", "transformers_version", "use_cache", "initializer_range", "max_position_embeddings"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp", FIRST_WITH_WINDOW, WINDOW),  # see `_window`
-    *("output_router_logits", "router_aux_loss_coef", "output_attentions", "output_hidden_states", "return_dict"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type", "intermediate_size"),
-}
-_READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", "layer_types"}
-_READ_SEPARATELY |= {"rope_theta", "rope_scaling", "rope_parameters"}
+_READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-_SCALING = {  # key of rope_scaling -> setting
-    "factor": "rope_factor",
-    "low_freq_factor": "rope_low_frequency_factor",
-    "high_freq_factor": "rope_high_frequency_factor",
-    "original_max_position_embeddings": "rope_original_length",
+# The switches of the decoder and their defaults: what a family must have, or set, so that it has these models.
+SWITCHES: dict[str, Any] = {
+    **{"num_experts": 0, "qkv_bias": False, "qk_norm": False, "norms": "before", "zero_centered": False},
+    **{"qk_norm_all_heads": False, "attention_scale": 0.0, "attention_softcap": 0.0, "logit_softcap": 0.0},
+    **{"attention_sinks": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scaling": 1.0},
+    **{"output_bias": False, "mlp_bias": False, "activation": "silu", "swiglu_limit": 0.0, "rotary_dims": 0},
+    **{"rope_interleaved": False, "local_rope_theta": 0.0, "router_scores": "softmax", "normalize_router": True},
+    **{"shared_expert_size": 0, "shared_expert_gate": False},
 }
-_NOT_WRITTEN = ("quantization_config", "partial_rotary_factor")
+QUANTIZATION = "quantization_config"
+_NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
 DTYPES = ("float32", "bfloat16", "float16")
 _IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -271,73 +134,92 @@ def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[
     config = {key: value for key, value in config.items() if key not in ignored}
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        raise ConfigError(f"model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}.")
+        raise ConfigError(
+            f"model_type must be one of {', '.join(FAMILIES)}, got {config.get('model_type')!r}. A model of another "
+            "family can be trained as a module of its own, with a table of its names (docs/checkpoints.md)."
+        )
     problems: list[str] = []
-    settings = {**family.settings, **_dtypes(config, problems)}
-    settings |= {setting: _value(config, key, family, problems) for key, setting in family.keys.items()}
-    settings |= _rope(config, family, problems)
-    settings["sliding_window"] = _window(config, family, settings["num_layers"], problems)
+    settings = {name: value for name, value in family.settings.items() if not callable(value)}
+    settings |= _dtypes(config, problems)
+    for key, target in family.keys.items():
+        settings |= dict.fromkeys(target.settings, _value(config, key, target, family, problems))
+    settings |= read_rope(config, family, settings, problems)
+    settings |= read_layers(config, family, settings["num_layers"], problems)
     problems += _unsupported(config, family)
     if problems:
         raise ConfigError(sorted(problems), head=f"The decoder does not support this {config['model_type']}:")
-    return settings
+    return settings | {name: value(settings) for name, value in family.settings.items() if callable(value)}
 
 
-def huggingface_config(settings: Json, *, max_position_embeddings: int | None = None, **more: object) -> dict[str, Any]:
+def huggingface_config(
+    settings: Json, *, model_type: str | None = None, max_position_embeddings: int | None = None, **more: object
+) -> dict[str, Any]:
     """The config.json of a decoder with these settings, `vars` of its DecoderConfig; options that it lacks are off.
 
-    Its "model_type" is the key of the table in DECODER_NAMES. `max_position_embeddings` is the longest sequence that
+    Its "model_type" is the key of the table in DECODER_NAMES: `model_type` if that family has such decoders, otherwise
+    the first one that has. `max_position_embeddings` is the longest sequence that
     other programs should accept; `more` keys, such as eos_token_id, are written unchanged. Raises ConfigError if no
     family has such a decoder. Settings that change only how it is computed or trained are not written.
     """
-    settings = {
-        **{"qkv_bias": False, "qk_norm": False, "num_experts": 0, "rope_factor": 1.0, "sliding_window": 0},
-        **settings,
-    }
-    window = settings["sliding_window"]
-    kind = {key: settings[key] for key in ("qkv_bias", "qk_norm")} | {"experts": settings["num_experts"] > 0}
-    kind["sliding_window"] = window > 0
-    kinds = {name: _kind(family) for name, family in FAMILIES.items()}
-    model_type = next(
-        (name for name, other in kinds.items() if kind in (other, other | {"sliding_window": False})), None
-    )
-    if model_type is None:
-        lines = [f"{name}: {other}" for name, other in kinds.items()]
-        raise ConfigError(lines, head=f"No family has decoders with {kind}; the families are:")
+    settings = {**SWITCHES, **ROPE_OFF, "sliding_window": 0, "layer_pattern": "", **settings}
+    settings |= parsed_factors(settings)
+    differences = {name: _differences(family, settings) for name, family in FAMILIES.items()}
+    fitting = [name for name, found in differences.items() if not found]
+    if not fitting:
+        on = {name: settings[name] for name, value in SWITCHES.items() if settings[name] != value}
+        on |= {name: settings[name] for name in ("sliding_window", "layer_pattern") if settings[name]}
+        lines = [f"{name}: {', '.join(found[:2])}" for name, found in differences.items()]
+        raise ConfigError(lines, head=f"No family has decoders with {on}; the families, and what they lack:")
+    model_type = model_type if model_type in fitting else fitting[0]
     family = FAMILIES[model_type]
     config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
-    config |= {key: settings[setting] for key, setting in family.keys.items()}
+    config |= {key: target.write(settings[target.settings[0]]) for key, target in family.keys.items()}
     config |= {key: value for key, value in family.must.items() if key not in _NOT_WRITTEN}
-    if family.window == USE_WINDOW:
-        config |= {USE_WINDOW: window > 0} | ({WINDOW: window, FIRST_WITH_WINDOW: 0} if window else {})
-    elif family.window:
-        config[WINDOW] = window or None
-    config |= {"rope_theta": settings["rope_theta"], "torch_dtype": settings["param_dtype"]}
-    if settings["rope_factor"] != 1:
-        config["rope_scaling"] = {"rope_type": "llama3"} | {key: settings[name] for key, name in _SCALING.items()}
-        longest = int(settings["rope_factor"] * settings["rope_original_length"])
-        max_position_embeddings = max_position_embeddings or longest
+    config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}
     if max_position_embeddings is not None:
         config["max_position_embeddings"] = max_position_embeddings
     return config | more
 
 
-def _kind(family: _Family) -> dict[str, Any]:
-    settings = {key: family.settings[key] for key in ("qkv_bias", "qk_norm")}
-    return settings | {"experts": "num_experts" in family.keys.values(), "sliding_window": bool(family.window)}
+def _differences(family: Family, settings: Json) -> list[str]:
+    """The settings that models of a family cannot have, empty if it has such models."""
+    free, found = family.free(), []
+    for name, default in SWITCHES.items():
+        wanted = family.settings.get(name, default)
+        wanted = wanted(settings) if callable(wanted) else wanted
+        if settings[name] != wanted and name not in free:
+            found.append(f"{name}={settings[name]!r}")
+    if "num_experts" in free and not settings["num_experts"]:
+        found.append("num_experts=0")
+    for target in family.keys.values():
+        several = [settings[name] for name in target.settings if len(target.settings) > 1]
+        if len({*several}) > 1:
+            found.append(" and ".join(f"{name}={settings[name]!r}" for name in target.settings))
+    if family.local_rope is not None and not settings["local_rope_theta"] and settings["rope_factor"] != 1:
+        found.append("local_rope_theta=0 with a rope_factor")
+    return found + [layer for layer in [layer_difference(family, settings)] if layer]
 
 
-def _value(config: Json, key: str, family: _Family, problems: list[str]) -> Any:
+def _value(config: Json, key: str, target: Key, family: Family, problems: list[str]) -> Any:
     value = config.get(key)
     if value is None:
         value = config.get(OTHER_NAME.get(key, ""))
+    if value is None and target.null is not None and key in config:
+        return target.null
     if value is None and key in family.absent:
         absent = family.absent[key]
         value = absent(config) if callable(absent) else absent
-    kind = {"tie_word_embeddings": bool, "rms_norm_eps": float}.get(key, int)
-    if type(value) is not kind:
-        problems.append(f"{key} must be of type {kind.__name__}, got {value!r}")
-    return value
+        if value is None and target.null is not None:
+            return target.null
+    fits = isinstance(value, int | float) if target.kind is float else isinstance(value, target.kind)
+    if not fits or isinstance(value, bool) != (target.kind is bool):
+        problems.append(f"{key} must be of type {target.kind.__name__}, got {value!r}")
+        return value
+    try:
+        return target.read(value)
+    except (ValueError, ZeroDivisionError) as error:
+        problems.append(f"{key} {error}")
+        return value
 
 
 def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
@@ -347,51 +229,6 @@ def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
     if dtype not in DTYPES:
         problems.append(f"torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return {"dtype": dtype, "param_dtype": dtype}
-
-
-def _rope(config: Json, family: _Family, problems: list[str]) -> dict[str, Any]:
-    """Rotary positions: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5)."""
-    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
-    if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
-        problems += [f"{key} must be an object, got {config[key]!r}" for key in wrong]
-        return {}
-    old, new = map(dict, given.values())
-    if config.get("rope_theta") is not None:
-        old["rope_theta"] = config["rope_theta"]
-    if conflicts := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
-        problems.append(f"rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
-    given = old | new
-    kind = given.pop("rope_type", given.pop("type", "default"))  # the current name and the oldest one
-    settings = {"rope_theta": given.pop("rope_theta", family.absent["rope_theta"]), "rope_factor": 1.0}
-    if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        problems.append("partial_rotary_factor must be 1.0")
-    expected = {"default": set(), "llama3": set(_SCALING)}.get(str(kind))
-    if expected is None:
-        problems.append(f"rope_scaling must be of type default or llama3, got {kind!r}")
-    elif given.keys() != expected:
-        problems.append(f"rope_scaling of type {kind} must have the keys {sorted(expected)}, got {sorted(given)}")
-    settings |= {_SCALING[key]: value for key, value in given.items() if key in _SCALING}
-    problems += [f"{name} must be a number, got {x!r}" for name, x in settings.items() if not _is_number(x)]
-    return settings
-
-
-def _window(config: Json, family: _Family, num_layers: object, problems: list[str]) -> int:
-    """`sliding_window`, which all layers have or none: 0."""
-    layer_types = config.get("layer_types") or []
-    is_on = bool(family.window) and (family.window == WINDOW or config.get(USE_WINDOW, False) is True)
-    size = config.get(WINDOW, family.absent.get(WINDOW)) if is_on else None
-    if size is not None and family.window == USE_WINDOW and not layer_types:
-        first = config.get(FIRST_WITH_WINDOW, 28)
-        if type(first) is int and type(num_layers) is int and first >= num_layers:
-            size = None
-        elif first != 0:
-            problems.append(f"{FIRST_WITH_WINDOW} must be 0, so that all layers have the window, got {first!r}")
-    if size is not None and (type(size) is not int or size < 1):
-        problems.append(f"{WINDOW} must be a positive integer or null, got {size!r}")
-    wanted = "full_attention" if size is None else "sliding_attention"
-    if not isinstance(layer_types, list) or any(kind != wanted for kind in layer_types):
-        problems.append(f"layer_types must all be {wanted}, got {layer_types!r}")
-    return size or 0
 
 
 def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
@@ -405,25 +242,18 @@ def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
 
 
-def _divide(size: object, parts: object) -> int | None:
-    return size // parts if type(size) is int and type(parts) is int and parts else None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _unsupported(config: Json, family: _Family) -> list[str]:
+def _unsupported(config: Json, family: Family) -> list[str]:
     found = []
     for key, value in family.must.items():
         given = config.get(key, family.absent.get(key, value))
-        if given != value and (key, given) != ("hidden_act", "swish"):  # another name for silu
+        is_read = key == QUANTIZATION and isinstance(given, dict) and given.get("quant_method") == (family.packed or ())
+        if given != value and (given or value) and not is_read and key not in ROPE_KEYS:
             found.append(f"{key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
         found.append(f"architectures must be ['{family.architecture}'], got {architectures!r}")
-    known = family.keys.keys() | family.must.keys() | _WITHOUT_EFFECT | _READ_SEPARATELY
-    known |= {USE_WINDOW} if family.window == USE_WINDOW else set()
+    known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT.keys() | _READ_SEPARATELY
+    known |= layer_key_names(family) | OF_FAMILY.get(str(config["model_type"]), {}).keys() | {family.local_rope}
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known
     return found + [

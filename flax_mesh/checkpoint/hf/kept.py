@@ -8,7 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, Json, decoder_config_from_hf, huggingface_config
+from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
+from flax_mesh.checkpoint.hf.families import Json
 from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
 from flax_mesh.errors import ConfigError
 
@@ -21,7 +22,7 @@ INDEX = ".index.json"
 # Files of tokenizers, the one that `inference` reads first; each shows that the ids of a model are not bytes.
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 LENGTH = "max_position_embeddings"
-ROPE = ("rope_theta", "rope_scaling")
+ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor")
 
 
 def other_files(folder: Path) -> list[Path]:
@@ -82,17 +83,19 @@ def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
 
     Without a `kept` of the same family: `huggingface_config(settings)`.
     """
-    after = huggingface_config(settings)
-    if kept.get("model_type") != after["model_type"]:
+    model_type = kept.get("model_type")
+    after = huggingface_config(settings, model_type=model_type)
+    if model_type != after["model_type"]:
         return after
     try:
-        before = huggingface_config(_settings_of(kept))
+        before = huggingface_config(_settings_of(kept), model_type=model_type)
     except ConfigError:  # a key that the import ignored
         before = {}
     for config in (before, after):
         if LENGTH in kept:  # a derived value in both
             config.pop(LENGTH, None)
     found = {key: value for key, value in kept.items() if key in after or key not in before}
+    found.pop(QUANTIZATION, None)  # the export is not quantized
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     if changed.keys() & {*ROPE} or any(key in before and key not in after for key in ROPE):
         found.pop("rope_parameters", None)  # the name of both since transformers 5

@@ -1,7 +1,7 @@
 """Adapters in the format of the library PEFT: two matrices for each linear layer, and adapter_config.json."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,13 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _LINEAR = re.compile(r"(.*_proj|lm_head)\.weight")  # others, such as routers, are parameters of no torch.nn.Linear
 
 
-def adapted_arrays(params: Iterable[MappedParam], adapted: Iterable[str]) -> dict[str, MappedArray]:
+def adapted_arrays(params: Iterable[MappedParam], adapted: Sequence[str]) -> dict[str, MappedArray]:
     """The array in the files of every adapted path. ConfigError with all that are no linear layers for PEFT."""
     arrays = {param.path: param.arrays for param in params}
     names = {path: [one.name for one in arrays[path]] for path in adapted}
-    if wrong := [f"{path}: {', '.join(x)}" for path, x in names.items() if len(x) > 1 or not _LINEAR.fullmatch(x[0])]:
+    joined = {one.name for path in adapted for one in arrays[path] if one.within}  # with weights of other paths
+    is_linear = {path: len(x) == 1 and _LINEAR.fullmatch(x[0]) and x[0] not in joined for path, x in names.items()}
+    if wrong := [f"{path}: {', '.join(names[path])}" for path, fits in is_linear.items() if not fits]:
         raise ConfigError(
             path_lines(wrong),
             head="PEFT adapts linear layers only, but these adapted weights are none in transformers:",

@@ -81,7 +81,7 @@ def norm(config: DecoderConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
 def rotate(config: DecoderConfig, x: jax.Array) -> jax.Array:
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    factor, low, high, length = config.rope_scaling
+    factor, low, high, length = config.rope_scaling[:4]
     if factor != 1:
         kept = jnp.clip((length * frequency / (2 * jnp.pi) - low) / (high - low), 0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)

@@ -1,12 +1,13 @@
 """Writes tests/checkpoint/hf/data: small random checkpoints, and what transformers computes from them: the logits of
 reference.npz, and the greedy continuation of generated.npz.
 
-    python -m tests.checkpoint.hf.make_reference
+    python -m tests.checkpoint.hf.make_reference [CASE ...]
 
 needs the extra `hf`. The default tests read the files, so that they need neither torch nor transformers.
 """
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
+LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 4.0]}
+WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+TWO_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 12}
+GRANITE = {"embedding_multiplier": 3, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama3": {"model_type": "llama", "tie_word_embeddings": True, "rope_scaling": LLAMA3},
@@ -47,6 +54,49 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True},
     "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12},
+    "llama_biases": {
+        **{"model_type": "llama", "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"},
+        "rope_scaling": YARN,
+    },
+    "llama_linear": {"model_type": "llama", "hidden_act": "relu2", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gemma": {"model_type": "gemma", "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    "gemma2": {
+        **{"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 7, "layer_types": TWO_WINDOWS},
+        **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0, **GEMMA},
+    },
+    "gemma3": {
+        **{"model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window": 7, "layer_types": WINDOWS},
+        **{"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}, **GEMMA},
+    },
+    "gpt_oss": {
+        **{"model_type": "gpt_oss", "num_hidden_layers": 3, "sliding_window": 7, "layer_types": TWO_WINDOWS},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 12, "swiglu_limit": 2.0},
+        "rope_scaling": {**YARN, "truncate": False},
+    },
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", "head_dim": 4, "shared_expert_intermediate_size": 20},
+        **EXPERTS,
+        "norm_topk_prob": False,
+    },
+    "olmo2": {"model_type": "olmo2", "head_dim": 4},
+    "olmo3": {
+        **{"model_type": "olmo3", "head_dim": 4, "num_hidden_layers": 4, "sliding_window": 7, "layer_types": WINDOWS},
+        "rope_scaling": {**YARN, "attention_factor": 1.2},
+    },
+    "phi3": {
+        **{"model_type": "phi3", "hidden_size": 32, "head_dim": 8, "partial_rotary_factor": 0.75, "pad_token_id": 0},
+        **{"rope_scaling": LONGROPE, "original_max_position_embeddings": 16, "max_position_embeddings": 64},
+    },
+    "smollm3": {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layer_interval": 2, "head_dim": 4}
+    | {"pad_token_id": 0, "tie_word_embeddings": True},
+    "glm": {"model_type": "glm", "partial_rotary_factor": 0.5, "pad_token_id": 0, "eos_token_id": 1},
+    "glm4": {"model_type": "glm4", "partial_rotary_factor": 0.5, "pad_token_id": 0, "eos_token_id": 1}
+    | {"attention_bias": True},
+    "granite": {"model_type": "granite", "head_dim": 4, **GRANITE},
+    "granitemoehybrid": {
+        **{"model_type": "granitemoehybrid", "head_dim": 4, "shared_intermediate_size": 24, "num_local_experts": 0},
+        **{"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4, **GRANITE},
+    },
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
 LENGTH = 24
@@ -62,19 +112,35 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     rng = np.random.default_rng(seed)  # not torch's, whose numbers depend on the vector instructions of the machine
     config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Large enough that attention is far from uniform and every part affects the logits.
-            spread = 0.2 if "norm" in name else 0.4
-            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + ("norm" in name)
-            parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
-    tokens = rng.integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
+    randomize(model, rng, dtype)
+    tokens = tokens_of(rng)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens).long()).logits.numpy()
     np.savez(folder / "reference.npz", tokens=tokens, logits=logits)
     # After the logits, since the cast also rounds the rotary frequencies, which are not parameters.
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=SHARDED.get(case, "5GB"))
     (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def randomize(
+    model: Any, rng: np.random.Generator, dtype: str = "float32", scale: float = 1.0, norm: float = 1.0
+) -> None:
+    """Random parameters of a model of torch, with the precision of `dtype`, and the mean `norm` of those of norms.
+
+    A smaller `scale` amplifies rounding less.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Large enough that attention is far from uniform and every part affects the logits.
+            spread = scale * (0.2 if "norm" in name else 0.4)
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + norm * ("norm" in name)
+            parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
+
+
+def tokens_of(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, SMALL["vocab_size"], (1, LENGTH)).astype(np.int32)
 
 
 def write_generated(folder: Path) -> None:
@@ -104,7 +170,7 @@ def write_generated(folder: Path) -> None:
 
 
 def main() -> None:
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         shutil.rmtree(DATA / case, ignore_errors=True)
         (DATA / case).mkdir(parents=True)
         write_reference(case, DATA / case)

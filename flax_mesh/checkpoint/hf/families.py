@@ -1,0 +1,444 @@
+"""The families of decoders in Hugging Face's format, as data: names of arrays and keys of config.json.
+
+A family is a table of names and the settings of `flax_mesh.models.DecoderConfig` that its keys determine.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from flax_mesh.checkpoint.hf.convert import ParamMapping
+
+Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
+_LAYER = "model.layers.{i}"
+
+
+def _lines(rows: Mapping[str, tuple[str, str]], joined: str = "") -> tuple[ParamMapping, ...]:
+    """Rows of (name in a layer, dims) for paths in a layer."""
+    return tuple(
+        ParamMapping(f"layers/{{i}}/{path}", f"{_LAYER}.{name}", dims, joined) for path, (name, dims) in rows.items()
+    )
+
+
+_ENDS = (
+    ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
+    ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
+    ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
+)
+_OUTPUT = {
+    "attention/o/kernel": ("self_attn.o_proj.weight", "d (h c) -> h c d"),
+    "attention/o/bias": ("self_attn.o_proj.bias", "d -> d"),
+}
+_PROJECTIONS = {
+    "attention/q/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c"),
+    "attention/k/kernel": ("self_attn.k_proj.weight", "(k c) d -> d k c"),
+    "attention/v/kernel": ("self_attn.v_proj.weight", "(k c) d -> d k c"),
+    "attention/q/bias": ("self_attn.q_proj.bias", "(h c) -> h c"),
+    "attention/k/bias": ("self_attn.k_proj.bias", "(k c) -> k c"),
+    "attention/v/bias": ("self_attn.v_proj.bias", "(k c) -> k c"),
+    "attention/q_norm/scale": ("self_attn.q_norm.weight", "c -> c"),
+    "attention/k_norm/scale": ("self_attn.k_norm.weight", "c -> c"),
+}
+_BEFORE = {
+    "attention_norm/scale": ("input_layernorm.weight", "d -> d"),
+    "mlp_norm/scale": ("post_attention_layernorm.weight", "d -> d"),
+}
+_AFTER = {
+    "attention_out_norm/scale": ("post_attention_layernorm.weight", "d -> d"),
+    "mlp_out_norm/scale": ("post_feedforward_layernorm.weight", "d -> d"),
+}
+_GEMMA_NORMS = _BEFORE | _AFTER | {"mlp_norm/scale": ("pre_feedforward_layernorm.weight", "d -> d")}
+_GLM_NORMS = _BEFORE | {
+    "attention_out_norm/scale": ("post_self_attn_layernorm.weight", "d -> d"),
+    "mlp_out_norm/scale": ("post_mlp_layernorm.weight", "d -> d"),
+}
+ATTENTION = _ENDS + _lines(_BEFORE | _PROJECTIONS | _OUTPUT)
+
+
+def _mlp(path: str, name: str) -> dict[str, tuple[str, str]]:
+    rows = {}
+    for part, dims in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
+        rows[f"{path}/{part}/kernel"] = (f"{name}.{part}_proj.weight", dims)
+        rows[f"{path}/{part}/bias"] = (f"{name}.{part}_proj.bias", "n -> n")
+    return rows
+
+
+_DENSE = _lines(_mlp("mlp", "mlp"))
+_FUSED_DENSE = _lines(
+    {f"mlp/{part}/kernel": ("mlp.gate_up_proj.weight", "f d -> d f") for part in ("gate", "up")}, "concatenated"
+)
+_FUSED_DENSE += _lines({"mlp/down/kernel": ("mlp.down_proj.weight", "d f -> f d")})
+_FUSED_QKV = _lines(
+    {
+        f"attention/{part}/kernel": ("self_attn.qkv_proj.weight", dims)
+        for part, dims in (("q", "(h c) d -> d h c"), ("k", "(k c) d -> d k c"), ("v", "(k c) d -> d k c"))
+    },
+    "concatenated",
+)
+_GRANITE_DENSE = _lines(
+    {f"mlp/{part}/kernel": ("shared_mlp.input_linear.weight", "f d -> d f") for part in ("gate", "up")}, "concatenated"
+)
+_GRANITE_DENSE += _lines({"mlp/down/kernel": ("shared_mlp.output_linear.weight", "d f -> f d")})
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
+    rows = {"moe/router/kernel": (f"{block}.gate.weight", "e d -> d e")}
+    for path, name, dims in (
+        ("gate", gate, "f d -> e d f"),
+        ("up", up, "f d -> e d f"),
+        ("down", down, "d f -> e f d"),
+    ):
+        rows[f"moe/{path}/kernel"] = (f"{block}.experts.{{e}}.{name}.weight", dims)
+    return _lines(rows)
+
+
+_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_SHARED_EXPERT = _lines(
+    {**_mlp("shared_mlp", "mlp.shared_expert"), "shared_gate/kernel": ("mlp.shared_expert_gate.weight", "o d -> d o")}
+)
+_GPT_OSS = _lines({f"moe/{part}/kernel": ("mlp.experts.gate_up_proj", "e d f -> e d f") for part in ("gate", "up")},
+                  "alternating")  # fmt: skip
+_GPT_OSS += _lines({f"moe/{part}/bias": ("mlp.experts.gate_up_proj_bias", "e f -> e f") for part in ("gate", "up")},
+                   "alternating")  # fmt: skip
+_GPT_OSS += _lines(
+    {
+        "moe/down/kernel": ("mlp.experts.down_proj", "e f d -> e f d"),
+        "moe/down/bias": ("mlp.experts.down_proj_bias", "e d -> e d"),
+        "moe/router/kernel": ("mlp.router.weight", "e d -> d e"),
+        "moe/router/bias": ("mlp.router.bias", "e -> e"),
+        "attention/sinks": ("self_attn.sinks", "h -> h"),
+    }
+)
+_SHARED_NORMS = _ENDS + _lines(_PROJECTIONS | _OUTPUT)
+# model_type -> its table. A table may have lines for parameters that a model lacks.
+DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
+    "llama": ATTENTION + _DENSE,
+    "mistral": ATTENTION + _DENSE,
+    "qwen2": ATTENTION + _DENSE,
+    "qwen3": ATTENTION + _DENSE,
+    "qwen3_moe": ATTENTION + _QWEN_EXPERTS,
+    "mixtral": ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2_moe": ATTENTION + _QWEN_EXPERTS + _SHARED_EXPERT,
+    "gemma": ATTENTION + _DENSE,
+    "gemma2": _SHARED_NORMS + _lines(_GEMMA_NORMS) + _DENSE,
+    "gemma3_text": _SHARED_NORMS + _lines(_GEMMA_NORMS) + _DENSE,
+    "gpt_oss": ATTENTION + _GPT_OSS,
+    "olmo2": _SHARED_NORMS + _lines(_AFTER) + _DENSE,
+    "olmo3": _SHARED_NORMS + _lines(_AFTER) + _DENSE,
+    "phi3": _ENDS + _lines(_BEFORE | _OUTPUT) + _FUSED_QKV + _FUSED_DENSE,
+    "smollm3": ATTENTION + _DENSE,
+    "glm": ATTENTION + _FUSED_DENSE,
+    "glm4": _SHARED_NORMS + _lines(_GLM_NORMS) + _FUSED_DENSE,
+    "granite": ATTENTION + _DENSE,
+    "granitemoehybrid": ATTENTION + _GRANITE_DENSE,
+}
+
+
+class Key(NamedTuple):
+    """A key of config.json and the settings that have its value, converted by `read`; `write` is the inverse.
+
+    `null` is the setting for null in config.json, None if the key must not be null.
+    """
+
+    settings: tuple[str, ...]
+    kind: type = int
+    read: Callable[[Any], Any] = lambda value: value
+    write: Callable[[Any], Any] = lambda value: value
+    null: Any = None
+
+
+class Family(NamedTuple):
+    """How the config.json of a `model_type` is read.
+
+    keys: key of config.json -> the settings that it determines
+    absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
+    must: key -> the only value that this decoder computes, also the default of the key where `absent` has none
+    settings: settings that all models of the family share, values or functions of the other settings; others have the
+        defaults of the decoder
+    layers: how the kinds of the layers are read: the key that decides whether tokens attend to the last
+        `sliding_window` only, or a pattern that `layer_types` replaces; "" if all layers attend to all tokens
+    local_rope: whether local layers have a rotary base of their own, and no scaling: the key of the base, "" if they
+        have that of the other layers
+    rotary: the default of partial_rotary_factor; 0: all dims are rotated
+    """
+
+    architecture: str
+    keys: Mapping[str, Key]
+    absent: Json
+    must: Json
+    settings: Json
+    layers: str = ""
+    local_rope: str | None = None
+    rotary: float = 0.0
+    packed: str = ""  # the quantization of weights that are read as bfloat16
+
+    def free(self) -> set[str]:
+        """The settings of switches that models of the family may have."""
+        found = {setting for key in self.keys.values() for setting in key.settings}
+        found |= {"local_rope_theta"} if self.local_rope is not None else set()
+        return found | ({"rotary_dims"} if self.rotary else set())
+
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+_OF_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_tanh"} | _ACTIVATIONS
+
+
+def _activation(value: str) -> str:
+    if value not in _OF_ACTIVATION:
+        raise ValueError(f"must be one of {', '.join(_OF_ACTIVATION)}, got {value!r}")
+    return _OF_ACTIVATION[value]
+
+
+_CAP: dict[str, Any] = {"kind": float, "write": lambda value: value or None, "null": 0.0}
+_ACT = Key(("activation",), str, _activation, {ours: name for name, ours in _ACTIVATIONS.items()}.get)
+# transformers reads the first files of Gemma so: the gelu in them is the one with tanh.
+_GEMMA_1_ACT = _ACT._replace(read=lambda value: _activation("gelu_pytorch_tanh" if value == "gelu" else value))
+_BIAS = Key(("qkv_bias", "output_bias"), bool)
+_MLP_BIAS = Key(("mlp_bias",), bool)
+KEYS = {
+    "vocab_size": Key(("vocab_size",)),
+    "hidden_size": Key(("hidden_size",)),
+    "num_hidden_layers": Key(("num_layers",)),
+    "num_attention_heads": Key(("num_heads",)),
+    "num_key_value_heads": Key(("num_kv_heads",)),
+    "head_dim": Key(("head_dim",)),
+    "intermediate_size": Key(("mlp_size",)),
+    "rms_norm_eps": Key(("norm_epsilon",), float),
+    "tie_word_embeddings": Key(("tied",), bool),
+    "hidden_act": _ACT,
+}
+_EXPERT_KEYS = {"num_experts_per_tok": Key(("experts_per_token",))}
+_QWEN_MOE_KEYS = {
+    **{key: value for key, value in KEYS.items() if key != "intermediate_size"},
+    **_EXPERT_KEYS,
+    "num_experts": Key(("num_experts",)),
+    "moe_intermediate_size": Key(("mlp_size",)),
+    "norm_topk_prob": Key(("normalize_router",), bool),
+}
+_GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
+_GEMMA_2_KEYS = _GEMMA_KEYS | {
+    "attention_bias": _BIAS,
+    "query_pre_attn_scalar": Key(
+        ("attention_scale",), float, lambda value: value**-0.5, lambda value: _whole(round(value**-2, 6))
+    ),
+    "attn_logit_softcapping": Key(("attention_softcap",), **_CAP),
+    "final_logit_softcapping": Key(("logit_softcap",), **_CAP),
+}
+_GRANITE_KEYS = {
+    "attention_bias": _BIAS,
+    "embedding_multiplier": Key(("embedding_scale",), float),
+    "attention_multiplier": Key(("attention_scale",), float),
+    "residual_multiplier": Key(("residual_scale",), float),
+    "logits_scaling": Key(("logits_scaling",), float),
+}
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def _divide(size: object, parts: object) -> int | None:
+    return size // parts if type(size) is int and type(parts) is int and parts else None
+
+
+def _heads(config: Json) -> Any:
+    return config.get("num_attention_heads")
+
+
+WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
+ABSENT = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "rope_theta": 10_000.0,
+    "head_dim": lambda config: _divide(config.get("hidden_size"), config.get("num_attention_heads")),
+}
+_BIASED = ABSENT | {"num_key_value_heads": _heads, "attention_bias": False, "mlp_bias": False}
+_GEMMA_ABSENT = {key: value for key, value in ABSENT.items() if key != "hidden_act"} | {
+    **{"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
+    **{"attention_bias": False, "query_pre_attn_scalar": 256, WINDOW: 4096},
+}
+_MUST = {"attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
+_BIASES = {"attention_bias": False}
+_NO_ROTARY = {key: value for key, value in _MUST.items() if key != "partial_rotary_factor"}
+_NO_EXPERTS = {"num_experts": 0}
+_GEMMA = {**_NO_EXPERTS, "zero_centered": True, "embedding_scale": lambda settings: settings["hidden_size"] ** 0.5}
+_GEMMA_MUST = _MUST | {"use_bidirectional_attention": False}
+
+_PHI_MUST = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "mlp_bias": False, "lm_head_bias": False}
+_PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
+
+# Keys without effect on the logits of a full sequence, and why.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("_name_or_path", "transformers_version", "return_dict", "auto_map"), "of the program"),
+    **dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), "what a call returns"),
+    **dict.fromkeys(("use_cache", "cache_implementation"), "how a text is generated"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "of the tokenizer"),
+    **dict.fromkeys(("initializer_range", "initial_context_length"), "of the first training"),
+    **dict.fromkeys(("router_aux_loss_coef", "pretraining_tp"), "of losses, or of the order of sums"),
+    **dict.fromkeys(("is_encoder_decoder", "id2label", "label2id", "problem_type"), "of other tasks"),
+    **dict.fromkeys(("chunk_size_feed_forward",), "of other programs"),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), "read where a rope needs it"),
+    **dict.fromkeys((FIRST_WITH_WINDOW, WINDOW), "read where layers have a window"),
+    "intermediate_size": "of layers that these models lack, where it is no key of the family",
+}
+_MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk_size", "conv_bias", "proj_bias")
+_OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
+_OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
+OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
+    **dict.fromkeys(("gemma2", "gemma3_text"), _OF_GEMMA),
+    "gemma": _OF_GEMMA_1,
+    "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
+    "qwen2": {"use_mrope": "of images"},
+    "granitemoehybrid": {
+        **dict.fromkeys([f"mamba_{name}" for name in _MAMBA], "of Mamba layers, which dense models lack"),
+        **dict.fromkeys(("time_step_limit", "layers_block_type"), "of Mamba layers, which dense models lack"),
+        "num_experts_per_tok": "of experts, which dense models lack",
+        "init_method": "of the first training",
+    },
+}
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM", KEYS | {"attention_bias": _BIAS, "mlp_bias": _MLP_BIAS}, _BIASED, _MUST, _NO_EXPERTS
+    ),
+    "mistral": Family(
+        "MistralForCausalLM", KEYS, {**ABSENT, "num_key_value_heads": 8, WINDOW: 4096}, _MUST, _NO_EXPERTS, WINDOW
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", KEYS, {**ABSENT, WINDOW: 4096}, _MUST, {**_NO_EXPERTS, "qkv_bias": True}, USE_WINDOW
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        KEYS,
+        {**ABSENT, "head_dim": 128, WINDOW: 4096},
+        _MUST | _BIASES,
+        {**_NO_EXPERTS, "qk_norm": True},
+        USE_WINDOW,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _QWEN_MOE_KEYS,
+        {**ABSENT, "norm_topk_prob": False},
+        {**_MUST, **_BIASES, USE_WINDOW: False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"qk_norm": True},
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {**KEYS, **_EXPERT_KEYS, "num_local_experts": Key(("num_experts",))},
+        {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        {**_MUST, "router_jitter_noise": 0.0},
+        {},
+        WINDOW,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        _QWEN_MOE_KEYS
+        | {"qkv_bias": Key(("qkv_bias",), bool), "shared_expert_intermediate_size": Key(("shared_expert_size",))},
+        {**ABSENT, "norm_topk_prob": False, "qkv_bias": True},
+        {**_MUST, USE_WINDOW: False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {"shared_expert_gate": True},
+    ),
+    "gemma": Family(
+        "GemmaForCausalLM",
+        KEYS | {"attention_bias": _BIAS, "hidden_act": _GEMMA_1_ACT},
+        _GEMMA_ABSENT | {"hidden_act": "gelu_pytorch_tanh"},
+        _GEMMA_MUST,
+        _GEMMA,
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        _GEMMA_2_KEYS,
+        _GEMMA_ABSENT | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        _GEMMA_MUST,
+        {**_GEMMA, "norms": "both"},
+        "local,global",
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        {key: value for key, value in _GEMMA_2_KEYS.items() if key != "attn_logit_softcapping"},
+        _GEMMA_ABSENT | {"final_logit_softcapping": None, "rope_theta": 1e6},
+        _GEMMA_MUST | {"attn_logit_softcapping": None},  # transformers has the key and does not use it
+        {**_GEMMA, "norms": "both", "qk_norm": True},
+        "local:5,global",
+        "rope_local_base_freq",
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {**KEYS, **_EXPERT_KEYS, "num_local_experts": Key(("num_experts",)), "attention_bias": _BIAS}
+        | {"swiglu_limit": Key(("swiglu_limit",), float)},
+        {**ABSENT, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, WINDOW: 128, "attention_bias": True}
+        | {"swiglu_limit": 7.0, "rope_scaling": _GPT_OSS_ROPE},
+        {**_MUST, "swiglu_alpha": 1.702},
+        {"attention_sinks": True, "mlp_bias": True},
+        "local,global",
+        packed="mxfp4",
+    ),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        KEYS | {"attention_bias": _BIAS},
+        {**_BIASED, "rms_norm_eps": 1e-5},
+        _MUST,
+        {**_NO_EXPERTS, "norms": "after", "qk_norm": True, "qk_norm_all_heads": True},
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        KEYS | {"attention_bias": _BIAS},
+        {**_BIASED, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, WINDOW: 4096},
+        _MUST,
+        {**_NO_EXPERTS, "norms": "after", "qk_norm": True, "qk_norm_all_heads": True},
+        "local:3,global",
+        "",
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        KEYS,
+        {**ABSENT, "num_key_value_heads": _heads, "rms_norm_eps": 1e-5, WINDOW: None},
+        {**_NO_ROTARY, **_BIASES, **_PHI_MUST},
+        _NO_EXPERTS,
+        WINDOW,
+        rotary=1.0,
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        KEYS | {"attention_bias": _BIAS, "mlp_bias": _MLP_BIAS},
+        {**_BIASED, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+        {**_MUST, USE_WINDOW: False},
+        _NO_EXPERTS,
+        "global:3,global_nope",
+    ),
+    "glm": Family(
+        "GlmForCausalLM",
+        KEYS | {"attention_bias": Key(("qkv_bias",), bool)},
+        {**ABSENT, "rms_norm_eps": 1.5625e-07, "head_dim": 128, "attention_bias": True},
+        _NO_ROTARY,
+        {**_NO_EXPERTS, "rope_interleaved": True},
+        rotary=0.5,
+    ),
+    "glm4": Family(
+        "Glm4ForCausalLM",
+        KEYS | {"attention_bias": Key(("qkv_bias",), bool)},
+        {**ABSENT, "rms_norm_eps": 1.5625e-07, "head_dim": 128, "attention_bias": True},
+        _NO_ROTARY,
+        {**_NO_EXPERTS, "rope_interleaved": True, "norms": "both"},
+        rotary=0.5,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        KEYS | _GRANITE_KEYS | {"mlp_bias": _MLP_BIAS},
+        {**_BIASED, **dict.fromkeys(_GRANITE_KEYS, 1.0), "attention_bias": False},
+        _MUST,
+        _NO_EXPERTS,
+    ),
+    "granitemoehybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        {key: value for key, value in KEYS.items() if key != "intermediate_size"}
+        | _GRANITE_KEYS
+        | {"shared_intermediate_size": Key(("mlp_size",))},
+        {**_BIASED, **dict.fromkeys(_GRANITE_KEYS, 1.0), "attention_bias": False},
+        {**_MUST, "num_local_experts": 0, "normalization_function": "rmsnorm"},
+        _NO_EXPERTS,
+        "global",
+    ),
+}

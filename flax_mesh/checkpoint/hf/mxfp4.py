@@ -1,0 +1,55 @@
+"""Arrays in MXFP4, read as bfloat16: the experts of gpt-oss.
+
+The format (OCP Microscaling Formats, 2023) stores 32 numbers of 4 bits, two in a byte, with one exponent:
+
+    NAME_blocks  (e, f, d / 32, 16) uint8    the lower half of a byte is the first number of two
+    NAME_scales  (e, f, d / 32) uint8        their power of two, plus 127
+    NAME         (e, d, f)                   number * 2^(scale - 127), which bfloat16 represents exactly
+"""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_NUMBERS = np.asarray([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+class Packed:
+    """An array (e, d, f) that is decoded where it is read."""
+
+    dtype = np.dtype(jnp.bfloat16)
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray):
+        self.blocks, self.scales = blocks, scales
+        experts, rows, count, half = blocks.shape
+        self.shape = (experts, count * half * 2, rows)
+
+    def decode(self, experts: slice) -> np.ndarray:
+        found = []
+        for blocks, scales in zip(self.blocks[experts], self.scales[experts], strict=True):
+            pairs = np.stack([_NUMBERS[blocks & 15], _NUMBERS[blocks >> 4]], axis=-1)
+            numbers = np.ldexp(pairs.reshape(*blocks.shape[:2], -1), scales.astype(np.int32)[..., None] - 127)
+            found.append(numbers.astype(self.dtype).reshape(blocks.shape[0], -1).T)
+        return np.stack(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+
+
+Stored = np.ndarray | Packed
+
+
+def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, Stored]:
+    """`stored` with an array NAME in place of NAME_blocks and NAME_scales."""
+    found: dict[str, Stored] = dict(stored)
+    for name in stored:
+        base = name.removesuffix(_BLOCKS)
+        if name.endswith(_BLOCKS) and _is_packed(stored[name], stored.get(base + _SCALES)):
+            found[base] = Packed(found.pop(name), found.pop(base + _SCALES))  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _is_packed(blocks: np.ndarray, scales: np.ndarray | None) -> bool:
+    if scales is None or not blocks.dtype == scales.dtype == np.uint8:
+        return False
+    return blocks.ndim == 4 and blocks.shape[-1] == 16 and blocks.shape[:-1] == scales.shape

@@ -1,0 +1,163 @@
+"""Rotary positions in config.json: `rope_theta` and `rope_scaling`, or both as `rope_parameters` (transformers 5).
+
+Every kind of scaling has its required keys and optional ones, with the settings of the decoder that they determine.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax_mesh.checkpoint.hf.families import Family, Json
+
+ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+ROPE_OFF: dict[str, Any] = {
+    **{"rope_kind": "llama3", "rope_factor": 1.0, "rope_attention_factor": 0.0, "rope_truncate": True},
+    **{"rope_short_factors": (), "rope_long_factors": (), "rotary_dims": 0, "local_rope_theta": 0.0},
+}
+_FACTOR, _LENGTH = {"factor": "rope_factor"}, {"original_max_position_embeddings": "rope_original_length"}
+_ATTENTION_FACTOR = {"attention_factor": "rope_attention_factor"}
+_LLAMA3 = {"low_freq_factor": "rope_low_frequency_factor", "high_freq_factor": "rope_high_frequency_factor"}
+_YARN = {"beta_slow": "rope_low_frequency_factor", "beta_fast": "rope_high_frequency_factor"}
+_OF_PAPER = {"rope_low_frequency_factor": 1.0, "rope_high_frequency_factor": 32.0}  # yarn
+_LONGROPE = {"short_factor": "rope_short_factors", "long_factor": "rope_long_factors"}
+_KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "default": ({}, {}),
+    "linear": (_FACTOR, {}),
+    "llama3": (_FACTOR | _LLAMA3 | _LENGTH, {}),
+    "yarn": (_FACTOR | _LENGTH, _YARN | _ATTENTION_FACTOR | {"truncate": "rope_truncate"}),
+    "longrope": (_LONGROPE | _LENGTH, _FACTOR | _ATTENTION_FACTOR),
+}
+_OLD_KINDS = {"su": "longrope"}
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+_LOCAL_THETA = 10_000.0  # of Gemma 3, where config.json has none
+
+
+def read_rope(config: Json, family: Family, settings: Json, problems: list[str]) -> dict[str, Any]:
+    """The settings of rotary positions."""
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
+        problems += [f"{key} must be an object, got {config[key]!r}" for key in wrong]
+        return {}
+    old, new = map(dict, given.values())
+    if not old and not new:
+        old = dict(family.absent.get("rope_scaling", {}))
+    of_local = None
+    if family.local_rope is not None and {_LOCAL, _GLOBAL} & new.keys():
+        of_local, new = new.get(_LOCAL) or {}, dict(new.get(_GLOBAL) or {})
+    if config.get("rope_theta") is not None:
+        old["rope_theta"] = config["rope_theta"]
+    if conflicts := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
+        problems.append(f"rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
+    given = old | new
+    theta = given.pop("rope_theta", family.absent["rope_theta"])
+    found = ROPE_OFF | {"rope_theta": theta}
+    found["rotary_dims"] = _rotary_dims(config, given, family, settings, problems)
+    found |= _read_scaling(config, given, problems)
+    if family.local_rope is not None:
+        found["local_rope_theta"] = _read_local(config, of_local, family, theta, problems)
+    for name, value in found.items():
+        if name.endswith(("theta", "factor", "length")) and not _is_number(value):
+            problems.append(f"{name} must be a number, got {value!r}")
+    return found
+
+
+def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The settings of the scaling with the keys `given`."""
+    kind = given.pop("rope_type", given.pop("type", "default"))  # the current name and the oldest one
+    kind = _OLD_KINDS.get(str(kind), str(kind))
+    if kind not in _KINDS:
+        problems.append(f"rope_scaling must be of type {', '.join(_KINDS)}, got {kind!r}")
+        return {}
+    if kind in ("yarn", "longrope"):
+        given = {key: value for key, value in given.items() if value is not None}
+    if kind == "longrope" and config.get("original_max_position_embeddings") is not None:
+        given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    required, optional = _KINDS[kind]
+    if not required.keys() <= given.keys() <= (required | optional).keys():
+        more = f" and may have {sorted(optional)}" if optional else ""
+        problems.append(f"rope_scaling of type {kind} must have the keys {sorted(required)}{more}, got {sorted(given)}")
+        return {}
+    if kind == "default":
+        return {}
+    found: dict[str, Any] = {"rope_kind": kind} | (_OF_PAPER if kind == "yarn" else {})
+    found |= {name: given[key] for key, name in (required | optional).items() if key in given}
+    if not isinstance(found.get("rope_truncate", True), bool):
+        problems.append(f"truncate must be of type bool, got {found['rope_truncate']!r}")
+    if kind == "longrope":
+        for key, name in _LONGROPE.items():
+            if not isinstance(given[key], list) or not all(map(_is_number, given[key])):
+                problems.append(f"{key} must be a list of numbers, got {given[key]!r}")
+            else:
+                found[name] = tuple(map(float, given[key]))
+        longest, original = config.get("max_position_embeddings"), found["rope_original_length"]
+        if "rope_factor" not in found and _is_number(longest) and _is_number(original) and original > 0:
+            found["rope_factor"] = max(1.0, longest / original)
+    return found
+
+
+def _read_local(config: Json, given: Mapping[str, Any] | None, family: Family, theta: Any, problems: list[str]) -> Any:
+    """The rotary base of local layers, which have no scaling."""
+    given = dict(given or {})
+    if (kind := given.pop("rope_type", "default")) != "default":
+        problems.append(f"rope_parameters of {_LOCAL} must be of type default, got {kind!r}")
+    default = _LOCAL_THETA if family.local_rope else theta
+    return given.pop("rope_theta", None) or config.get(family.local_rope or "", default)
+
+
+def _rotary_dims(config: Json, given: dict[str, Any], family: Family, settings: Json, problems: list[str]) -> int:
+    factors = [given.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")]
+    factor = next((factor for factor in factors if factor is not None), family.rotary or 1.0)
+    head_dim = settings["head_dim"]
+    if not family.rotary and factor != 1.0:
+        problems.append(f"partial_rotary_factor must be 1.0, got {factor!r}")
+    if not _is_number(factor) or not 0 < factor <= 1 or type(head_dim) is not int:
+        problems.append(f"partial_rotary_factor must be a number from 0 to 1, got {factor!r}")
+        return 0
+    dims = int(head_dim * factor)
+    return 0 if dims == head_dim else dims
+
+
+def rope_keys(family: Family, settings: Json) -> dict[str, Any]:
+    """The keys of config.json for these settings; also the longest sequence, if there is a scaling."""
+    found = _shared_keys(family, settings)
+    local = settings["local_rope_theta"]
+    if family.local_rope != "" or local in (0, settings["rope_theta"]):
+        return found
+    # The base of local layers has no key of its own in this family.
+    of_global = {"rope_type": "default", "rope_theta": found.pop("rope_theta"), **found.pop("rope_scaling", {})}
+    of_local = {"rope_type": "default", "rope_theta": local}
+    return found | {"rope_parameters": {_GLOBAL: of_global, _LOCAL: of_local}}
+
+
+def _shared_keys(family: Family, settings: Json) -> dict[str, Any]:
+    found: dict[str, Any] = {"rope_theta": settings["rope_theta"]}
+    if family.local_rope:
+        found[family.local_rope] = settings["local_rope_theta"] or settings["rope_theta"]
+    if family.rotary:
+        found["partial_rotary_factor"] = (settings["rotary_dims"] or settings["head_dim"]) / settings["head_dim"]
+    kind = settings["rope_kind"]
+    if settings["rope_factor"] == 1 and kind != "longrope":
+        return found | ({"rope_scaling": {"rope_type": "default"}} if "rope_scaling" in family.absent else {})
+    required, optional = _KINDS[kind]
+    values = {key: settings[name] for key, name in (required | optional).items()}
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    if not values.get("attention_factor", True):
+        del values["attention_factor"]
+    found["rope_scaling"] = {"rope_type": kind} | values
+    if kind == "longrope":
+        found |= {key: values[key] for key in _LENGTH}
+    if kind != "linear":
+        found["max_position_embeddings"] = int(settings["rope_factor"] * settings["rope_original_length"])
+    return found
+
+
+def parsed_factors(settings: Json) -> dict[str, tuple[float, ...]]:
+    """The factors of longrope in settings that may be text: 1.0,1.5."""
+    found = {name: settings[name] for name in _LONGROPE.values()}
+    return {
+        name: tuple(map(float, filter(None, str(value).split(",")))) if isinstance(value, str | float) else tuple(value)
+        for name, value in found.items()
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

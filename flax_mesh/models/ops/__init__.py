@@ -1,0 +1,1 @@
+"""Functions of arrays that the layers of a decoder consist of."""

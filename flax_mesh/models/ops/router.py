@@ -1,0 +1,82 @@
+"""The router of a mixture of experts: scores of the experts, the K best of each token, and their weights.
+
+Shape letters: T tokens, D hidden, E experts, K experts per token, L experts of a device.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+SCORES = ("softmax", "sigmoid")
+Aux = dict[str, jax.Array]
+
+
+class Routing(NamedTuple):
+    """How logits become weights.
+
+    scores: the scores of the experts, "softmax" over all of them or a "sigmoid" of each
+    normalize: whether the weights are the scores divided by their sum over the chosen experts, or the scores
+    """
+
+    scores: str = "softmax"
+    normalize: bool = True
+
+
+def route(
+    x_TD: jax.Array,
+    router_DE: jax.Array,
+    k: int,
+    routing: Routing = Routing(),  # noqa: B008
+    bias_E: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """Weights (T, K) float32, experts (T, K) int32 by descending weight, and sums over these tokens."""
+    # Full float32 on every backend, since one bit can change which expert a token is routed to.
+    logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
+    if bias_E is not None:
+        logits_TE = logits_TE + bias_E
+    probability_TE = jax.nn.softmax(logits_TE)
+    scores_TE = probability_TE if routing.scores == "softmax" else jax.nn.sigmoid(logits_TE)
+    top_TK, experts_TK = jax.lax.top_k(scores_TE, k)
+    sums = {
+        "expert_tokens": jnp.bincount(experts_TK.reshape(-1), length=router_DE.shape[1]),
+        "router_probability": jnp.sum(probability_TE, axis=0),
+        "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2),
+    }
+    if routing.normalize:
+        top_TK = top_TK / jnp.sum(top_TK, axis=-1, keepdims=True)
+    return top_TK, experts_TK, sums
+
+
+def router_losses(aux: Aux) -> dict[str, jax.Array]:
+    """Losses and load of the router of each layer, (layers,) each; leaves of `aux` have a leading layer dim.
+
+    With f the fraction of all assignments that an expert got, and P its mean probability over the T tokens:
+
+    load_balance_loss  E sum_e f_e P_e; 1 if balanced, E / K if K experts get all tokens
+                       (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
+    router_z_loss      mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5)
+    expert_load_max    E max_e f_e; 1 if balanced, E / K if one expert gets every token
+    """
+    _, batch, sequence, k = aux["experts"].shape
+    num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
+    share_LE = aux["expert_tokens"] / (num_tokens * k)
+    mean_LE = aux["router_probability"] / num_tokens
+    return {
+        "load_balance_loss": num_experts * jnp.sum(share_LE * mean_LE, axis=-1),
+        "router_z_loss": aux["router_z"] / num_tokens,
+        "expert_load_max": num_experts * jnp.max(share_LE, axis=-1),
+    }
+
+
+def balanced_capacity(num_tokens: int, k: int, per_device: int, num_devices: int) -> int | None:
+    """Rows per device that a balanced router needs, or None if that saves less than a quarter of all tokens.
+
+    A token with K uniformly drawn experts has none on a device with probability C(E - L, K) / C(E, K). The result is a
+    quarter above the expectation, the slack of a capacity factor of 1.25 (Fedus et al. 2022).
+    """
+    num_experts = per_device * num_devices
+    share = 1 - math.comb(num_experts - per_device, k) / math.comb(num_experts, k)
+    capacity = math.ceil(1.25 * share * num_tokens)
+    return capacity if capacity <= 0.75 * num_tokens else None

@@ -1,0 +1,226 @@
+"""Losses and gradients of every family against transformers; published configurations; random ones; meshes."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from flax_mesh import create_mesh
+from flax_mesh.checkpoint.hf.convert import save_safetensors
+from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, huggingface_config, read_config
+from flax_mesh.checkpoint.hf.families import DECODER_NAMES, FAMILIES, OF_FAMILY, WITHOUT_EFFECT
+from flax_mesh.checkpoint.hf.kept import updated_config
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
+from flax_mesh.errors import ConfigError
+from flax_mesh.models import DecoderConfig, load_decoder, make_decoder, next_token_loss
+from flax_mesh.tree import named_leaves
+from tests.checkpoint.hf.make_reference import CASES, DATA, LLAMA3, SMALL, randomize, tokens_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+TOLERANCE = 1e-5  # of the largest value of a leaf, in float32
+PUBLISHED = json.loads((Path(__file__).parent / "hub" / "published.json").read_text())
+ONE, MESH = (1, 1, 1, 1, 1), (1, 2, 1, 2, 1)
+NO_ROUTER_LOSSES = {"load_balance_loss": 0.0, "router_z_loss": 0.0}
+
+
+def write_gradients(config: dict[str, Any], folder, seed=3):
+    """Write a model of transformers and a second one whose parameters are its gradients; the loss, the tokens."""
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    rng = np.random.default_rng(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
+    # The weights of norms are around 1, also where the model adds 1.
+    randomize(model, rng, scale=0.5, norm=float("gemma" not in config["model_type"]))
+    model.save_pretrained(folder / "model")
+    tokens = np.maximum(tokens_of(rng), 2)  # torch has no gradient of the embedding of pad_token_id, 0 or 1
+    ids = torch.from_numpy(tokens).long()
+    logits = model(ids[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(folder / "gradients")
+    return tokens, logits.detach().numpy(), loss.item()
+
+
+@nnx.jit
+def mean_loss_and_gradients(model, batch):
+    def mean(model):
+        loss, weight, *_ = next_token_loss(model, batch)
+        return loss / weight
+
+    return nnx.value_and_grad(mean)(model)
+
+
+logits_of = nnx.jit(lambda model, tokens: model(tokens))
+
+
+def check(config, folder, shape=ONE, **change):
+    tokens, logits, loss = write_gradients(config, folder)
+    mesh = create_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
+    model, _ = load_decoder(folder / "model", mesh, dtype="float32", **NO_ROUTER_LOSSES, **change)
+    with jax.set_mesh(mesh):
+        ours = np.asarray(logits_of(model, tokens[:, :-1]))
+        found, gradients = mean_loss_and_gradients(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
+    assert np.abs(ours - logits).max() < TOLERANCE * np.abs(logits).max()
+    assert abs(float(found) - loss) < TOLERANCE * loss
+    expected, _ = load_decoder(folder / "gradients", mesh, dtype="float32", **change)
+    expected = dict(named_leaves(nnx.state(expected)))
+    assert expected.keys() == dict(named_leaves(gradients)).keys()
+    for path, value in named_leaves(gradients):
+        want = np.asarray(expected[path])
+        difference = np.abs(np.asarray(value) - want).max() / max(np.abs(want).max(), 1e-6)
+        assert difference < TOLERANCE, (path, difference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_those_of_transformers(case, scan, tmp_path):
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    pytest.importorskip("transformers", reason="comes with the extra hf")
+    check({**SMALL, **CASES[case]}, tmp_path, scan=scan)
+
+
+WINDOWED = {"full_attention", "sliding_attention"}
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu2")
+SCALINGS = (
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8, "attention_factor": 0.8},
+    {**LLAMA3, "original_max_position_embeddings": 32},
+)
+
+
+def random_config(seed: int) -> dict[str, Any]:
+    """A case with other sizes, and with each of the switches that its family has on or off."""
+    rng = np.random.default_rng(seed)
+    pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
+    config = {**SMALL, **CASES[[*CASES][seed % len(CASES)]]}
+    family, layers = FAMILIES[config["model_type"]], int(rng.integers(1, 5))
+    heads, kv_heads = pick([(4, 1), (4, 2), (4, 4), (2, 2)])
+    config |= {"num_hidden_layers": layers, "num_key_value_heads": kv_heads, "num_attention_heads": heads}
+    if config["head_dim"] * 4 == config["hidden_size"]:  # derived, in some families
+        config["head_dim"] = config["hidden_size"] // heads
+    config |= {"rms_norm_eps": pick([1e-5, 1e-2]), "tie_word_embeddings": bool(rng.integers(2))}
+    if "layer_types" in config:
+        kinds = ["attention"] if config["model_type"] == "granitemoehybrid" else sorted(WINDOWED)
+        config["layer_types"] = [pick(kinds) for _ in range(layers)]
+    if config.get("sliding_window"):
+        config["sliding_window"] = int(rng.integers(1, 12))
+    for key in sorted({"attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias"} & family.keys.keys()):
+        config[key] = config["model_type"] == "gpt_oss" or bool(rng.integers(2))
+    for key in sorted({"hidden_act", "hidden_activation"} & family.keys.keys()):
+        config[key] = pick(ACTIVATIONS) if config["model_type"] not in ("gpt_oss", "gemma") else config.get(key, "silu")
+    for key in sorted({"attn_logit_softcapping", "final_logit_softcapping"} & family.keys.keys()):
+        config[key] = pick([None, 3.0])
+    for key in sorted({"embedding_multiplier", "residual_multiplier", "logits_scaling"} & family.keys.keys()):
+        config[key] = pick([1.0, 0.7, 2.0])
+    if config["model_type"] == "phi3":
+        del config["rope_scaling"], config["partial_rotary_factor"]
+    else:
+        config["rope_scaling"] = dict(pick(SCALINGS))
+    if config["model_type"] == "smollm3":
+        config["no_rope_layers"] = [int(rng.integers(2)) for _ in range(layers)]
+    return config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 69, 23))
+def test_random_configs_have_the_logits_of_transformers(first, tmp_path):
+    """Three for every case."""
+    torch = pytest.importorskip("torch", reason="comes with the extra hf")
+    transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
+    mesh = create_mesh(ONE, devices=jax.devices()[:1])
+    for seed in range(first, first + 23):
+        config, folder = random_config(seed), tmp_path / str(seed)
+        of_case = transformers.AutoConfig.for_model(**config)
+        model = transformers.AutoModelForCausalLM.from_config(of_case, attn_implementation="eager").eval()
+        rng = np.random.default_rng(seed)
+        randomize(model, rng, scale=0.5)
+        model.save_pretrained(folder)
+        tokens = np.maximum(tokens_of(rng), 2)
+        with torch.no_grad():
+            want = model(torch.from_numpy(tokens).long()).logits.numpy()
+        ours, settings = load_decoder(folder, mesh, dtype="float32", scan=seed % 2 == 1)
+        difference = np.abs(np.asarray(logits_of(ours, tokens)) - want).max() / np.abs(want).max()
+        assert difference < TOLERANCE, (seed, difference, settings)
+
+
+def mxfp4(blocks, scales):
+    """One number at a time: sign, two bits of the exponent, one of the mantissa."""
+    values = []
+    for byte in blocks.reshape(-1):
+        for half in (byte & 15, byte >> 4):
+            exponent, mantissa = (half >> 1) & 3, half & 1
+            size = (1 + mantissa / 2) * 2.0 ** (int(exponent) - 1) if exponent else mantissa / 2
+            values.append(-size if half & 8 else size)
+    numbers = np.asarray(values).reshape(*blocks.shape[:-1], 32) * 2.0 ** (scales.astype(int)[..., None] - 127)
+    return np.swapaxes(numbers.reshape(*blocks.shape[:2], -1), 1, 2)
+
+
+def test_experts_in_mxfp4_are_read_as_bfloat16(tmp_path):
+    config = {**read_config(DATA / "gpt_oss"), "hidden_size": 32, "intermediate_size": 32, "dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    settings = DecoderConfig(**decoder_config_from_hf(config))
+    state = nnx.state(make_decoder(settings, nnx.Rngs(0)))
+    save_safetensors(tmp_path / "plain", state, DECODER_NAMES["gpt_oss"])
+    arrays, rng = dict(open_safetensors(tmp_path / "plain")), np.random.default_rng(0)
+    expected = {}
+    for name in [name for name in arrays if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, size, width = arrays.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, width, size // 32, 16)).astype(np.uint8)
+        scales = rng.integers(120, 130, blocks.shape[:-1]).astype(np.uint8)
+        arrays |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = mxfp4(blocks, scales)
+    write_safetensors(tmp_path / "packed", arrays, arrays.items(), json_files={"config.json": config})
+    mesh = create_mesh(MESH, devices=jax.devices()[:4])
+    model, found = load_decoder(tmp_path / "packed", mesh)
+    assert found.dtype == "bfloat16"
+    moe = model.layers[1].moe
+    for name, value in (("gate_up_proj", (moe.gate, moe.up)), ("down_proj", (moe.down,))):
+        want = expected[f"model.layers.1.mlp.experts.{name}"]
+        for i, part in enumerate(value):
+            np.testing.assert_array_equal(np.asarray(part.kernel[...], np.float32), want[..., i :: len(value)])
+    save_safetensors(tmp_path / "exported", nnx.state(model), DECODER_NAMES["gpt_oss"])
+    for name, want in expected.items():
+        np.testing.assert_array_equal(open_safetensors(tmp_path / "exported")[name].astype(np.float32), want)
+    assert "quantization_config" not in updated_config(config, vars(found))
+    with pytest.raises(ConfigError, match="quantization_config must be None, got"):
+        decoder_config_from_hf(config | {"quantization_config": {"quant_method": "fp8"}})
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_accepted(name):
+    """Sizes and keys of hub/published.json were written down from the files of these models, without a download; the
+    factors of longrope are invented. The number of parameters is that of the model's card."""
+    config, billions = PUBLISHED[name]["config"], PUBLISHED[name]["billions"]
+    settings = DecoderConfig(**decoder_config_from_hf(config), scan=True)
+    assert not settings.problems()
+    state = nnx.state(nnx.eval_shape(lambda: make_decoder(settings, nnx.Rngs(0))))
+    count = sum(leaf.size for _, leaf in named_leaves(state))
+    assert abs(count / 1e9 - billions) < 0.03 * billions
+    written = huggingface_config(vars(settings), model_type=config["model_type"])
+    assert decoder_config_from_hf(written) == decoder_config_from_hf(config)
+
+
+def test_every_family_is_in_the_docs_and_has_a_published_configuration():
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    section = text.partition("### Families")[2].partition("A quantized folder")[0]
+    documented = re.findall(r"(?m)^\| `(\w+)` \|", section)
+    assert sorted(documented) == sorted(FAMILIES)
+    assert {one["config"]["model_type"] for one in PUBLISHED.values()} == {*FAMILIES}
+
+
+def test_every_key_without_effect_has_a_reason():
+    assert OF_FAMILY.keys() <= FAMILIES.keys()
+    for reasons in (WITHOUT_EFFECT, *OF_FAMILY.values()):
+        assert all(len(reason.split()) > 1 for reason in reasons.values())
