@@ -20,6 +20,7 @@ FLOORS = (
     ("mesh", "processes", "hlo"),
     ("sharding",),
     ("sharding.report",),
+    ("blockwise",),
     ("step",),
     ("mpmd",),
     ("mpmd.schedules",),
