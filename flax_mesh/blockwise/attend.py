@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
@@ -268,7 +268,7 @@ def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:
     while others * block * block > _MOST and block > _LEAST:
         block //= 2
     sizes = [-(-length // -(-length // block)) for length in lengths]
-    return Blocks(*lengths, *sizes, of_queries)
+    return Blocks(lengths[0], lengths[1], sizes[0], sizes[1], of_queries)
 
 
 def _is_spec(x: Any) -> bool:
@@ -305,7 +305,7 @@ def _jvp(args: Any, tangents: Any, *, count: int, apply: Any, transpose: Any, ou
 
 
 def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out: Any) -> tuple[Any, int]:
-    axes = [None if d is batching.not_mapped else d for d in dims]
+    axes = [d if isinstance(d, int) else None for d in dims]
     size = next(x.shape[d] for x, d in zip(args, axes, strict=True) if d is not None)
     before, given = axes[:count], []
     for x, d in zip(args[count:], axes[count:], strict=True):
@@ -317,7 +317,7 @@ def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out:
     def transposed(residuals: Any, gradient: Any) -> Any:
         return jax.vmap(transpose, in_axes=(before, 0))(list(residuals), gradient)
 
-    new = jax.core.ShapedArray((size, *out.shape), out.dtype)
+    new = core.ShapedArray((size, *out.shape), out.dtype)
     found = linear_p.bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
     return found, 0
 

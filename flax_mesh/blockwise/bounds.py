@@ -42,7 +42,7 @@ def bound_leaf(x: Any, labels: Labels, cuts: Cuts) -> Bound:
         slack = jnp.where(abs(low) >= _EXACT, abs(low) * 2**-22, 0)
         low, high = low - slack, high + slack
     for d, label in enumerate(labels):
-        if label in cuts:
+        if label is not None and label in cuts:
             starts, size, _ = cuts[label]
             rows = np.minimum(np.arange(len(starts))[:, None] * size + np.arange(size), x.shape[d] - 1)
             if m is np:

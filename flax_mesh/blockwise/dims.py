@@ -60,10 +60,12 @@ def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | N
         return [d if d != params["dimension"] else None for d in range(rank)]
     if name == "gather":
         numbers = params["dimension_numbers"]
-        if number == 0 or getattr(numbers, "operand_batching_dims", ()):
-            return [None] * rank if number == 0 else None
-        return [*(d for d in range(len(out.shape)) if d not in numbers.offset_dims), None]
-    return [None] * rank if name in _COUNTERS else None
+        if getattr(numbers, "operand_batching_dims", ()):
+            return None
+        if number > 0:
+            return [*(d for d in range(len(out.shape)) if d not in numbers.offset_dims), None]
+    nothing: list[int | None] = [None] * rank
+    return nothing if name in ("gather", *_COUNTERS) else None
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], major: bool) -> list[int | None]:

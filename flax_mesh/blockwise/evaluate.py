@@ -39,6 +39,8 @@ class Block:
     def positions(self, dtype: Any, shape: Sequence[int], labels: Labels, dim: int) -> Any:
         label, own = labels[dim], self.shape(shape, labels)
         found = lax.broadcasted_iota(dtype, own, dim)
+        if label is None:
+            return found
         if label in self.offsets:
             return found + jnp.asarray(self.offsets[label]).astype(dtype)
         if label in self.index:

@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 from jax import core
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, scan_sizes
+from flax_mesh.tree import is_key
 
 CLOSED = ("custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # their bodies are searched, and left as they are
 
@@ -191,10 +191,6 @@ def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
     known = {atom: value for atom, value in pairs if isinstance(atom, jex.Var)}
     jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn], debug_info=empty_debug_info())
     return core.eval_jaxpr(jaxpr, (), *known.values())
-
-
-def is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def num_bytes(aval: Any) -> int:

@@ -116,10 +116,10 @@ class Loops:
         total = env[region.summed].astype(_F32).sum(region.k, keepdims=True)
         operands = [env[region.weighted], env[region.values]]
         dtype = jnp.promote_types(*(x.dtype for x in operands))
-        operands = [x.astype(dtype) for x in operands][:: 1 if region.softmax.value_at else -1]
+        left, right = [x.astype(dtype) for x in operands][:: 1 if region.softmax.value_at else -1]
         numbers = region.softmax.product.params["dimension_numbers"]
         precision = region.softmax.product.params["precision"]
-        return lax.dot_general(*operands, numbers, precision, _F32), total
+        return lax.dot_general(left, right, numbers, precision, _F32), total
 
     def columns(self, env: Values) -> list[Any]:
         """The further columns of the scores."""

@@ -117,10 +117,7 @@ def _combined(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Lay
         if (layout := known.get(id(source(x)))) is None:
             continue
         to = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
-        if to is None:  # not known, such as a layer with a derivative of its own: dims of the same size
-            if len(x.shape) != len(out.shape):
-                continue
-            to = [d if size == out.shape[d] else None for d, size in enumerate(x.shape)]
+        to = _aligned(x.shape, out.shape) if to is None else to  # not known, such as a function with its own derivative
         for names, o in zip(layout, to, strict=True):
             used = {name for each in found for name in each}
             if o is None or not names or found[o] or used & {*names}:
@@ -128,6 +125,12 @@ def _combined(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Lay
             if out.shape[o] % math.prod(mesh.shape[name] for name in names) == 0:
                 found[o] = names
     return tuple(found) if any(found) else None
+
+
+def _aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:
+    """Dims of the same size at the same place, counted from the last one if the numbers of dims differ."""
+    shift = len(after) - len(before)
+    return [d + shift if d + shift >= 0 and size == after[d + shift] else None for d, size in enumerate(before)]
 
 
 def _enter(op: Op, body: Level, known: dict[int, Layout]) -> None:

@@ -6,10 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
+from jax.extend import core as jex
 
-from flax_mesh.blockwise.graph import Level, Literal, Op, Value, evaluate, is_key, source
+from flax_mesh.blockwise.graph import Level, Literal, Op, Value, evaluate, source
 from flax_mesh.jax_compat import REMAT, in_source_of, scan_sizes
+from flax_mesh.tree import is_key
 
 Attend = Callable[[Op, Sequence[Any]], Any]  # (product with a region, values of its leaves) -> its result
 _LARGEST = 2**22  # elements of an array that is computed at trace time
@@ -114,7 +116,7 @@ def _run_bodies(
         (body,), condition = op.bodies, params["cond_jaxpr"]
         of_condition = [read(x) for x in op.inputs[:first]]
         given = [_as_array(read(x), x) for x in op.inputs[first + consts :]]
-        goes_on = lambda carry: jax.extend.core.jaxpr_as_fun(condition)(*of_condition, *carry)[0]  # noqa: E731
+        goes_on = lambda carry: jex.jaxpr_as_fun(condition)(*of_condition, *carry)[0]  # noqa: E731
         return lax.while_loop(goes_on, lambda carry: call(body, body.inputs[consts:], carry), given)
     if op.name == "cond":
         # Both branches have the same operands, those that one of them reads.
@@ -153,7 +155,7 @@ def known_value(x: Any, cache: dict[int, Any]) -> Any:
 
 def _computed(x: Value, cache: dict[int, Any]) -> Any:
     if x.const is not None:
-        return None if isinstance(x.const, jax.core.Tracer) else np.asarray(x.const)
+        return None if isinstance(x.const, core.Tracer) else np.asarray(x.const)
     op = x.op
     if op is None or op.bodies or len(op.outputs) != 1 or x.aval.size > _LARGEST or op.eqn.effects:
         return None

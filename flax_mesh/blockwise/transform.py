@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +21,6 @@ from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
 from flax_mesh.text import array_text, bytes_text, count_text
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
-Mode = Literal["auto", "blockwise", "as_written"]
 MODES = ("auto", "blockwise", "as_written")
 FEWEST_KEYS = 32  # a softmax over fewer is that of a router
 
@@ -33,11 +31,12 @@ class Found(NamedTuple):
     top: Level
     regions: tuple[Region, ...]
     left: tuple[str, ...]  # lines about arrays of scores that stay
+    left_bytes: int = 0
 
 
 def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
     top = build(closed)
-    regions, left = [], []
+    regions, left, left_bytes = [], [], 0
     for level in all_levels(top):
         uses = uses_of(level)
         for op in level.ops:
@@ -47,6 +46,7 @@ def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
                 except NotFoundError as error:
                     if str(error):
                         left.append(_left_line(op.outputs[0], op, str(error)))
+                        left_bytes += num_bytes(op.outputs[0].aval)
     for region in regions:
         left += [
             _left_line(
@@ -55,7 +55,7 @@ def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
             for x, labels in region.leaves.values()
             if {region.q, region.k} <= {*labels}
         ]
-    return Found(top, tuple(regions), tuple(dict.fromkeys(left)))
+    return Found(top, tuple(regions), tuple(dict.fromkeys(left)), left_bytes)
 
 
 def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
@@ -85,6 +85,7 @@ class Rewritten(NamedTuple):
     call: Callable[..., list[Any]]
     lines: tuple[str, ...]
     saved: int  # bytes of scores, per device, that the function as written keeps for its backward pass
+    left: int  # bytes of the scores that stay
 
 
 def rewrite(
@@ -121,13 +122,13 @@ def rewrite(
         else:
             saved += attention.saved * times
     lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
-    return Rewritten(call, (*lines, *found.left), saved + most)
+    return Rewritten(call, (*lines, *found.left), saved + most, found.left_bytes)
 
 
 @check_types
 def blockwise_attention(
-    fn: Callable[_P, _R], *, in_specs: Any = None, block: int = BLOCK, say: Callable[[str], None] | None = None
-) -> Callable[_P, _R]:
+    fn: Callable[..., Any], *, in_specs: Any = None, block: int = BLOCK, say: Callable[[str], None] | None = None
+) -> Callable[..., Any]:
     """`fn` with every attention in blocks: memory is linear in the length of sequences, and results are the same.
 
     Like `jax.checkpoint`, it transforms any function, such as a loss, a model or one layer. The function is traced.
@@ -159,13 +160,13 @@ def blockwise_attention(
     """
 
     @functools.wraps(fn)
-    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         modules = [n for n, x in enumerate(args) if isinstance(x, nnx.Pytree)]
         split = {n: nnx.split(args[n], graph=True) for n in modules}
 
         def pure(args: Any, kwargs: Any) -> Any:
             given = [nnx.merge(split[n][0], x) if n in split else x for n, x in enumerate(args)]
-            result = fn(*given, **kwargs)  # pyright: ignore[reportCallIssue]
+            result = fn(*given, **kwargs)
             return result, [nnx.split(given[n], graph=True)[1] for n in modules]
 
         inputs = [split[n][1] if n in split else x for n, x in enumerate(args)], kwargs
@@ -173,8 +174,9 @@ def blockwise_attention(
         flat = lambda *leaves: pure(*jax.tree.unflatten(tree, leaves))  # noqa: E731
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         found = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
-        for line in found.lines if say else ():
-            say(line)
+        if say is not None:
+            for line in found.lines:
+                say(line)
         result, changed = jax.tree.unflatten(jax.tree.structure(shapes), found.call(*leaves))
         for n, state in zip(modules, changed, strict=True):
             nnx.update(args[n], state)
@@ -191,3 +193,30 @@ def _layouts(in_specs: Any, args: Sequence[Any], kwargs: Any) -> list[Layout | N
     pairs = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tuple(args)), strict=True)
     found = [axes_of_spec(spec or (), np.ndim(x)) for spec, x in pairs]
     return [*found, *[None] * len(jax.tree.leaves(kwargs))]
+
+
+class Choice(NamedTuple):
+    """What is run in the place of a traced function, None for the function itself, and what is said about it."""
+
+    call: Callable[..., list[Any]] | None
+    lines: tuple[str, ...]
+
+
+def choose(
+    closed: jex.ClosedJaxpr,
+    attention: str,
+    layouts: Sequence[Layout | None],
+    of_const: Callable[[Any], Layout | None],
+    limit: int,
+) -> Choice:
+    """`attention` is one of MODES. With auto, attention is in blocks if its scores take more than `limit` bytes."""
+    if attention == "as_written":
+        return Choice(None, ())
+    found = rewrite(closed, layouts, of_const)
+    lines = tuple(f"attention: {line}" for line in found.lines)
+    if attention == "blockwise" or found.saved > limit:
+        return Choice(found.call if found.saved else None, lines)
+    if not found.saved:
+        return Choice(None, lines if found.left > limit else ())
+    sizes = f"its scores take {bytes_text(found.saved)} per device, and auto allows {bytes_text(limit)}"
+    return Choice(None, (f"attention: as written, because {sizes}",))

@@ -15,8 +15,8 @@ import numpy as np
 from jax import lax
 
 from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
-from flax_mesh.blockwise.graph import is_key
 from flax_mesh.blockwise.region import Region
+from flax_mesh.tree import is_key
 
 LOW = -1e3  # blocks whose scores are surely below this may be skipped
 GAP = 104.0  # exp(-104) is 0 in float32, also as a denormal

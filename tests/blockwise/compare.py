@@ -35,7 +35,7 @@ def largest_square(jaxpr: Any, length: int) -> int:
     most, stack = 0, [jaxpr]
     while stack:
         for eqn in stack.pop().eqns:
-            sizes = [v.aval.size for v in eqn.outvars if list(getattr(v.aval, "shape", ())).count(length) >= 2]
+            sizes = [v.aval.size for v in eqn.outvars if [*getattr(v.aval, "shape", ())].count(length) >= 2]
             most = max([most, *sizes])
             for value in eqn.params.values():
                 each = value if isinstance(value, tuple | list) else (value,)

@@ -169,7 +169,7 @@ def two_products_of_one_softmax() -> Program:
 @program
 def in_a_branch() -> Program:
     def fn(q: Any, k: Any, v: Any, flag: Any) -> Any:
-        return jax.lax.cond(flag, lambda *x: by_hand(*x, causal), lambda *x: by_hand(*x), q, k, v)
+        return jax.lax.cond(flag, lambda q, k, v: by_hand(q, k, v, causal), by_hand, q, k, v)
 
     return fn, (*qkv(), np.True_)
 
