@@ -218,9 +218,25 @@ class Attention:
         def attend(*values: Any) -> Any:
             return self.forward(values)[0]
 
+        @jax.custom_jvp
+        def forwarded(*values: Any) -> Any:
+            return self.forward(values)
+
+        @forwarded.defjvp
+        def forwarded_jvp(values: Any, tangents: Any) -> tuple[Any, Any]:
+            """Of second derivatives. What the backward pass reads has no tangents: those of `pulled` are complete."""
+            found = out, saved, _ = forwarded(*values)
+            change = jax.jvp(plain_of(values, floats), [values[n] for n in floats], [tangents[n] for n in floats])[1]
+            still = Saved(
+                jnp.zeros_like(saved.maximum),
+                jnp.zeros_like(saved.log_sum),
+                np.zeros(saved.visited.shape, jax.dtypes.float0),
+            )
+            return found, (change.astype(out.dtype), still, list(tangents))
+
         @functools.partial(attend.defjvp, symbolic_zeros=True)
         def jvp(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            out, saved, values = self.forward(values)
+            out, saved, values = forwarded(*values)
             out, saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS), (out, saved))
             values = [
                 checkpoint_name(x, RESIDUALS) if self.keys[n] in self.gathered else x for n, x in enumerate(values)
