@@ -188,16 +188,14 @@ class Attention:
     def plain(self, *values: Any) -> Any:
         """The attention as it was written: all blocks at once."""
         region = self.region
-        blocks = Blocks(
-            region.shape[region.q], region.shape[region.k], *(region.shape[d] for d in (region.q, region.k)), 1
-        )
+        queries, keys = region.shape[region.q], region.shape[region.k]
+        blocks = Blocks(queries, keys, queries, keys, 1)
         loops = Loops(region, blocks, {}, {})
         env = dict(zip(self.keys, values, strict=True))
         block: Block = loops.block(0, 0)
         x = jnp.concatenate([loops.scores(env, block), *map(loops.full_columns, loops.columns(env))], region.k)
         m = lax.stop_gradient(x.max(region.k, keepdims=True))
         e = jnp.exp(x - jnp.where(m == -jnp.inf, 0.0, m))
-        keys = region.shape[region.k]
         part, total = loops.weigh(env, lax.slice_in_dim(e, 0, keys, axis=region.k), block)
         total = total + lax.slice_in_dim(e, keys, e.shape[region.k], axis=region.k).sum(region.k, keepdims=True)
         return (part / loops.to_out(total)).astype(region.out.aval.dtype)

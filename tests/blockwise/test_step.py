@@ -129,7 +129,7 @@ def test_queries_on_explicit_axes_are_computed_where_their_types_say():
     mesh = jax.make_mesh((2, 2, 2), ("dp", "sp", "tp"), axis_types=(AxisType.Explicit,) * 3)
     specs = PartitionSpec("dp", "sp", "tp"), *[PartitionSpec("dp", None, "tp")] * 2
     lines, args = [], qkv()
-    attention = lambda *x: by_hand(*x, causal)  # noqa: E731
+    attention = lambda q, k, v: by_hand(q, k, v, causal)  # noqa: E731
     blockwise = fm.blockwise_attention(attention, block=24, say=lines.append)
     loss = lambda fn: jax.jit(jax.grad(lambda *x: jax.numpy.sum(jax.numpy.sin(fn(*x))), (0, 1, 2)))  # noqa: E731
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
