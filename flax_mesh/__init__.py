@@ -9,6 +9,7 @@ from flax_mesh.text import version_of as _version_of
 
 _NAMES = {
     "axes": "PartitionAxis",
+    "blockwise.transform": "blockwise_attention",
     "errors": "CheckpointCorruptedError ConfigError SaveError ShardingError",
     "mesh.context": """
         NoMeshError current_mesh get_axes_size_in_mesh get_incontext_mesh get_mesh_axis_names get_mesh_axis_size

@@ -1,6 +1,7 @@
 """Sharding rules, pipelines, checkpoints and training for Flax NNX models. Importing it has no side effects."""
 
 from flax_mesh.axes import PartitionAxis as PartitionAxis
+from flax_mesh.blockwise.transform import blockwise_attention as blockwise_attention
 from flax_mesh.errors import CheckpointCorruptedError as CheckpointCorruptedError
 from flax_mesh.errors import ConfigError as ConfigError
 from flax_mesh.errors import SaveError as SaveError

@@ -12,6 +12,7 @@ import jax
 import optax
 from flax import nnx
 
+from flax_mesh.blockwise.transform import MODES
 from flax_mesh.data.config import DataConfig
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
@@ -119,6 +120,9 @@ class RunConfig:
         eval_every: Steps between evaluations on held-out data. 0: none.
         sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
         compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
+        attention: Whether the attention of the loss function is computed in blocks, with memory that is linear in the
+            length of sequences: "blockwise", "as_written", or "auto": blockwise if its scores take more than an eighth
+            of the memory of a device.
         on_nonfinite: The reaction to a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
             the update (the state stays as it is, and the next step takes the next batch), or "continue".
         spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median
@@ -141,6 +145,7 @@ class RunConfig:
     eval_every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_0)
     sample_tokens: int = field(default=200, metadata=SAME_RESULT | AT_LEAST_0)
     compiler_options: str = field(default="", metadata=SAME_RESULT)
+    attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": MODES})
     on_nonfinite: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "skip", "continue")})
     spike_factor: float = field(default=0.0, metadata=SAME_RESULT | {"above": 1, "also": (0, "no limit")})
     hardware: str = field(default="", metadata=SAME_RESULT | {"path": True})

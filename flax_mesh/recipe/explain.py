@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_mesh.blockwise.attend import BLOCK
+from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
@@ -16,13 +18,14 @@ from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.model import method_of, model_notes
-from flax_mesh.recipe.program import build_program, split_model
+from flax_mesh.recipe.program import attention_lines, build_program, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, derive
 from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding import Explanation
 from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
+from flax_mesh.user_code import place_of, user_code
 
 
 def explain(config: TrainConfig) -> Explanation:
@@ -45,8 +48,19 @@ def explain(config: TrainConfig) -> Explanation:
     problems = check_on_mesh(config, recipe.mesh, explanation.axes)
     settings = [_setting_finding(problem) for problem in problems]
     note, unsplit = ("", []) if settings else _stages(recipe, explanation)
-    note = "\n".join([*notes, note] if note else notes)
+    lines = _attention_lines(recipe) if recipe.schedule is None and not settings else ()
+    note = "\n".join([*notes, *lines, note] if note else [*notes, *lines])
     return explanation._replace(findings=(*settings, *unsplit, *explanation.findings), note=note)
+
+
+def _attention_lines(recipe: Recipe) -> tuple[str, ...]:
+    """What run.attention does, from a trace of the step; shorter sequences than a block stay as they are."""
+    if recipe.batch is None or recipe.user_batches is not None or recipe.data.sequence_length < BLOCK:
+        return ()
+    program = train_program(recipe)
+    with user_code("loss_fn", place_of(recipe.loss_fn)):
+        program.step.eval_shape(program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
+    return attention_lines(program)
 
 
 def _stages(recipe: Recipe, explanation: Explanation) -> tuple[str, list[Finding]]:

@@ -95,7 +95,14 @@ def build_program(
         say(note)
     program = train_program(recipe, change)
     _check_functions(program)
+    for line in attention_lines(program):
+        say(line)
     return program
+
+
+def attention_lines(program: TrainProgram) -> tuple[str, ...]:
+    """What run.attention has done, of a step that has been traced. The text of a pipeline's stages contains it."""
+    return () if program.pipeline is not None else getattr(program.step, "attention_lines", ())
 
 
 def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambda schedule: schedule) -> TrainProgram:
@@ -140,7 +147,8 @@ def _plain(recipe: Recipe) -> TrainProgram:
     def init() -> TrainState:
         return layout.with_state(init_state(recipe.make, abstract))
 
-    evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes)
+    option = recipe.step_options.attention
+    evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes, attention=option)
     check = partial(check_callbacks, step, evaluate)
     return TrainProgram(recipe, layout, init, step, evaluate, check, lambda state: merge_lora(state.merge()[0]))
 
@@ -156,6 +164,7 @@ def split_model(recipe: Recipe, mesh: MpmdMesh | AbstractMesh) -> StagedModel:
             schedule=recipe.schedule,
             layers=recipe.rules.layers or None,
             wrt=recipe.optimizer.trained,
+            attention=recipe.step_options.attention,
             **parse_cut(recipe.pipeline.cut),
         )
 

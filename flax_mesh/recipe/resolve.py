@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.rules import PartitionRules, group_findings, idle_axes, match_partition_rules
-from flax_mesh.step.options import StateLayout, StepOptions
+from flax_mesh.step.options import Attention, StateLayout, StepOptions
 from flax_mesh.text import at_most, count_text
 from flax_mesh.user_code import place_of, user_code
 
@@ -205,7 +205,8 @@ def _recipe(
             make = config.lora.adapted(make, loss_fn, shapes or token_shapes(config.data), run.seed)
         loss_fn = with_lora(loss_fn)
     xla = parse_compiler_options(run.compiler_options)
-    options = StepOptions(run.seed, optimizer.learning_rate(), xla, run.on_nonfinite == "skip")
+    skips, attention = run.on_nonfinite == "skip", cast(Attention, run.attention)  # checked with the config
+    options = StepOptions(run.seed, optimizer.learning_rate(), xla, skips, attention)
     notes = model_notes(config.model, mesh, sequence_length_of(config))
     return Recipe(
         config=config,

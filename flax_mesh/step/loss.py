@@ -99,12 +99,17 @@ def _eager_sharding(model: object) -> dict[object, tuple[nnx.Variable, bool]]:
 
 
 def traced_loss(
-    loss_of: Callable[[nnx.State], _Result], params: nnx.State, *, trains: bool = False
+    loss_of: Callable[[nnx.State], _Result],
+    params: nnx.State,
+    *,
+    trains: bool = False,
+    rewrite: Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None] = lambda closed: None,
 ) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)`, whose results are those of `run_loss`.
 
     Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. A parameter
-    that the call did not change is the argument itself, also if it went through a loop of NNX.
+    that the call did not change is the argument itself, also if it went through a loop of NNX. `rewrite` may return
+    another function for the trace.
     """
     closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
@@ -114,9 +119,11 @@ def traced_loss(
     if trains:
         check_trains(loss, params)
 
+    call = rewrite(closed) or jex.jaxpr_as_fun(closed)
+
     def evaluate(params: nnx.State) -> _Result:
         leaves = jax.tree.leaves(params)
-        outs = jex.jaxpr_as_fun(closed)(*leaves)
+        outs = call(*leaves)
         same = (leaves[at] if isinstance(at, int) else out for out, at in zip(outs, flows, strict=True))
         return jax.tree.unflatten(tree, same)
 

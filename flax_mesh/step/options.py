@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import optax
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.sharding.rules import Rules
+
+Attention = Literal["auto", "blockwise", "as_written"]
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,16 @@ class StepOptions:
             not change the optimizer.
         compiler_options: Options of XLA, as in `jax.jit`.
         skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
+        attention: "blockwise": every attention of the loss function is computed in blocks, with memory that is linear
+            in the length of sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is. "auto": blockwise
+            if the scores, as written, take more than an eighth of the memory of a device, or 1 GiB if that is unknown.
     """
 
     seed: int = 0
     learning_rate: optax.Schedule | None = None
     compiler_options: Mapping[str, Any] | None = None
     skip_nonfinite: bool = False
+    attention: Attention = "auto"
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class StepKeywords(TypedDict, total=False):
     learning_rate: optax.Schedule | None
     compiler_options: Mapping[str, Any] | None
     skip_nonfinite: bool
+    attention: Attention
 
 
 class PipelineKeywords(StepKeywords, total=False):

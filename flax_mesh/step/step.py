@@ -19,6 +19,7 @@ from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.sharding.memory import is_on_host, on_device
+from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import (
     microbatch_shapes,
     on_device_dtypes,
@@ -41,7 +42,7 @@ from flax_mesh.step.loss import (
     sums_of,
     traced_loss,
 )
-from flax_mesh.step.options import StepKeywords, StepOptions
+from flax_mesh.step.options import Attention, StepKeywords, StepOptions
 from flax_mesh.step.state import TrainState, check_not_donated, check_same_definition, check_train_state
 from flax_mesh.tree import named_leaves
 
@@ -79,8 +80,10 @@ def make_train_step(
             those of the model's rule table.
         axes: Maps the logical axes "batch" and "sequence" to mesh axes, for the dims of a batch. Default: those of the
             model's rule table. Rows that are split over Explicit axes already stay as they are.
-        options: Seed, reported learning rate, XLA options, and whether steps that are not finite are skipped.
-        keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`.
+        options: Seed, reported learning rate, XLA options, whether steps that are not finite are skipped, and whether
+            attention is computed in blocks.
+        keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`,
+            `attention` ("auto", "blockwise" or "as_written").
             With `skip_nonfinite` the metric "skipped" is 1 for a step whose loss or gradient norm is NaN or infinite,
             which returns the state unchanged, and otherwise 0. The step then accepts a third argument, the largest loss
             and the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
@@ -124,6 +127,7 @@ def make_train_step(
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
     axes = state.definition.axes if axes is None else axes
     mesh, layout = mesh_of_leaves(state.leaves), state
+    attention = AttentionOption(options.attention, mesh, axes)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         with in_mesh(mesh), axis_types_explained():
@@ -143,6 +147,8 @@ def make_train_step(
         count, wrt = optimizer.step[...], optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
         check_trainable(named_leaves(params))
+        known = attention.layouts(state.leaves, layout.leaves)
+        stored = [[known.get(id(x)) for x in jax.tree.leaves(each)] for each in (params, others)]
 
         def run(variables: Variables, part: Batch, index: int | jax.Array):
             params, others = variables
@@ -150,7 +156,9 @@ def make_train_step(
             def loss_of(params: nnx.State):
                 return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
 
-            traced = traced_loss(loss_of, params, trains=True)
+            kept = zip(map(id, jax.tree.leaves(others)), stored[1], strict=True)
+            closed_over = {key: found for key, found in kept if found is not None} | attention.of_batch(part)
+            traced = traced_loss(loss_of, params, trains=True, rewrite=attention.rewrite(stored[0], closed_over))
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
@@ -168,22 +176,27 @@ def make_train_step(
     jit = functools.partial(
         jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep
     )
-    return _PlacingStep(jit, chosen, mesh, axes)
+    return _PlacingStep(jit, chosen, mesh, axes, attention)
 
 
 @check_types
 def make_eval_step(
-    loss_fn: LossFn, state: TrainState, *, axes: PartitionAxis | None = None
+    loss_fn: LossFn,
+    state: TrainState,
+    *,
+    axes: PartitionAxis | None = None,
+    attention: Attention = "auto",
 ) -> Callable[[TrainState, Batch], Metrics]:
     """Creates a jitted function that returns the sums "loss", "weight" and the metrics of `loss_fn`, not divided.
 
     The model is in `eval()` mode. Neither the state nor its random streams change. The batch is split over the devices
-    as by the step of `make_train_step`, whose `axes` these are. A loss that uses no adapter of the model, such as one
-    without `with_lora`, is an error.
+    as by the step of `make_train_step`, whose `axes` and `attention` these are. A loss that uses no adapter of the
+    model, such as one without `with_lora`, is an error.
     """
     check_train_state(state)
     axes = state.definition.axes if axes is None else axes
     mesh, layout = mesh_of_leaves(state.leaves), state
+    option = AttentionOption(attention, mesh, axes)
 
     def evaluate(state: TrainState, batch: Batch) -> Metrics:
         with in_mesh(mesh), axis_types_explained():
@@ -200,10 +213,12 @@ def make_eval_step(
                 return loss_sum, (weight, metrics)
 
             has_adapters = any(isinstance(x, nnx.LoRAParam) for _, x in nnx.to_flat_state(params))
-            loss_sum, (weight, metrics) = traced_loss(sums, params, trains=has_adapters)(params)
+            known = option.layouts(state.leaves, layout.leaves) | option.of_batch(batch)
+            rewrite = option.rewrite([known.get(id(x)) for x in jax.tree.leaves(params)], known)
+            loss_sum, (weight, metrics) = traced_loss(sums, params, trains=has_adapters, rewrite=rewrite)(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
-    return _PlacingStep(jax.jit, evaluate, mesh, axes)
+    return _PlacingStep(jax.jit, evaluate, mesh, axes, option)
 
 
 def check_callbacks(*steps: object) -> None:
@@ -226,7 +241,9 @@ class _PlacingStep:
         function: Callable[..., Any],
         mesh: Mesh | AbstractMesh | None,
         axes: PartitionAxis,
+        attention: AttentionOption,
     ):
+        self._attention = attention
         self._jitted = jitted = jit(function)
         functools.update_wrapper(self, jitted)
         self.errors = CallbackErrors()
@@ -240,6 +257,11 @@ class _PlacingStep:
                 f"every device receives the entire batch: no axis of the mesh {dict(mesh.shape)} has a meaning in "
                 '`axes`; pass axes=PartitionAxis(batch_axis="..."), or place the batch yourself'
             )
+
+    @property
+    def attention_lines(self) -> tuple[str, ...]:
+        """What the option `attention` has done in the last trace, one line for each kind of attention."""
+        return self._attention.lines
 
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
         self.errors.check()

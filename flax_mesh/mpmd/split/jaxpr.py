@@ -239,6 +239,12 @@ def whole(value: Any) -> Any:
     return value.whole() if isinstance(value, Chunks) else value
 
 
+def closed_of(program: Program) -> jex.ClosedJaxpr:
+    """The program as a jaxpr of JAX."""
+    jaxpr = _jaxpr(tuple(program.consts), program.inputs, program.outputs, program.eqns)
+    return jex.ClosedJaxpr(jaxpr, tuple(program.consts.values()))
+
+
 def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[Eqn]) -> jex.Jaxpr:
     return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=empty_debug_info())
 

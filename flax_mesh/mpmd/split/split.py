@@ -83,6 +83,7 @@ class StagedModel:
     specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
     axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
     make_state: Make | None = None  # returns (model, optimizer), if split_stages was given such a function
+    attention: str = "as_written"  # as in StepOptions
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
@@ -118,6 +119,8 @@ class StagedModel:
                     axes=self.axes,
                     seed=seed,
                     train=train,
+                    attention=self.attention,
+                    placed=functools.partial(_specs_of, self.make, self.model, self.mesh),
                 )
             opened = open_forward(forward, self.leaves)
             self._cuts[key] = _cut(opened, self)
@@ -224,6 +227,7 @@ class StagedModel:
     def __str__(self) -> str:
         single = [path for path in self.layers if is_single_layer(module_at(self.model, path))]
         lines, stages = [], self.cut(self.example).stages
+        lines += self.cut(self.example).lines
         total = sum(flops(eqn) for stage in stages for eqn in stage.forward.eqns)
         for k, stage in enumerate(stages):
             ranks = range(self.bounds[k], self.bounds[k + 1])
@@ -263,6 +267,7 @@ def split_stages(
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Filter | None = None,
+    attention: Literal["auto", "blockwise", "as_written"] = "auto",
     check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
@@ -290,6 +295,7 @@ def split_stages(
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
             one.
+        attention: Whether the attention of the loss function is computed in blocks, as in `make_train_step`.
         check: Run the stages on two microbatches and compare all results with those of the model, on one device;
             see `StagedModel.check`.
 
@@ -334,7 +340,18 @@ def split_stages(
         traced_fn = _marked(loss_fn, layers[0]) if num_calls else loss_fn
         specs, axes = _layout_of(make, abstract, around)
         with axis_types_explained():
-            forward = trace_forward(traced_fn, split_model, wrt, layers, around, shapes, specs=specs, axes=axes)
+            forward = trace_forward(
+                traced_fn,
+                split_model,
+                wrt,
+                layers,
+                around,
+                shapes,
+                specs=specs,
+                axes=axes,
+                attention=attention,
+                placed=functools.partial(_specs_of, make, abstract, around),
+            )
         places = places_of(abstract, layers)
         single = split_leaves(forward, places)
         opened = open_forward(forward, single)
@@ -372,6 +389,7 @@ def split_stages(
                 specs=specs,
                 axes=axes,
                 make_state=model if filters else None,
+                attention=attention,
             )
             check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
             return staged
@@ -615,11 +633,15 @@ def _layout_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[tu
     """
     axes = getattr(model, "axes", DEFAULT_AXES)
     axes = axes if isinstance(axes, PartitionAxis) else DEFAULT_AXES
-    if mesh is None or not has_explicit_axes(mesh):
-        return (), axes
+    return (_specs_of(make, model, mesh) if mesh is not None and has_explicit_axes(mesh) else ()), axes
+
+
+def _specs_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[PartitionSpec, ...]:
+    if mesh is None:
+        return ()
     has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model, graph=True))
     found = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
-    return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found)), axes
+    return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found))
 
 
 def _calls_of_shared(model: PyTree, layers: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +13,7 @@ from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
+from flax_mesh.blockwise.place import axes_of_spec
 from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
@@ -21,6 +22,7 @@ from flax_mesh.mpmd.split.jaxpr import (
     Eqn,
     Program,
     bodies,
+    closed_of,
     has_explicit_axes,
     inline,
     interpret,
@@ -32,6 +34,7 @@ from flax_mesh.mpmd.split.jaxpr import (
 )
 from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
+from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
@@ -66,6 +69,7 @@ class Forward(NamedTuple):
     updates: Mapping[int, int]  # position of any other output -> index of the leaf whose new value it is
     opened_remat: bool = False  # a remat over several layers was inlined
     stages: tuple[StageProgram, ...] = ()  # after the split
+    lines: tuple[str, ...] = ()  # about its attention
 
     @property
     def sums(self) -> dict[str, Any]:
@@ -85,11 +89,14 @@ def trace_forward(
     axes: PartitionAxis = DEFAULT_AXES,
     seed: int = 0,
     train: bool = True,
+    attention: str = "as_written",
+    placed: Callable[[], Sequence[PartitionSpec]] = tuple,
 ) -> Forward:
     """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
 
     On a `mesh` with Explicit axes, `specs`, one per leaf of the model, and `axes` are the layout of model and batch.
-    `train=False` is `eval()` mode without new values of variables.
+    `train=False` is `eval()` mode without new values of variables. `attention` is that of StepOptions, and `placed`
+    returns the specs of the leaves on Auto axes.
     """
     graphdef, state = split
     leaves, treedef = jax.tree.flatten(state)
@@ -123,6 +130,7 @@ def trace_forward(
     with around, user_modes():
         counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
         program, _ = trace(forward, leaves, batch, *counts)
+        program, lines = _with_attention(program, AttentionOption(attention, mesh, axes), leaves, batch, placed)
     kinds = [{path for path, _ in kind} for kind in kinds]
     found = [
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
@@ -141,7 +149,27 @@ def trace_forward(
     changed = [(source, atom) for source, atom, name in new if name != source]
     program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
     updates = dict(enumerate((source for source, _ in changed), start=num_sums))
-    return Forward(program, tuple(found), tuple(names), updates)
+    return Forward(program, tuple(found), tuple(names), updates, lines=lines)
+
+
+def _with_attention(
+    program: Program,
+    option: AttentionOption,
+    leaves: Sequence[Shaped],
+    batch: Batch,
+    placed: Callable[[], Sequence[PartitionSpec]],
+) -> tuple[Program, tuple[str, ...]]:
+    """The program with its attention in blocks if `option` asks for it, and what is said about it."""
+    closed, unknown = closed_of(program), [None] * len(program.inputs)
+    if option.rewrite(unknown, {})(closed) is None:
+        return program, option.lines
+    layouts: list[Any] = [axes_of_spec(spec, len(x.shape)) for spec, x in zip(placed(), leaves, strict=False)]
+    layouts += [None] * (len(leaves) - len(layouts))
+    layouts += [option.of_batch(x).get(id(x)) for x in jax.tree.leaves(batch)]
+    call = option.rewrite([*layouts, *unknown[len(layouts) :]], {})(closed)
+    if call is None:
+        return program, option.lines
+    return trace(call, *(shape_of(v.aval) for v in program.inputs))[0], option.lines
 
 
 def _typed(x: Shaped, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -243,7 +271,7 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
-    return Forward(program, leaves, forward.names, updates, bool(spanning))
+    return Forward(program, leaves, forward.names, updates, bool(spanning), lines=forward.lines)
 
 
 def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:

@@ -1,0 +1,1 @@
+"""Attention in blocks, for any traced function: finding it, placing it on a mesh, evaluating it."""

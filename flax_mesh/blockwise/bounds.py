@@ -1,0 +1,215 @@
+"""Interval arithmetic: bounds of the scores of every block, from positions at trace time or from data at run time.
+
+The same code runs on NumPy arrays and on traced ones. A bound is a pair (low, high) of arrays whose dims are those of
+the value: the number of blocks in a dim of queries or keys, and 1 or all elements in another.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
+from flax_mesh.blockwise.graph import Literal
+from flax_mesh.blockwise.region import Region, Step
+
+Bound: TypeAlias = tuple[Any, Any]
+Cuts: TypeAlias = Mapping[int, tuple[Any, int, int]]  # label -> (first positions of the blocks, their size, length)
+_EXACT = 2.0**24  # integers from here on are rounded in float32
+
+
+def bound_scores(region: Region, leaves: Mapping[Any, Bound], cuts: Cuts, of_product: float) -> Bound:
+    """Bounds of the scores, if those of every product are within `of_product`."""
+    env = dict(leaves)
+    for step in region.score_steps:
+        args = [_number(x.value) if isinstance(x, Literal) else env[x] for x in step.inputs]
+        rank = len(step.op.outputs[0].shape)
+        with np.errstate(all="ignore"):
+            found = _of_step(step, args, rank, cuts, of_product) or unknown(rank)
+            env[step.output] = _without_nan(found, rank)
+    return env.get(region.scores) or unknown(len(region.shape))
+
+
+def bound_leaf(x: Any, labels: Labels, cuts: Cuts) -> Bound:
+    """The least and the largest element of every block; other dims are kept."""
+    m: Any = np if isinstance(x, np.ndarray) else jnp
+    low = x.astype(np.float64 if m is np else jnp.float32)
+    high = low
+    if m is jnp and jnp.issubdtype(x.dtype, jnp.integer):
+        slack = jnp.where(abs(low) >= _EXACT, abs(low) * 2**-22, 0)
+        low, high = low - slack, high + slack
+    for d, label in enumerate(labels):
+        if label is not None and label in cuts:
+            starts, size, _ = cuts[label]
+            rows = np.minimum(np.arange(len(starts))[:, None] * size + np.arange(size), x.shape[d] - 1)
+            if m is np:
+                rows = np.minimum(starts[:, None] + np.arange(size), x.shape[d] - 1)
+            low = m.min(m.take(low, rows, axis=d), axis=d + 1)
+            high = m.max(m.take(high, rows, axis=d), axis=d + 1)
+    return low, high
+
+
+def unknown(rank: int) -> Bound:
+    return np.full((1,) * rank, -np.inf), np.full((1,) * rank, np.inf)
+
+
+def module_of(*values: Any) -> Any:
+    return jnp if any(isinstance(x, jax.Array) for x in values) else np
+
+
+def _number(value: Any) -> Bound:
+    return np.asarray(value, np.float64), np.asarray(value, np.float64)
+
+
+def _without_nan(bound: Bound, rank: int) -> Bound:
+    low, high = bound
+    m = module_of(low, high)
+    low, high = (m.reshape(x, (1,) * rank) if m.ndim(x) == 0 else x for x in (low, high))
+    return m.where(m.isnan(low), -np.inf, low), m.where(m.isnan(high), np.inf, high)
+
+
+def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_product: float) -> Bound | None:
+    op, name, m = step.op, step.op.name, module_of(*(x for pair in args for x in pair))
+    if name == "dot_general":
+        return np.full((1,) * rank, -of_product), np.full((1,) * rank, of_product)
+    if name == "iota":
+        return _positions(step, rank, cuts)
+    if name == "broadcast_in_dim":
+        to = [int(d) for d in op.params["broadcast_dimensions"]]
+        return tuple(_expanded(m, x, to, rank) for x in args[0])  # pyright: ignore[reportReturnType]
+    if name == "transpose":
+        return tuple(m.transpose(x, op.params["permutation"]) for x in args[0])  # pyright: ignore[reportReturnType]
+    if name in ("squeeze", "reshape"):
+        kept = dim_map(op, 0) or []
+        return _merged(m.min, args[0][0], kept, rank), _merged(m.max, args[0][1], kept, rank)
+    if name in REDUCTIONS and name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
+        gone = tuple(op.params["axes"])
+        return m.min(args[0][0], axis=gone), m.max(args[0][1], axis=gone)
+    if name == "convert_element_type":
+        is_truth = op.params["new_dtype"] == np.bool_ and op.inputs[0].aval.dtype != bool
+        return _truth(m, args[0]) if is_truth else args[0]
+    if name in _LOGIC and op.outputs[0].aval.dtype != bool:
+        return None
+    if name == "div" and jnp.issubdtype(op.outputs[0].aval.dtype, jnp.integer):
+        low, high = _divided(m, *args)
+        return m.floor(low), m.ceil(high)
+    if name == "select_n":
+        return _selected(m, *args) if len(args) == 3 else None
+    if name == "integer_pow":
+        return _multiplied(m, _absolute(m, args[0]), _absolute(m, args[0])) if op.params["y"] == 2 else None
+    found = _RULES.get(name)
+    return None if found is None else found(m, *args)
+
+
+def _positions(step: Step, rank: int, cuts: Cuts) -> Bound:
+    dim = step.op.params["dimension"]
+    shape = [1] * rank
+    label = step.labels[dim]
+    if label not in cuts:
+        return np.zeros(shape), np.full(shape, step.op.outputs[0].shape[dim] - 1.0)
+    starts, size, stop = cuts[label]
+    m = module_of(starts)
+    shape[dim] = len(starts)
+    ends = m.minimum(starts + size, stop) - 1
+    return m.reshape(starts * 1.0, shape), m.reshape(ends * 1.0, shape)
+
+
+def _expanded(m: Any, x: Any, to: Sequence[int], rank: int) -> Any:
+    shape = [1] * rank
+    for d, o in enumerate(to):
+        shape[o] = x.shape[d] if m.ndim(x) else 1
+    return m.reshape(x, shape)
+
+
+def _merged(reduce: Callable[..., Any], x: Any, kept: Sequence[int | None], rank: int) -> Any:
+    """A bound over the dims that are merged or split, the others kept."""
+    if gone := tuple(d for d, o in enumerate(kept) if o is None):
+        x = reduce(x, axis=gone)
+    shape = [1] * rank
+    for size, o in zip(x.shape, [o for o in kept if o is not None], strict=True):
+        shape[o] = size
+    return x.reshape(shape)
+
+
+def _truth(m: Any, x: Bound) -> Bound:
+    low, high = x
+    return m.where((low > 0) | (high < 0), 1.0, 0.0), m.where((low == 0) & (high == 0), 0.0, 1.0)
+
+
+def _multiplied(m: Any, x: Bound, y: Bound) -> Bound:
+    products = [m.where((a == 0) | (b == 0), 0.0, a * b) for a in x for b in y]
+    return functools.reduce(m.minimum, products), functools.reduce(m.maximum, products)
+
+
+def _divided(m: Any, x: Bound, y: Bound) -> Bound:
+    low, high = y
+    sure = (low > 0) | (high < 0)
+    inverse = (
+        m.where(sure, 1.0 / m.where(sure, high, 1.0), -np.inf),
+        m.where(sure, 1.0 / m.where(sure, low, 1.0), np.inf),
+    )
+    return _multiplied(m, x, inverse)
+
+
+def _absolute(m: Any, x: Bound) -> Bound:
+    low, high = x
+    crosses = (low <= 0) & (high >= 0)
+    return m.where(crosses, 0.0, m.minimum(abs(low), abs(high))), m.maximum(abs(low), abs(high))
+
+
+def _selected(m: Any, which: Bound, if_false: Bound, if_true: Bound) -> Bound:
+    surely, never = which[0] > 0, which[1] < 1
+    low = m.where(surely, if_true[0], m.where(never, if_false[0], m.minimum(if_false[0], if_true[0])))
+    return low, m.where(surely, if_true[1], m.where(never, if_false[1], m.maximum(if_false[1], if_true[1])))
+
+
+def _comparison(yes: Callable[..., Any], no: Callable[..., Any]) -> Callable[..., Bound]:
+    return lambda m, x, y: (m.where(yes(*x, *y), 1.0, 0.0), m.where(no(*x, *y), 0.0, 1.0))
+
+
+def _are_equal(a: Any, b: Any, c: Any, d: Any) -> Any:
+    return (a == b) & (c == d) & (a == c)
+
+
+def _are_apart(a: Any, b: Any, c: Any, d: Any) -> Any:
+    return (b < c) | (a > d)
+
+
+def _rising(name: str) -> Callable[..., Bound]:
+    return lambda m, x: (getattr(m, name)(x[0]), getattr(m, name)(x[1]))
+
+
+def _both(function: str) -> Callable[..., Bound]:
+    return lambda m, x, y: (getattr(m, function)(x[0], y[0]), getattr(m, function)(x[1], y[1]))
+
+
+_LOGIC = ("and", "or", "not")
+_RULES: dict[str, Callable[..., Bound]] = {
+    "add": lambda m, x, y: (x[0] + y[0], x[1] + y[1]),
+    "sub": lambda m, x, y: (x[0] - y[1], x[1] - y[0]),
+    "neg": lambda m, x: (-x[1], -x[0]),
+    "mul": _multiplied,
+    "div": _divided,
+    "max": _both("maximum"),
+    "min": _both("minimum"),
+    "and": _both("minimum"),
+    "or": _both("maximum"),
+    "not": lambda m, x: (1.0 - x[1], 1.0 - x[0]),
+    "abs": _absolute,
+    "square": lambda m, x: _multiplied(m, _absolute(m, x), _absolute(m, x)),
+    "clamp": lambda m, low, x, high: tuple(m.minimum(m.maximum(x[n], low[n]), high[n]) for n in (0, 1)),
+    "ge": _comparison(lambda a, b, c, d: a >= d, lambda a, b, c, d: b < c),
+    "gt": _comparison(lambda a, b, c, d: a > d, lambda a, b, c, d: b <= c),
+    "le": _comparison(lambda a, b, c, d: b <= c, lambda a, b, c, d: a > d),
+    "lt": _comparison(lambda a, b, c, d: b < c, lambda a, b, c, d: a >= d),
+    "eq": _comparison(_are_equal, _are_apart),
+    "ne": _comparison(_are_apart, _are_equal),
+    **{name: _rising(name) for name in ("tanh", "exp", "floor", "ceil", "sign", "sqrt")},
+    **dict.fromkeys(
+        ("stop_gradient", "copy", "copy_p", "name", "sharding_constraint", "reshard", "reduce_precision"),
+        lambda m, x: x,
+    ),
+}

@@ -1,0 +1,132 @@
+"""Along which dims an equation is pointwise: what decides whether it can be evaluated on a block.
+
+The dims of an array have labels, one per dim of the scores of an attention; None for a dim that belongs to no dim of
+the scores, and is complete in every block.
+"""
+
+import math
+from typing import Any
+
+import jax
+
+from flax_mesh.blockwise.graph import Op
+
+Labels = tuple[int | None, ...]
+POINTWISE = frozenset(
+    """abs add and bitcast_convert_type ceil clamp convert_element_type copy copy_p cos div eq eq_to erf exp exp2 expm1
+    floor ge gt integer_pow is_finite layout_constraint le log log1p logistic lt lt_to max min mul ne neg nextafter not
+    optimization_barrier or pow reduce_precision rem reshard round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sharding_constraint sign sin sqrt square stop_gradient sub tan tanh xor name""".split()  # noqa: SIM905
+)
+REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_and", "reduce_or", "reduce_prod"})
+# They change the layout or the dtype of an array, not what it contains.
+VIEWS = frozenset(
+    """broadcast_in_dim convert_element_type copy copy_p name reshape reshard sharding_constraint squeeze
+    stop_gradient transpose""".split()  # noqa: SIM905
+)
+_COUNTERS = ("iota", "random_bits")  # computed from the positions of a block
+
+
+def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | None:
+    """For every dim of an input, the dim of the output along which the equation is pointwise, or None if there is none.
+
+    None in the place of the list: the equation is not known. With `major`, a dim that a reshape splits or merges
+    belongs to the first of the dims that it is split into: both can be cut into equal consecutive parts.
+    """
+    x, out = op.inputs[number].aval, op.outputs[0].aval
+    name, params, rank = op.name, op.params, len(x.shape)
+    if name in POINTWISE:
+        if rank not in (0, len(out.shape)) or (name == "optimization_barrier" and len(op.outputs) > 1):
+            return None
+        return [d if x.shape[d] == out.shape[d] else None for d in range(rank)]
+    if name == "broadcast_in_dim":
+        to = params["broadcast_dimensions"]
+        return [int(o) if x.shape[d] == out.shape[o] else None for d, o in enumerate(to)] if number == 0 else None
+    if name == "transpose":
+        return [list(params["permutation"]).index(d) for d in range(rank)]
+    if name in REDUCTIONS or name == "squeeze":
+        gone = {int(a) % rank for a in params["axes" if name in REDUCTIONS else "dimensions"]}
+        left = [d for d in range(rank) if d not in gone]
+        return [left.index(d) if d in left else None for d in range(rank)]
+    if name == "reshape":
+        return None if params.get("dimensions") is not None else _reshaped(x.shape, out.shape, major)
+    if name == "dot_general":
+        return _of_product(op, number)
+    if name == "slice":
+        whole = list(zip(params["start_indices"], params["limit_indices"], x.shape, strict=True))
+        strides = params["strides"] or (1,) * rank
+        return [d if (*whole[d][:2], strides[d]) == (0, whole[d][2], 1) else None for d in range(rank)]
+    if name == "concatenate":
+        return [d if d != params["dimension"] else None for d in range(rank)]
+    if name == "gather":
+        numbers = params["dimension_numbers"]
+        if getattr(numbers, "operand_batching_dims", ()):
+            return None
+        if number > 0:
+            return [*(d for d in range(len(out.shape)) if d not in numbers.offset_dims), None]
+    nothing: list[int | None] = [None] * rank
+    return nothing if name in ("gather", *_COUNTERS) else None
+
+
+def _reshaped(before: tuple[int, ...], after: tuple[int, ...], major: bool) -> list[int | None]:
+    starts: dict[Any, int] = {}
+    for d, size in enumerate(after):
+        if size > 1:
+            starts.setdefault((math.prod(after[:d]), None if major else size), d)
+    keys = [(math.prod(before[:d]), None if major else size) for d, size in enumerate(before)]
+    return [starts.get(key) if size > 1 else None for key, size in zip(keys, before, strict=True)]
+
+
+def _of_product(op: Op, number: int) -> list[int | None]:
+    contracted, batch = op.params["dimension_numbers"]
+    free = [[d for d in range(len(op.inputs[i].aval.shape)) if d not in (*contracted[i], *batch[i])] for i in range(2)]
+    order = [*batch[number], *([None] * len(free[0]) if number else []), *free[number]]
+    return [order.index(d) if d in order else None for d in range(len(op.inputs[number].aval.shape))]
+
+
+def labels_before(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = ()) -> Labels | None:
+    """The labels of an input, given those of the output; None if the equation is not known.
+
+    Labels in `whole` are only on dims of the same size; those of dims that a reshape splits or merges are dropped.
+    """
+    exact, parts = dim_map(op, number), dim_map(op, number, major=True)
+    if exact is None or parts is None:
+        return None
+    shape = op.inputs[number].aval.shape
+    sure = [None if o is None or shape[d] == 1 else labels[o] for d, o in enumerate(exact)]
+    more = [None if o is None or shape[d] == 1 else labels[o] for d, o in enumerate(parts)]
+    return tuple(
+        a if a is not None else None if b in sure or b in whole else b for a, b in zip(sure, more, strict=True)
+    )
+
+
+def labels_after(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = ()) -> Labels | None:
+    """The labels of the output, given those of one input; None if the equation is not known."""
+    new: list[int | None] = [None] * len(op.outputs[0].aval.shape)
+    for major in (False, True):
+        found = dim_map(op, number, major=major)
+        if found is None:
+            return None
+        for d, o in enumerate(found):
+            if o is not None and new[o] is None and labels[d] not in new and not (major and labels[d] in whole):
+                new[o] = labels[d]
+    return tuple(new)
+
+
+def is_blockable(op: Op, labels: Labels, whole: tuple[int, ...]) -> bool:
+    """Whether an equation can be evaluated on a block of its output, cut along the dims with the labels `whole`."""
+    if len(op.outputs) != 1 or op.bodies:
+        return False
+    if op.name == "iota":
+        return True
+    if op.name == "random_bits":  # only these bits can be computed from the position of each
+        is_threefry = str(op.inputs[0].aval.dtype) == "key<fry>" and op.params["bit_width"] == 32
+        partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+        return is_threefry and partitionable and math.prod(op.outputs[0].shape) < 2**32
+    found = [labels_before(op, i, labels, whole) for i in range(len(op.inputs))]
+    if any(x is None for x in found):
+        return False
+    if op.name == "broadcast_in_dim":
+        return True
+    have = {label for x in found if x is not None for label in x}
+    return all(label in have for label in labels if label in whole)

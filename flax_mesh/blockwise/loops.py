@@ -1,0 +1,276 @@
+"""The loops over blocks of an attention on one device: online softmax forward, recomputation backward.
+
+The statistics of a row are two numbers, its maximum m and log l of the sum of exp(x - m): with a finite mask over the
+whole row m is -1e38, and m + log l would lose log l.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mesh.blockwise.dims import Labels, dim_map
+from flax_mesh.blockwise.evaluate import Block, run_steps
+from flax_mesh.blockwise.graph import Literal
+from flax_mesh.blockwise.region import Region
+from flax_mesh.blockwise.visits import GAP, Blocks, Visits
+
+_F32 = jnp.float32
+Values = dict[Any, Any]  # by the keys of the leaves of a region
+
+
+class Saved(NamedTuple):
+    """What the backward pass reads besides the leaves and the result."""
+
+    maximum: Any
+    log_sum: Any
+    visited: Any  # per block of queries, the number of blocks of keys
+
+
+@dataclass(frozen=True)
+class Loops:
+    """An attention on one device, which has `parts` of the dims of the scores."""
+
+    region: Region
+    blocks: Blocks
+    parts: Mapping[int, int]
+    index: Mapping[int, Any]  # which of them this device has
+
+    # Shapes
+
+    def block(self, at_q: Any, at_k: Any) -> Block:
+        q, k, blocks = self.region.q, self.region.k, self.blocks
+        first = self.index.get(q, 0) * blocks.queries + at_q * blocks.q_size
+        offsets = {q: first, k: at_k * blocks.k_size}
+        return Block({q: blocks.q_size, k: blocks.k_size}, offsets, self.parts, self.index)
+
+    def _shape_of(self, shape: Sequence[int], labels: Labels, num_q: int, num_k: int) -> tuple[int, ...]:
+        return Block({self.region.q: num_q, self.region.k: num_k}, {}, self.parts, {}).shape(shape, labels)
+
+    def rows(self, num_rows: int) -> tuple[int, ...]:
+        """The shape of statistics."""
+        return self._shape_of(self.region.shape, tuple(range(len(self.region.shape))), num_rows, 1)
+
+    def out_shape(self, num_rows: int) -> tuple[int, ...]:
+        return self._shape_of(self.region.out.shape, self.region.out_labels, num_rows, 1)
+
+    @property
+    def out_dim(self) -> int:
+        return self.region.out_labels.index(self.region.q)
+
+    def to_out(self, statistics: Any) -> Any:
+        """Statistics of rows, such that they can be broadcast to the result."""
+        region, x = self.region, statistics
+        for op, labels in region.layout:
+            shape = self._shape_of(op.outputs[0].shape, labels, statistics.shape[region.q], 1)
+            if op.name == "broadcast_in_dim":
+                x = lax.broadcast_in_dim(x, shape, op.params["broadcast_dimensions"])
+            elif op.name == "reshape":
+                x = lax.reshape(x, shape)
+            elif op.name == "transpose":
+                x = lax.transpose(x, op.params["permutation"])
+            elif op.name == "squeeze":
+                x = lax.squeeze(x, op.params["dimensions"])
+        product = region.softmax.product
+        found = dim_map(product, 1 - region.softmax.value_at) or []
+        kept = sorted((o, d) for d, o in enumerate(found) if o is not None)
+        x = lax.transpose(x, [*(d for _, d in kept), *(d for d, o in enumerate(found) if o is None)])
+        sizes = {o: x.shape[n] for n, (o, _) in enumerate(kept)}
+        return x.reshape([sizes.get(d, 1) for d in range(len(region.out.shape))])
+
+    def from_out(self, x: Any) -> Any:
+        """The transposed of `to_out`: sums over the dims that only the result has."""
+        like = jax.ShapeDtypeStruct(self.rows(x.shape[self.out_dim]), x.dtype)
+        to_out = lambda s: jnp.broadcast_to(self.to_out(s), x.shape)  # noqa: E731
+        return jax.linear_transpose(to_out, like)(x)[0]
+
+    # One block
+
+    def cut(self, values: Values, label: int, at: Any) -> Values:
+        size = self.blocks.q_size if label == self.region.q else self.blocks.k_size
+        return {key: _cut(x, self._dim(key, label), at * size, size) for key, x in values.items()}
+
+    def _dim(self, key: Any, label: int) -> int | None:
+        labels = self.region.leaves[key][1]
+        return labels.index(label) if label in labels else None
+
+    def scores(self, env: Values, block: Block) -> Any:
+        region = self.region
+        run_steps(region.score_steps, env, block)
+        x = jnp.asarray(env[region.scores]).astype(_F32)
+        if self.blocks.num_k * self.blocks.k_size > self.blocks.keys:
+            at = lax.broadcasted_iota(jnp.int32, x.shape, region.k) + block.offsets[region.k]
+            x = jnp.where(at < self.blocks.keys, x, -jnp.inf)
+        return jnp.broadcast_to(x, block.shape(region.shape, tuple(range(len(region.shape)))))
+
+    def weigh(self, env: Values, e: Any, block: Block) -> tuple[Any, Any]:
+        """(the part of the result, the part of the sum) of a block with the undivided weights `e`."""
+        region = self.region
+        env[region.exp] = e.astype(region.softmax.exp.outputs[0].aval.dtype)
+        run_steps(region.weight_steps, env, block)
+        total = env[region.summed].astype(_F32).sum(region.k, keepdims=True)
+        operands = [env[region.weighted], env[region.values]]
+        dtype = jnp.promote_types(*(x.dtype for x in operands))
+        left, right = [x.astype(dtype) for x in operands][:: 1 if region.softmax.value_at else -1]
+        numbers = region.softmax.product.params["dimension_numbers"]
+        precision = region.softmax.product.params["precision"]
+        return lax.dot_general(left, right, numbers, precision, _F32), total
+
+    def columns(self, env: Values) -> list[Any]:
+        """The further columns of the scores."""
+        values = [x.value if isinstance(x, Literal) else env[x] for x in self.region.extra]
+        return [jnp.asarray(x).astype(_F32) for x in values]
+
+    def full_columns(self, x: Any) -> Any:
+        """Further columns, in the shape of the scores but for the dim of the keys."""
+        shape = list(self.region.shape)
+        shape[self.region.k] = x.shape[self.region.k]
+        return jnp.broadcast_to(x, shape)
+
+    # All blocks
+
+    def forward(self, values: Values, visits: Visits) -> tuple[Any, Saved]:
+        region, blocks = self.region, self.blocks
+        values = {key: self._padded(key, x) for key, x in values.items()}
+        rows, out_shape = self.rows(blocks.q_size), self.out_shape(blocks.q_size)
+        order, count, high = map(jnp.asarray, visits)
+        may_return = not isinstance(visits.high, np.ndarray) or bool((visits.high > -math.inf).any())
+
+        def of_queries(i: Any) -> Any:
+            own = self.cut(values, region.q, i)
+            maximum, total = self._start(own, rows)
+
+            def goes_on(carry: Any) -> Any:
+                t, m, _, _ = carry
+                first = t < count[i]
+                return first | ((t < blocks.num_k) & jnp.any(m - high[i] < GAP)) if may_return else first
+
+            def visit(carry: Any) -> Any:
+                t, m, total, out = carry
+                j = order[i, t]
+                env, block = self.cut(own, region.k, j), self.block(i, j)
+                x = self.scores(env, block)
+                new = jnp.maximum(m, x.max(region.k, keepdims=True))
+                safe = jnp.where(new == -jnp.inf, 0.0, new)
+                fix = jnp.exp(m - safe)
+                part, more = self.weigh(env, jnp.exp(x - safe), block)
+                return t + 1, new, total * fix + more, out * self.to_out(fix) + part
+
+            carry = jnp.int32(0), maximum, total, jnp.zeros(out_shape, _F32)
+            t, m, total, out = lax.while_loop(goes_on, visit, carry)
+            out = (out / self.to_out(total)).astype(region.out.aval.dtype)
+            return out, jnp.where(m == -jnp.inf, 0.0, m), jnp.log(total), t
+
+        out, m, log_sum, visited = lax.map(of_queries, jnp.arange(blocks.num_q))
+        joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (log_sum, region.q))]
+        return joined[0], Saved(joined[1], joined[2], visited)
+
+    def _start(self, own: Values, rows: tuple[int, ...]) -> tuple[Any, Any]:
+        m, total = jnp.full(rows, -jnp.inf, _F32), jnp.zeros(rows, _F32)
+        for x in self.columns(own):
+            new = jnp.maximum(m, x.max(self.region.k, keepdims=True))
+            safe = jnp.where(new == -jnp.inf, 0.0, new)
+            m, total = new, total * jnp.exp(m - safe) + jnp.exp(x - safe).sum(self.region.k, keepdims=True)
+        return m, total
+
+    def backward(
+        self, values: Values, wanted: Sequence[Any], visits: Visits, saved: Saved, out: Any, gradient: Any
+    ) -> Values:
+        """The gradients of the leaves `wanted`, in float32 and summed over the queries of this device."""
+        region, blocks = self.region, self.blocks
+        shapes = {key: x.shape for key, x in values.items()}
+        values = {key: self._padded(key, x) for key, x in values.items()}
+        gradient = gradient.astype(_F32)
+        delta = self.from_out(gradient * out.astype(_F32))
+        missing = blocks.num_q * blocks.q_size - blocks.queries
+        gradient = _grown(gradient, self.out_dim, missing)
+        delta, m = (_grown(x, region.q, missing) for x in (delta, saved.maximum))
+        log_sum = _grown(saved.log_sum, region.q, missing, jnp.inf)  # rows that do not exist have weights of 0
+        order = jnp.asarray(visits.order)
+        own = [key for key in wanted if region.q in region.leaves[key][1] and region.k not in region.leaves[key][1]]
+        kept = [key for key in wanted if key not in own]
+
+        def of_queries(sums: Any, i: Any) -> Any:
+            mine = self.cut(values, region.q, i)
+            g = _cut(gradient, self.out_dim, i * blocks.q_size, blocks.q_size)
+            d, m_, log_ = (_cut(x, region.q, i * blocks.q_size, blocks.q_size) for x in (delta, m, log_sum))
+
+            def visit(t: Any, carry: Any) -> Any:
+                sums, grads = carry
+                j = order[i, t]
+                env, block = self.cut(mine, region.k, j), self.block(i, j)
+
+                def of_block(leaves: Values) -> Any:
+                    inner = {**env, **leaves}
+                    x = self.scores(inner, block)
+                    return self.weigh(inner, jnp.exp((x - m_) - log_), block)
+
+                _, pull = jax.vjp(of_block, {key: env[key] for key in wanted})
+                found = pull((g, -d))[0]
+                sums = {key: self._added(key, sums[key], found[key], i, j) for key in kept}
+                return sums, {key: grads[key] + found[key].astype(_F32) for key in own}
+
+            def of_columns(leaves: Values) -> Any:
+                columns = self.columns({**mine, **leaves})
+                return sum(jnp.exp((x - m_) - log_).sum(region.k, keepdims=True) for x in columns)
+
+            zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in own}
+            sums, grads = lax.fori_loop(0, saved.visited[i], visit, (sums, zeros))
+            if mine_extra := {key: mine[key] for key in wanted if key in region.extra}:
+                _, pull = jax.vjp(of_columns, mine_extra)
+                like = jax.eval_shape(of_columns, mine_extra)
+                for key, x in pull(jnp.broadcast_to(-d, like.shape))[0].items():
+                    if key in own:
+                        grads[key] = grads[key] + x.astype(_F32)
+                    else:
+                        sums[key] = sums[key] + x.astype(_F32)
+            return sums, grads
+
+        zeros = {key: jnp.zeros(values[key].shape, _F32) for key in kept}
+        sums, grads = lax.scan(of_queries, zeros, jnp.arange(blocks.num_q))
+        found = {key: _joined(x, self._dim(key, region.q) or 0, blocks.queries) for key, x in grads.items()}
+        return {key: _limited(x, shapes[key]) for key, x in {**sums, **found}.items()}
+
+    def _added(self, key: Any, total: Any, x: Any, i: Any, j: Any) -> Any:
+        at: list[Any] = [jnp.int32(0)] * x.ndim
+        for label, number, size in ((self.region.q, i, self.blocks.q_size), (self.region.k, j, self.blocks.k_size)):
+            if (d := self._dim(key, label)) is not None:
+                at[d] = jnp.int32(number * size)
+        old = lax.dynamic_slice(total, at, x.shape)
+        return lax.dynamic_update_slice(total, old + x.astype(_F32), at)
+
+    def _padded(self, key: Any, x: Any) -> Any:
+        blocks = self.blocks
+        for label, size in (
+            (self.region.q, blocks.num_q * blocks.q_size),
+            (self.region.k, blocks.num_k * blocks.k_size),
+        ):
+            if (d := self._dim(key, label)) is not None:
+                x = _grown(x, d, size - x.shape[d])
+        return x
+
+
+def _cut(x: Any, dim: int | None, start: Any, size: int) -> Any:
+    return x if dim is None else lax.dynamic_slice_in_dim(x, start, size, axis=dim)
+
+
+def _joined(x: Any, dim: int, length: int) -> Any:
+    """(block, ..., element of a block at `dim`, ...) as one dim of `length`."""
+    x = jnp.moveaxis(x, 0, dim)
+    x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return lax.slice_in_dim(x, 0, length, axis=dim)
+
+
+def _grown(x: Any, dim: int, more: int, value: float = 0.0) -> Any:
+    if more <= 0:
+        return x
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
+
+
+def _limited(x: Any, shape: Sequence[int]) -> Any:
+    return lax.slice(x, [0] * x.ndim, shape)

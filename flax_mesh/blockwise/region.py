@@ -1,0 +1,162 @@
+"""What is between the two products of an attention, as operations on blocks, and the leaves from which it starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+from flax_mesh.blockwise.dims import Labels, is_blockable, labels_after, labels_before
+from flax_mesh.blockwise.find import NotFoundError, Softmax
+from flax_mesh.blockwise.graph import Literal, Op, Value, source
+
+Key: TypeAlias = Any  # (id of a value, labels), or a Literal
+
+
+class Step(NamedTuple):
+    op: Op
+    labels: Labels  # of the output
+    inputs: tuple[Key, ...]
+    output: Key
+
+
+@dataclass(frozen=True)
+class Region:
+    softmax: Softmax
+    leaves: Mapping[Key, tuple[Value, Labels]]
+    score_steps: tuple[Step, ...]  # from the leaves to the scores, shared ones of masks and dropout included
+    weight_steps: tuple[Step, ...]  # from the exp to the operands of the sum and of the product, without the division
+    scores: Key
+    exp: Key
+    summed: Key
+    weighted: Key
+    values: Key
+    extra: tuple[Key, ...]  # columns without values
+    layout: tuple[
+        tuple[Op, Labels], ...
+    ]  # from the exp to the product's operand: what each row's statistics go through
+    weighted_labels: Labels
+    out_labels: Labels
+
+    @property
+    def q(self) -> int:
+        return self.softmax.q
+
+    @property
+    def k(self) -> int:
+        return self.softmax.k
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the scores."""
+        return tuple(self.softmax.scores.shape)
+
+    @property
+    def out(self) -> Value:
+        return self.softmax.product.outputs[0]
+
+    def steps_labels(self) -> Sequence[tuple[Op, Labels]]:
+        return [(step.op, step.labels) for step in (*self.score_steps, *self.weight_steps)]
+
+
+def region_of(softmax: Softmax) -> Region:
+    """Raises NotFoundError if the operations cannot be evaluated on blocks."""
+    walk = _Walk(softmax)
+    all_labels = tuple(range(len(softmax.scores.shape)))
+    scores = walk.visit(softmax.scores, all_labels)
+    exp = walk.key(softmax.exp.outputs[0], all_labels)
+    extra = tuple(walk.leaf(x, tuple(None if d == softmax.k else d for d in all_labels)) for x in softmax.extra)
+    weight_steps, keys = _weights(walk, softmax, exp)
+    weighted = softmax.labels[id(softmax.weighted)]
+    at, product = softmax.value_at, softmax.product
+    out = labels_after(product, 1 - at, weighted, (softmax.q, softmax.k)) or ()
+    contracted, first = product.params["dimension_numbers"][0], softmax.product.inputs[at]
+    before = labels_before(product, at, out, (softmax.q, softmax.k)) or (None,) * len(first.shape)
+    value_labels = tuple(softmax.k if d in contracted[at] else label for d, label in enumerate(before))
+    values = walk.leaf(first, value_labels)
+    if softmax.extra and keys[id(softmax.summed)] != exp:
+        raise NotFoundError("further columns of the scores are changed before they are summed")
+    return Region(
+        softmax=softmax,
+        leaves=walk.leaves,
+        score_steps=tuple(walk.steps),
+        weight_steps=tuple(weight_steps),
+        scores=scores,
+        exp=exp,
+        summed=keys[id(softmax.summed)],
+        weighted=keys[id(softmax.weighted)],
+        values=values,
+        extra=extra,
+        layout=_layout(softmax),
+        weighted_labels=weighted,
+        out_labels=out,
+    )
+
+
+class _Walk:
+    """Backward from a value: an operation whose output has both dims is a step, everything else a leaf."""
+
+    def __init__(self, softmax: Softmax):
+        self.whole = (softmax.q, softmax.k)
+        self.steps: list[Step] = []
+        self.leaves: dict[Key, tuple[Value, Labels]] = {}
+        self.seen: set[Key] = set()
+
+    def key(self, x: Any, labels: Labels) -> Key:
+        return id(x), tuple(label if x.shape[d] > 1 else None for d, label in enumerate(labels))
+
+    def leaf(self, x: Any, labels: Labels) -> Key:
+        x = source(x)
+        if isinstance(x, Literal):
+            return x
+        key = self.key(x, labels)
+        self.leaves[key] = x, key[1]
+        return key
+
+    def visit(self, x: Any, labels: Labels) -> Key:
+        x = source(x)
+        if isinstance(x, Literal):
+            return x
+        key = _, labels = self.key(x, labels)
+        if key in self.seen:
+            return key
+        self.seen.add(key)
+        op = x.op
+        if op is None or not set(self.whole) <= set(labels) or not is_blockable(op, labels, self.whole):
+            return self.leaf(x, labels)
+        if op.name in ("iota", "random_bits"):
+            inputs = [self.leaf(each, (None,) * len(each.shape)) for each in op.inputs]
+        else:
+            before = [labels_before(op, i, labels, self.whole) or () for i in range(len(op.inputs))]
+            inputs = [self.visit(each, of) for each, of in zip(op.inputs, before, strict=True)]
+        self.steps.append(Step(op, labels, tuple(inputs), key))
+        return key
+
+
+def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[int, Key]]:
+    keys = {id(softmax.exp.outputs[0]): exp}
+    steps = []
+    for op, i in softmax.weights:
+        out, labels = op.outputs[0], softmax.labels[id(op.outputs[0])]
+        source_key = keys[id(op.inputs[i])]
+        if id(op) in softmax.divisions or op.name == "slice":
+            keys[id(out)] = source_key
+            continue
+        inputs = []
+        for n, other in enumerate(op.inputs):
+            before = labels_before(op, n, labels, walk.whole)
+            if before is None:
+                raise NotFoundError(f"its dims are lost in {op.name}")
+            inputs.append(source_key if n == i else walk.visit(other, before))
+        keys[id(out)] = key = walk.key(out, labels)
+        steps.append(Step(op, labels, tuple(inputs), key))
+    return steps, keys
+
+
+def _layout(softmax: Softmax) -> tuple[tuple[Op, Labels], ...]:
+    """The operations from the exp to the operand of the product, in order."""
+    made_by = {id(op.outputs[0]): (op, i) for op, i in softmax.weights}
+    path, x = [], softmax.weighted
+    while x is not softmax.exp.outputs[0]:
+        op, i = made_by[id(x)]
+        path.append((op, softmax.labels[id(x)]))
+        x = op.inputs[i]
+    return tuple(reversed(path))

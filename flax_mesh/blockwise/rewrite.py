@@ -1,0 +1,168 @@
+"""Evaluates a graph with its attentions in blocks. What only they needed, such as masks, is not computed any more."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import core, lax
+from jax.extend import core as jex
+
+from flax_mesh.blockwise.graph import Level, Literal, Op, Value, evaluate, source
+from flax_mesh.jax_compat import REMAT, in_source_of, scan_sizes
+from flax_mesh.tree import is_key
+
+Attend = Callable[[Op, Sequence[Any]], Any]  # (product with a region, values of its leaves) -> its result
+_LARGEST = 2**22  # elements of an array that is computed at trace time
+
+
+class Needed:
+    """The values and the operations that the outputs depend on: an attention needs the leaves of its region only."""
+
+    def __init__(self, top: Level):
+        self.values: set[int] = set()
+        self.ops: set[int] = set()
+        self._level(top)
+
+    def _level(self, level: Level) -> None:
+        for x in level.outputs:
+            self._value(x)
+        for op in level.ops:
+            if op.eqn.effects:
+                self._op(op)
+
+    def _value(self, x: Any) -> None:
+        while isinstance(x, Value) and id(x) not in self.values:
+            self.values.add(id(x))
+            if x.op is not None:
+                self._op(x.op)
+            x = x.outer
+
+    def _op(self, op: Op) -> None:
+        if id(op) in self.ops:
+            return
+        self.ops.add(id(op))
+        if op.region is not None:
+            for x, _ in op.region.leaves.values():
+                self._value(x)
+            return
+        if not op.bodies or op.is_closed:
+            kept = op.inputs
+        elif op.name == "scan":
+            kept = op.inputs[scan_sizes(op.eqn)[0] :]  # constants only if the body needs them
+        elif op.name == "while":
+            first, consts = op.params["cond_nconsts"], op.params["body_nconsts"]
+            kept = [*op.inputs[:first], *op.inputs[first + consts :]]
+        else:
+            kept = op.inputs[:1] if op.name == "cond" else []
+        for x in kept:
+            self._value(x)
+        if not op.is_closed:
+            for body in op.bodies:
+                self._level(body)
+
+
+def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) -> list[Any]:
+    """The outputs of a level, given the values of its inputs and of everything around it by their ids."""
+    env = dict(env)
+
+    def read(x: Any) -> Any:
+        if isinstance(x, Literal):
+            return x.value
+        if id(x) in env:
+            return env[id(x)]
+        return x.const if x.const is not None else read(x.outer)
+
+    for op in level.ops:
+        if id(op) not in needed.ops:
+            continue
+        if op.region is not None:
+            values = [jnp.asarray(read(x)) for x, _ in op.region.leaves.values()]
+            with in_source_of(op.eqn), jax.named_scope("blockwise_attention"):
+                outputs = [attend(op, values)]
+        elif op.bodies and not op.is_closed:
+            outputs = _run_bodies(op, env, read, needed, attend)
+        else:
+            outputs = evaluate(op.eqn, [read(x) for x in op.inputs])
+        env.update((id(v), x) for v, x in zip(op.outputs, outputs, strict=True))
+    return [read(x) for x in level.outputs]
+
+
+def _run_bodies(
+    op: Op, env: Mapping[int, Any], read: Callable[[Any], Any], needed: Needed, attend: Attend
+) -> Sequence[Any]:
+    params = op.params
+
+    def call(body: Level, inputs: Sequence[Value], values: Sequence[Any]) -> list[Any]:
+        inner = {**env, **{id(v): x for v, x in zip(inputs, values, strict=True)}}
+        return run(body, inner, needed, attend)
+
+    if op.name == "scan":
+        consts, carried = scan_sizes(op.eqn)
+        (body,) = op.bodies
+        given = [_as_array(read(x), x) for x in op.inputs[consts:]]
+
+        def step(carry: Any, xs: Any) -> Any:
+            found = call(body, body.inputs[consts:], [*carry, *xs])
+            found = [_as_array(x, v) for x, v in zip(found, body.outputs, strict=True)]
+            return tuple(found[:carried]), tuple(found[carried:])
+
+        how = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, stacked = lax.scan(step, tuple(given[:carried]), tuple(given[carried:]), **how)
+        return [*carry, *stacked]
+    if op.name == "while":
+        first, consts = params["cond_nconsts"], params["body_nconsts"]
+        (body,), condition = op.bodies, params["cond_jaxpr"]
+        of_condition = [read(x) for x in op.inputs[:first]]
+        given = [_as_array(read(x), x) for x in op.inputs[first + consts :]]
+        goes_on = lambda carry: jex.jaxpr_as_fun(condition)(*of_condition, *carry)[0]  # noqa: E731
+        return lax.while_loop(goes_on, lambda carry: call(body, body.inputs[consts:], carry), given)
+    if op.name == "cond":
+        # Both branches have the same operands, those that one of them reads.
+        used = [n for n in range(len(op.inputs) - 1) if any(id(b.inputs[n]) in needed.values for b in op.bodies)]
+        branches = [
+            lambda *values, b=body: [
+                _as_array(x, v) for x, v in zip(call(b, [b.inputs[n] for n in used], values), b.outputs, strict=True)
+            ]
+            for body in op.bodies
+        ]
+        operands = [_as_array(read(op.inputs[n + 1]), op.inputs[n + 1]) for n in used]
+        return lax.switch(jnp.asarray(read(op.inputs[0]), jnp.int32), branches, *operands)
+    assert op.name in REMAT
+    (body,) = op.bodies
+    inputs = [v for v in body.inputs if id(v) in needed.values]
+    remat = jax.checkpoint(
+        lambda *values: call(body, inputs, values), policy=params["policy"], prevent_cse=params["prevent_cse"]
+    )
+    return remat(*(_as_array(read(v.outer), v) for v in inputs))
+
+
+def _as_array(x: Any, of: Any) -> Any:
+    """A literal is a number in a jaxpr, and an array in the function that is traced again."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x, of.aval.dtype)
+
+
+def known_value(x: Any, cache: dict[int, Any]) -> Any:
+    """What depends on no input, as an array of NumPy; None for everything else."""
+    x = source(x)
+    if isinstance(x, Literal):
+        return np.asarray(x.value)
+    if id(x) not in cache:
+        cache[id(x)] = None if is_key(x.aval) else _computed(x, cache)
+    return cache[id(x)]
+
+
+def _computed(x: Value, cache: dict[int, Any]) -> Any:
+    if x.const is not None:
+        return None if isinstance(x.const, core.Tracer) else np.asarray(x.const)
+    op = x.op
+    if op is None or op.bodies or len(op.outputs) != 1 or x.aval.size > _LARGEST or op.eqn.effects:
+        return None
+    if op.name in ("random_bits", "custom_jvp_call") or op.is_closed:
+        return None
+    inputs = [known_value(each, cache) for each in op.inputs]
+    if any(each is None for each in inputs):
+        return None
+    with jax.ensure_compile_time_eval():
+        return np.asarray(evaluate(op.eqn, [jnp.asarray(each) for each in inputs])[0])

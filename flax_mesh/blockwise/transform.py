@@ -1,0 +1,222 @@
+"""`blockwise_attention(fn)`: the same function with every attention in blocks, and lines about each of them."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core as jex
+from jax.sharding import PartitionSpec
+
+from flax_mesh.blockwise.attend import BLOCK, Attention
+from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
+from flax_mesh.blockwise.graph import Level, Op, all_levels, build, closed_around, num_bytes, repeats
+from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, place
+from flax_mesh.blockwise.region import Region, region_of
+from flax_mesh.blockwise.rewrite import Needed, known_value, run
+from flax_mesh.fields import check_types
+from flax_mesh.jax_compat import source_line
+from flax_mesh.text import array_text, bytes_text, count_text
+
+MODES = ("auto", "blockwise", "as_written")
+FEWEST_KEYS = 32  # a softmax over fewer is that of a router
+
+
+class Found(NamedTuple):
+    """The attentions of a traced function."""
+
+    top: Level
+    regions: tuple[Region, ...]
+    left: tuple[str, ...]  # lines about arrays of scores that stay
+    left_bytes: int = 0
+
+
+def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
+    top = build(closed)
+    regions, left, left_bytes = [], [], 0
+    for level in all_levels(top):
+        uses = uses_of(level)
+        for op in level.ops:
+            if op.name == "exp":
+                try:
+                    regions += _regions(op, uses, block)
+                except NotFoundError as error:
+                    if str(error):
+                        left.append(_left_line(op.outputs[0], op, str(error)))
+                        left_bytes += num_bytes(op.outputs[0].aval)
+    for region in regions:
+        left += [
+            _left_line(
+                x, x.op or region.softmax.product, f"{x.op.name} is not evaluated on blocks" if x.op else "it is stored"
+            )
+            for x, labels in region.leaves.values()
+            if {region.q, region.k} <= {*labels}
+        ]
+    return Found(top, tuple(regions), tuple(dict.fromkeys(left)), left_bytes)
+
+
+def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
+    """The attentions around an exp, if they have more scores than one block has."""
+    if len(exp.outputs[0].shape) < 2:
+        return []
+    found = find_softmax(exp, uses)
+    lengths = found[0].lengths
+    if math.prod(lengths) < block**2 or min(lengths) < FEWEST_KEYS:
+        return []
+    if around := closed_around(exp.level):
+        raise NotFoundError(f"it is inside of {around}")
+    return [region_of(each) for each in found]
+
+
+def _left_line(x: Any, op: Op, reason: str) -> str:
+    times, inside = repeats(op.level)
+    count = f"{times} times " if times > 1 and not inside else ""
+    line = source_line(op.eqn)
+    where = f"{line}: " if line else ""
+    return f"{where}{count}{array_text(x.aval)}, {bytes_text(num_bytes(x.aval))}, stays: {reason}"
+
+
+class Rewritten(NamedTuple):
+    """A function with its attentions in blocks."""
+
+    call: Callable[..., list[Any]]
+    lines: tuple[str, ...]
+    saved: int  # bytes of scores, per device, that the function as written keeps for its backward pass
+    left: int  # bytes of the scores that stay
+
+
+def rewrite(
+    closed: jex.ClosedJaxpr,
+    layouts: Sequence[Layout | None],
+    of_const: Callable[[Any], Layout | None],
+    block: int = BLOCK,
+) -> Rewritten:
+    """`layouts` are those of the inputs on a mesh with Auto axes, as far as they are known."""
+    found = find_attention(closed, block)
+    mesh, cache = jax.sharding.get_abstract_mesh(), {}
+    known: dict[int, Layout] = {}
+    if found.regions and not mesh.empty:
+        known = follow(found.top, layouts, of_const, mesh)
+    attentions: dict[int, Attention] = {}
+    for region in found.regions:
+        static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
+        attentions[id(region)] = Attention(region, static, place(region, known, mesh), known, block)
+        region.softmax.product.region = region
+    needed = Needed(found.top)
+
+    def call(*args: Any) -> list[Any]:
+        env = {id(v): x for v, x in zip(found.top.inputs, args, strict=True)}
+        return run(found.top, env, needed, lambda op, values: attentions[id(op.region)](values))
+
+    kinds: dict[str, int] = {}
+    saved = most = 0
+    for attention in attentions.values():
+        level = attention.region.softmax.exp.level
+        times, inside = repeats(level)
+        kinds[attention.text] = kinds.get(attention.text, 0) + times
+        if inside:
+            most = max(most, attention.saved)
+        else:
+            saved += attention.saved * times
+    lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
+    return Rewritten(call, (*lines, *found.left), saved + most, found.left_bytes)
+
+
+@check_types
+def blockwise_attention(
+    fn: Callable[..., Any], *, in_specs: Any = None, block: int = BLOCK, say: Callable[[str], None] | None = None
+) -> Callable[..., Any]:
+    """`fn` with every attention in blocks: memory is linear in the length of sequences, and results are the same.
+
+    Like `jax.checkpoint`, it transforms any function, such as a loss, a model or one layer. The function is traced.
+    Attention is a softmax whose result is contracted, along the dim of the softmax, with other data: from `jax.nn`, of
+    NNX, or written by hand. The equations between its two products are evaluated on blocks of queries and keys, with
+    an online softmax; the backward pass computes them again. So masks, biases, soft caps, dropout and dtypes are those
+    of `fn`. Blocks that a mask leaves empty are skipped: by positions at trace time, by data such as segment ids at run
+    time. Forward mode and second derivatives compute the attention as it was written.
+
+    On a mesh in context, every device computes its own queries and heads, and all keys and values are gathered once
+    for both passes. On Explicit axes the types state how the values are split, on Auto axes `in_specs`.
+
+    Args:
+        fn: A function of arrays, or pytrees of arrays, or NNX modules, whose changes are kept.
+        in_specs: A PartitionSpec per positional argument, or a prefix of their pytrees, as in `jax.shard_map`.
+        block: The length of blocks of queries and keys; shorter for many heads. Smaller attentions stay as they are.
+        say: Is called, when the function is traced, with a line for each kind of attention, and for each array of
+            scores that is left, with the line of the code and the reason.
+
+    Returns:
+        A function with the arguments and results of `fn`.
+
+    Example:
+        >>> attention = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        >>> q = jax.ShapeDtypeStruct((1, 4096, 2, 8), "float32")
+        >>> jax.eval_shape(fm.blockwise_attention(attention, say=print), q, q, q).shape
+        1 attention, q 4096 k 4096, 36 of 64 blocks
+        (1, 4096, 2, 8)
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        modules = [n for n, x in enumerate(args) if isinstance(x, nnx.Pytree)]
+        split = {n: nnx.split(args[n], graph=True) for n in modules}
+
+        def pure(args: Any, kwargs: Any) -> Any:
+            given = [nnx.merge(split[n][0], x) if n in split else x for n, x in enumerate(args)]
+            result = fn(*given, **kwargs)
+            return result, [nnx.split(given[n], graph=True)[1] for n in modules]
+
+        inputs = [split[n][1] if n in split else x for n, x in enumerate(args)], kwargs
+        leaves, tree = jax.tree.flatten(inputs)
+        flat = lambda *leaves: pure(*jax.tree.unflatten(tree, leaves))  # noqa: E731
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        found = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
+        if say is not None:
+            for line in found.lines:
+                say(line)
+        result, changed = jax.tree.unflatten(jax.tree.structure(shapes), found.call(*leaves))
+        for n, state in zip(modules, changed, strict=True):
+            nnx.update(args[n], state)
+        return result
+
+    return wrapped
+
+
+def _layouts(in_specs: Any, args: Sequence[Any], kwargs: Any) -> list[Layout | None]:
+    if in_specs is None:
+        return [None] * len(jax.tree.leaves((args, kwargs)))
+    is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
+    specs = jax.tree.broadcast(tuple(in_specs), tuple(args), is_leaf=is_spec)
+    pairs = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tuple(args)), strict=True)
+    found = [axes_of_spec(spec or (), np.ndim(x)) for spec, x in pairs]
+    return [*found, *[None] * len(jax.tree.leaves(kwargs))]
+
+
+class Choice(NamedTuple):
+    """What is run in the place of a traced function, None for the function itself, and what is said about it."""
+
+    call: Callable[..., list[Any]] | None
+    lines: tuple[str, ...]
+
+
+def choose(
+    closed: jex.ClosedJaxpr,
+    attention: str,
+    layouts: Sequence[Layout | None],
+    of_const: Callable[[Any], Layout | None],
+    limit: int,
+) -> Choice:
+    """`attention` is one of MODES. With auto, attention is in blocks if its scores take more than `limit` bytes."""
+    if attention == "as_written":
+        return Choice(None, ())
+    found = rewrite(closed, layouts, of_const)
+    lines = tuple(f"attention: {line}" for line in found.lines)
+    if attention == "blockwise" or found.saved > limit:
+        return Choice(found.call if found.saved else None, lines)
+    if not found.saved:
+        return Choice(None, lines if found.left > limit else ())
+    sizes = f"its scores take {bytes_text(found.saved)} per device, and auto allows {bytes_text(limit)}"
+    return Choice(None, (f"attention: as written, because {sizes}",))

@@ -1,0 +1,143 @@
+"""Which blocks of keys each block of queries visits: those that its mask leaves, then the others while they matter.
+
+A skipped block of a finite mask is not nothing: a row that has no key has uniform weights over all keys. Blocks that
+are skipped stay at the end of the order, and are visited if a row's maximum is not far enough above their bound.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
+from flax_mesh.blockwise.region import Region
+from flax_mesh.tree import is_key
+
+LOW = -1e3  # blocks whose scores are surely below this may be skipped
+GAP = 104.0  # exp(-104) is 0 in float32, also as a denormal
+ASSUMED = 1e6  # products are assumed to be within this, if a mask is added; checked at run time by norms
+
+
+class Visits(NamedTuple):
+    order: Any  # (blocks of queries, blocks of keys): the blocks that are visited first
+    count: Any  # (blocks of queries,): how many are visited in any case
+    high: Any  # (blocks of queries,): bound of the scores of all others
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the dims of queries, of one device, and of keys are cut."""
+
+    queries: int  # length on one device
+    keys: int
+    q_size: int
+    k_size: int
+    parts: int  # devices that the queries are split over
+
+    @property
+    def num_q(self) -> int:
+        return -(-self.queries // self.q_size)
+
+    @property
+    def num_k(self) -> int:
+        return -(-self.keys // self.k_size)
+
+    def cuts(self, region: Region, part: Any = None) -> Cuts:
+        """Of one device, or of all of them."""
+        if part is None:
+            rows = np.arange(self.parts)[:, None] * self.queries + np.arange(self.num_q) * self.q_size
+            starts, stop = rows.reshape(-1), self.parts * self.queries
+        else:
+            starts = jnp.asarray(part * self.queries) + np.arange(self.num_q) * self.q_size
+            stop = (part + 1) * self.queries
+        columns = np.arange(self.num_k) * self.k_size
+        return {region.q: (starts, self.q_size, stop), region.k: (columns, self.k_size, self.keys)}
+
+
+def needs_data(region: Region, static: Mapping[Any, Any]) -> bool:
+    """Whether a mask depends on data: on integers or booleans that are not known at trace time."""
+    return any(
+        static.get(key) is None and not is_key(x.aval) and not jnp.issubdtype(x.aval.dtype, jnp.floating)
+        for key, (x, labels) in region.leaves.items()
+        if labels and {region.q, region.k} & {*labels}
+    )
+
+
+def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> tuple[Visits, bool]:
+    """Visits that are known at trace time, of all devices, and whether they hold only if products are small."""
+    cuts = blocks.cuts(region)
+    leaves = {
+        key: bound_leaf(np.asarray(static[key]), labels, cuts) if static.get(key) is not None else unknown(len(labels))
+        for key, (_, labels) in region.leaves.items()
+    }
+    shape = len(cuts[region.q][0]), blocks.num_k
+    sure = _high(region, bound_scores(region, leaves, cuts, np.inf), shape)
+    if _products(region) is None:
+        return _visits(sure), False
+    assumed = _high(region, bound_scores(region, leaves, cuts, ASSUMED), shape)
+    more = bool(((assumed < LOW) & ~(sure < LOW)).any())
+    return _visits(assumed if more else sure), more
+
+
+def data_visits(region: Region, blocks: Blocks, values: Mapping[Any, Any], part: Any) -> Visits:
+    """Visits of one device, from the values of its leaves."""
+    cuts = blocks.cuts(region, part)
+    leaves: dict[Any, Bound] = {}
+    for key, (x, labels) in region.leaves.items():
+        is_known = not is_key(x.aval) and not jnp.issubdtype(x.aval.dtype, jnp.floating)
+        leaves[key] = bound_leaf(jnp.asarray(values[key]), labels, cuts) if is_known else unknown(len(labels))
+    products = _products(region)
+    bound = bound_scores(region, leaves, cuts, np.inf if products is None else ASSUMED)
+    found = _visits(_high(region, bound, (blocks.num_q, blocks.num_k)))
+    return found if products is None else guarded(region, found, values)
+
+
+def guarded(region: Region, visits: Visits, values: Mapping[Any, Any]) -> Visits:
+    """All blocks are visited if a product may be larger than assumed."""
+    is_small = [_norm(x, y, values) < ASSUMED for x, y in _products(region) or []]
+    count = jnp.where(functools.reduce(jnp.logical_and, is_small), visits.count, visits.order.shape[1])
+    return visits._replace(count=count)
+
+
+def _norm(x: tuple[Any, Sequence[int]], y: tuple[Any, Sequence[int]], values: Mapping[Any, Any]) -> jax.Array:
+    """The product of the largest norms of two operands, which their product cannot exceed."""
+    found = []
+    for key, contracted in (x, y):
+        value = lax.stop_gradient(values[key]).astype(jnp.float32)
+        found.append(jnp.sqrt(jnp.max(jnp.sum(value * value, tuple(contracted)))))
+    return found[0] * found[1]
+
+
+def _products(region: Region) -> list[tuple[tuple[Any, Sequence[int]], tuple[Any, Sequence[int]]]] | None:
+    """The operands of all products among the scores, with the dims that are contracted; None if one is no leaf."""
+    found = []
+    for step in region.score_steps:
+        if step.op.name == "dot_general":
+            if any(key not in region.leaves for key in step.inputs):
+                return None
+            contracted = step.op.params["dimension_numbers"][0]
+            found.append(tuple(zip(step.inputs, contracted, strict=True)))
+    return found or None
+
+
+def _high(region: Region, bound: Bound, shape: tuple[int, int]) -> Any:
+    """The upper bounds of the blocks, (blocks of queries, blocks of keys)."""
+    high = bound[1]
+    m = module_of(high)
+    high = m.max(high, axis=tuple(d for d in range(m.ndim(high)) if d not in (region.q, region.k)))
+    return m.broadcast_to(high.T if region.q > region.k else high, shape)
+
+
+def _visits(high: Any) -> Visits:
+    m = module_of(high)
+    skipped = high < LOW
+    order = m.argsort(m.where(skipped, 1, 0), axis=1, stable=True).astype(np.int32)
+    most = m.max(m.where(skipped, high, -np.inf), axis=1)
+    finite = m.where(most == -np.inf, 0.0, most)
+    most = (most + abs(finite) * 1e-6).astype(np.float32)  # above what rounding changes
+    return Visits(order, m.sum(~skipped, axis=1).astype(np.int32), most)

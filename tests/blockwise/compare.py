@@ -1,0 +1,48 @@
+"""Loss and gradients of a function in blocks, compared with those of the function as it is."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+    """(function of the arrays of floats among `args`, these arrays): a random combination of all results."""
+    leaves, tree = jax.tree.flatten(tuple(args))
+    at = [n for n, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def scalar(floats: Sequence[Any]) -> Any:
+        given = dict(zip(at, floats, strict=True))
+        results = jax.tree.leaves(fn(*jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])))
+        weights = [jax.random.normal(jax.random.key(5), x.shape) for x in results]
+        return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(results, weights, strict=True))
+
+    return scalar, [leaves[n] for n in at]
+
+
+def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> float:
+    """The largest relative difference between the losses and between the gradients of each argument."""
+    both = [jax.jit(jax.value_and_grad(scalar_of(each, args)[0]))(scalar_of(each, args)[1]) for each in (fn, other)]
+    flat = [[x.astype(jnp.float32).ravel() for x in jax.tree.leaves(found)] for found in both]
+    size = max(float(jnp.linalg.norm(x)) for x in flat[0])
+    pairs = zip(*flat, strict=True)
+    return max(float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(x), 1e-2 * size)) for x, y in pairs)
+
+
+def largest_square(jaxpr: Any, length: int) -> int:
+    """The most elements of an array of a jaxpr with two dims of `length`."""
+    most, stack = 0, [jaxpr]
+    while stack:
+        for eqn in stack.pop().eqns:
+            sizes = [v.aval.size for v in eqn.outvars if [*getattr(v.aval, "shape", ())].count(length) >= 2]
+            most = max([most, *sizes])
+            for value in eqn.params.values():
+                each = value if isinstance(value, tuple | list) else (value,)
+                stack += [inner for x in each if hasattr(inner := getattr(x, "jaxpr", x), "eqns")]
+    return most
+
+
+def square_of_gradient(fn: Callable[..., Any], args: Sequence[Any], length: int) -> int:
+    scalar, floats = scalar_of(fn, args)
+    return largest_square(jax.make_jaxpr(jax.grad(scalar))(floats).jaxpr, length)

@@ -1,0 +1,241 @@
+"""Attentions in the forms in which models write them: (function, arguments) by name. Sequences have S = 96 elements."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+S, B = 96, 2
+Program = tuple[Callable[..., Any], tuple[Any, ...]]
+PROGRAMS: dict[str, Callable[[], Program]] = {}
+LEFT = {"returned_weights", "router"}  # these stay as they are
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (B, S)), 1)
+PADDING = np.arange(S)[None] < np.array([[S - 30], [S - 50]])
+
+
+def program(fn: Callable[[], Program]) -> Callable[[], Program]:
+    PROGRAMS[fn.__name__] = fn
+    return fn
+
+
+def rand(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed + 7 * sum(shape)), shape).astype(dtype)
+
+
+def qkv(heads: int = 4, kv_heads: int = 4, keys: int = S, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
+    shapes = ((B, S, heads, 8), (B, keys, kv_heads, 8), (B, keys, kv_heads, 8))
+    return tuple(rand(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
+
+
+def distance() -> jax.Array:
+    return jnp.arange(S)[:, None] - jnp.arange(S)
+
+
+def causal(s: jax.Array) -> jax.Array:
+    return jnp.where(distance() >= 0, s, -1e30)
+
+
+def by_hand(q: Any, k: Any, v: Any, change: Callable[[Any], Any] = lambda s: s) -> jax.Array:
+    s = change(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3)
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1), v)
+
+
+def _changed(name: str, change: Callable[..., Any], *more: Any) -> None:
+    PROGRAMS[name] = lambda: (lambda q, k, v, *args: by_hand(q, k, v, lambda s: change(s, *args)), (*qkv(), *more))
+
+
+_changed("full", lambda s: s)
+_changed("causal", causal)
+_changed("soft_cap", lambda s: causal(5 * jnp.tanh(s / 5)))
+_changed("window", lambda s: jnp.where((distance() >= 0) & (distance() < 20), s, -jnp.inf))
+_changed("additive_mask", lambda s: s + jnp.where(jnp.arange(S)[:, None] >= jnp.arange(S), 0.0, -1e9)[None, None])
+_changed("alibi", lambda s: causal(s - (2.0 ** -jnp.arange(4.0))[:, None, None] * jnp.abs(distance())))
+_changed("bias_parameter", lambda s, bias: causal(s + bias), rand(4, S, S))
+_changed("key_padding", lambda s: jnp.where(jnp.asarray(PADDING)[:, None, None, :], s, -1e9))
+_changed("padding_as_input", lambda s, pad: jnp.where(pad[:, None, None, :], s, -1e9), PADDING)
+_changed(
+    "segments_as_input",
+    lambda s, x: jnp.where((distance() >= 0) & (x[:, None, :, None] == x[:, None, None, :]), s, -1e30),
+    SEGMENTS,
+)
+# The first rows have no key. Their mask is finite, so their weights are uniform over all keys.
+_changed(
+    "empty_rows_finite",
+    lambda s, x: jnp.where((distance() >= 0) & x[:, None, None, :], s, jnp.finfo(jnp.float32).min),
+    ~PADDING,
+)
+_changed("talking_heads", lambda s, w: causal(jnp.einsum("bnqk,nm->bmqk", s, w)), rand(4, 4))
+
+
+@program
+def table_of_biases() -> Program:
+    def fn(q: Any, k: Any, v: Any, table: Any) -> Any:
+        i = jnp.arange(S)
+        bias = jnp.take(table, jnp.clip(i[:, None] - i[None], -15, 16) + 15, axis=0)
+        return by_hand(q, k, v, lambda s: s + jnp.transpose(bias, (2, 0, 1))[None])
+
+    return fn, (*qkv(), rand(32, 4))
+
+
+@program
+def grouped_queries() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = jnp.einsum("bqkgh,bskh->bkgqs", q.reshape(B, S, 2, 2, 8), k) * 0.3
+        return jnp.einsum("bkgqs,bskh->bqkgh", jax.nn.softmax(causal(s), -1), v).reshape(B, S, 4, 8)
+
+    return fn, qkv(4, 2)
+
+
+@program
+def grouped_queries_merged() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = jnp.einsum("BTHGD,BSHD->BHGTS", q.reshape(B, S, 2, 2, 8), k) * 0.3
+        p = jax.nn.softmax(causal(s.reshape(B, 4, S, S)).astype(jnp.float32), -1).astype(q.dtype)
+        return jnp.einsum("BHGTS,BSHD->BTHGD", p.reshape(B, 2, 2, S, S), v).reshape(B, S, 4, 8)
+
+    return fn, qkv(4, 2)
+
+
+@program
+def latent_two_products() -> Program:
+    def fn(q: Any, k: Any, v: Any, q_rope: Any, k_rope: Any) -> Any:
+        return by_hand(q, k, v, lambda s: causal((3 * s + jnp.einsum("bqnh,bkh->bnqk", q_rope, k_rope)) * 0.2))
+
+    return fn, (*qkv(), rand(B, S, 4, 6), rand(B, S, 6))
+
+
+@program
+def exp_by_hand() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k))
+        e = jnp.exp(s - s.max(-1, keepdims=True))
+        return jnp.einsum("bnqk,bknh->bqnh", e / e.sum(-1, keepdims=True), v)
+
+    return fn, qkv()
+
+
+@program
+def softmax_where() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        s = jnp.einsum("bqnh,bknh->bnqk", q, k)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1, where=distance() >= 0), v)
+
+    return fn, qkv()
+
+
+@program
+def dropout() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = jax.nn.softmax(causal(jnp.einsum("bqnh,bknh->bnqk", q, k)), -1)
+        keep = jax.random.bernoulli(jax.random.key(3), 0.8, p.shape)
+        return jnp.einsum("bnqk,bknh->bqnh", jnp.where(keep, p / 0.8, 0), v)
+
+    return fn, qkv()
+
+
+@program
+def sink() -> Program:
+    def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
+        s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k))
+        s = jnp.concatenate([s, jnp.broadcast_to(w[None, :, None, None], (B, 4, S, 1))], -1)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1)[..., :-1], v)
+
+    return fn, (*qkv(), rand(4))
+
+
+@program
+def sink_in_front() -> Program:
+    def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
+        s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k))
+        s = jnp.concatenate([jnp.einsum("bqnh,nhz->bnqz", q, w), s], -1)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1)[..., 2:], v)
+
+    return fn, (*qkv(), rand(4, 8, 2))
+
+
+@program
+def two_products_of_one_softmax() -> Program:
+    def fn(q: Any, k: Any, v: Any, position: Any) -> Any:
+        p = jax.nn.softmax(causal(jnp.einsum("bqnh,bknh->bnqk", q, k)), -1)
+        out = jnp.einsum("bnqk,bknh->bqnh", p, v)
+        return out + jnp.einsum("bnqk,bkc->bqnc", p, position + out.mean((0, 1, 2)))
+
+    return fn, (*qkv(), rand(B, S, 8))
+
+
+@program
+def in_a_branch() -> Program:
+    def fn(q: Any, k: Any, v: Any, flag: Any) -> Any:
+        return jax.lax.cond(flag, lambda q, k, v: by_hand(q, k, v, causal), by_hand, q, k, v)
+
+    return fn, (*qkv(), np.True_)
+
+
+@program
+def cross() -> Program:
+    return by_hand, qkv(keys=70)
+
+
+def _of_jax(name: str, *shape: Any, **kwargs: Any) -> None:
+    PROGRAMS[name] = lambda: (lambda q, k, v: jax.nn.dot_product_attention(q, k, v, **kwargs), qkv(*shape))
+
+
+_of_jax("of_jax", 4, 2, is_causal=True)
+_of_jax("of_jax_window", 4, 2, is_causal=True, local_window_size=(20, 0))
+_of_jax("of_jax_bfloat16", 4, 2, S, jnp.bfloat16, is_causal=True)
+_LENGTHS = {"key_value_seq_lengths": np.array([40, 70]), "query_seq_lengths": np.array([96, 96])}
+_of_jax("of_jax_lengths", 4, 4, **_LENGTHS)
+
+
+@program
+def vmapped() -> Program:
+    each = lambda q, k, v: by_hand(q, k, v, causal)  # noqa: E731
+    return jax.vmap(each, in_axes=1, out_axes=1), tuple(x[:, None] for x in qkv())
+
+
+def _of_nnx(**kwargs: Any) -> Program:
+    model = nnx.MultiHeadAttention(num_heads=4, in_features=16, decode=False, rngs=nnx.Rngs(0), **kwargs)
+    graphdef, params, others = nnx.split(model, nnx.Param, ...)
+
+    def fn(params: Any, x: Any) -> Any:
+        return nnx.merge(graphdef, params, others, copy=True)(x, mask=nnx.make_causal_mask(jnp.ones((B, S))))
+
+    return fn, (params, rand(B, S, 16))
+
+
+PROGRAMS["of_nnx"] = _of_nnx
+PROGRAMS["of_nnx_dropout"] = lambda: _of_nnx(dropout_rate=0.3, deterministic=False)
+
+
+@program
+def mask_outside_of_scan_and_remat() -> Program:
+    def fn(x: Any, w: Any) -> Any:
+        mask = jnp.where(jnp.arange(S)[:, None] >= jnp.arange(S), 0.0, -1e9)
+
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            h = (x @ w).reshape(B, S, 4, 4)
+            return x + by_hand(h, h, h, lambda s: 3 * s + mask).reshape(B, S, 16), None
+
+        return jax.lax.scan(jax.checkpoint(layer), x, w)[0]
+
+    return fn, (rand(B, S, 16), rand(3, 16, 16) * 0.3)
+
+
+@program
+def returned_weights() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k), -1)
+        return jnp.einsum("bnqk,bknh->bqnh", p, v), p.mean()
+
+    return fn, qkv()
+
+
+@program
+def router() -> Program:
+    def fn(x: Any, w: Any, e: Any) -> Any:
+        return jnp.einsum("bse,ed->bsd", jax.nn.softmax(x @ w, -1), e)
+
+    return fn, (rand(B, S, 16), rand(16, 8), rand(8, 16))

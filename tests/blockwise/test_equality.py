@@ -1,0 +1,20 @@
+"""Loss and gradients of attention in blocks are those of the function as it was written."""
+
+import pytest
+
+from flax_mesh.blockwise.transform import blockwise_attention
+from tests.blockwise.compare import difference, square_of_gradient
+from tests.blockwise.programs import LEFT, PROGRAMS, S
+
+FAST = ("empty_rows_finite", "sink")
+KEEP_BIAS = {"bias_parameter"}  # its gradient has two dims of S
+
+
+@pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in PROGRAMS])
+def test_a_program_in_blocks_equals_the_program_as_it_was_written(name):
+    fn, args = PROGRAMS[name]()
+    lines = []
+    blockwise = blockwise_attention(fn, block=40, say=lines.append)
+    assert difference(fn, blockwise, args) < (4e-2 if "bfloat16" in name else 2e-5)
+    square = square_of_gradient(blockwise, args, S)
+    assert (square > 0) == (name in LEFT - {"router"} | KEEP_BIAS), lines

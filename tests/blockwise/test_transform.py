@@ -1,0 +1,155 @@
+"""What is said about attention, when it changes nothing, and what is left to JAX."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import flax_mesh as fm
+from flax_mesh.blockwise import loops, visits
+from flax_mesh.blockwise.attend import RESIDUALS
+from tests.blockwise.compare import difference, largest_square, square_of_gradient
+from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, qkv
+
+
+def lines_of(fn, args, block=40):
+    lines = []
+    jax.eval_shape(fm.blockwise_attention(fn, block=block, say=lines.append), *args)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("causal", "1 attention, q 96 k 96, 6 of 9 blocks"),
+        ("window", "1 attention, q 96 k 96, 5 of 9 blocks"),
+        ("cross", "1 attention, q 96 k 70, 6 of 6 blocks"),
+        ("segments_as_input", "1 attention, q 96 k 96, blocks by data"),
+        ("two_products_of_one_softmax", "2 attentions, q 96 k 96, 6 of 9 blocks"),
+        ("mask_outside_of_scan_and_remat", "3 attentions, q 96 k 96, 6 of 9 blocks"),
+    ],
+)
+def test_a_line_counts_the_attentions_of_a_kind_and_their_blocks(name, line):
+    assert lines_of(*PROGRAMS[name]()) == [line]
+
+
+def test_a_line_names_what_stays_with_its_place_bytes_and_reason():
+    (line,) = lines_of(*PROGRAMS["returned_weights"]())
+    assert "programs.py" in line and line.endswith("f32[2,4,96,96], 288 KiB, stays: the softmax is summed itself")
+
+
+def test_attention_in_a_function_with_its_own_derivative_stays_and_is_named():
+    own = jax.custom_vjp(lambda q, k, v: by_hand(q, k, v, causal))
+    own.defvjp(lambda *x: (own(*x), x), lambda x, g: x)
+    (line,) = lines_of(own, qkv())
+    assert line.endswith("stays: it is inside of custom_vjp_call")
+
+
+def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
+    logits = lambda x: jax.nn.log_softmax(x @ x.swapaxes(1, 2)).sum()  # noqa: E731
+    assert lines_of(*PROGRAMS["router"]()) == lines_of(logits, (jnp.ones((B, S, 8)),)) == []
+    fn, args = PROGRAMS["causal"]()
+    assert lines_of(fn, args, block=512) == []
+
+
+def test_changes_of_a_module_and_keywords_are_kept():
+    from flax import nnx
+
+    class Counts(nnx.Module):
+        def __init__(self):
+            self.calls = nnx.Variable(jnp.zeros(()))
+
+        def __call__(self, q, k, v, *, scale):
+            self.calls[...] += 1
+            return by_hand(q * scale, k, v)
+
+    model = Counts()
+    q, k, v = qkv()
+    found = fm.blockwise_attention(lambda m, q, **x: m(q, k, v, **x), block=40)(model, q, scale=2.0)
+    assert float(model.calls[...]) == 1
+    np.testing.assert_allclose(found, by_hand(q * 2, k, v), atol=1e-5)
+
+
+def small(q, k, v):
+    s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3)
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1), v)
+
+
+@pytest.mark.slow
+def test_forward_mode_and_second_derivatives_are_those_of_the_function():
+    args = tuple(x[:1, :, :1, :2] for x in qkv())
+    blockwise = fm.blockwise_attention(small, block=40)
+    assert difference(lambda *x: jax.jvp(small, x, x)[1], lambda *x: jax.jvp(blockwise, x, x)[1], args) < 1e-5
+    of = lambda fn: lambda *x: jax.grad(lambda q: jnp.sum(jnp.sin(fn(q, *x[1:]))))(x[0])  # noqa: E731
+    assert difference(of(small), of(blockwise), args) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["vmap of grad", "grad of vmap"])
+def test_a_batch_of_functions_is_that_of_the_function(outer):
+    args = tuple(jnp.stack([x, 2 * x]) for x in qkv())
+    blockwise = fm.blockwise_attention(small, block=40)
+    loss = lambda fn: lambda *x: jnp.sum(jnp.sin(fn(*x)))  # noqa: E731
+    if outer == "vmap of grad":
+        each = [jax.vmap(jax.grad(loss(fn), (0, 1, 2))) for fn in (small, blockwise)]
+        pairs = zip(*(fn(*args) for fn in each), strict=True)
+        assert all(float(jnp.abs(x - y).max()) < 1e-5 for x, y in pairs)
+    else:
+        assert difference(jax.vmap(small), jax.vmap(blockwise), args) < 1e-5
+
+
+def test_a_policy_that_saves_the_name_does_not_compute_the_loops_again():
+    policy = jax.checkpoint_policies.save_only_these_names(RESIDUALS)
+    blockwise = fm.blockwise_attention(small, block=40)
+
+    def loops_of(policy):
+        loss = lambda *x: jnp.sum(checkpoint_name(jax.checkpoint(blockwise, policy=policy)(*x), "y"))  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(*qkv())).count("while[")
+
+    assert loops_of(policy) < loops_of(None)
+
+
+def test_no_array_of_scores_is_left_in_the_program_of_a_gradient():
+    fn, args = PROGRAMS["mask_outside_of_scan_and_remat"]()
+    assert square_of_gradient(fn, args, S) > 0
+    assert square_of_gradient(fm.blockwise_attention(fn, block=40), args, S) == 0
+    assert largest_square(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((S, 2))).jaxpr, S) == S * S
+
+
+def _one_number(m, log_sum):
+    return jnp.zeros_like(m), m + log_sum
+
+
+PLANTED = {
+    "log-sum-exp in one number": "empty_rows_finite",
+    "a skipped block of a finite mask": "empty_rows_finite",
+    "a bound that is off by one": "causal",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_a_planted_mistake_is_found(mistake, monkeypatch):
+    if mistake == "log-sum-exp in one number":
+        forward = loops.Loops.forward
+
+        def joined(self, values, visits):
+            out, saved = forward(self, values, visits)
+            m, log_sum = _one_number(saved.maximum, saved.log_sum)
+            return out, saved._replace(maximum=m, log_sum=log_sum)
+
+        monkeypatch.setattr(loops.Loops, "forward", joined)
+    elif mistake == "a skipped block of a finite mask":
+        monkeypatch.setattr(loops, "GAP", -np.inf)
+    else:
+        high_of = visits._high
+
+        def of_the_next_block(*args):
+            high = high_of(*args)
+            return np.concatenate([high[:, 1:], high[:, -1:]], 1)
+
+        monkeypatch.setattr(visits, "_high", of_the_next_block)
+    fn, args = PROGRAMS[PLANTED[mistake]]()
+    found = difference(fn, fm.blockwise_attention(fn, block=40), args)
+    assert not found < 1e-3
