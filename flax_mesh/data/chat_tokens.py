@@ -38,8 +38,8 @@ def open_tokenizer(folder: str, vocab_size: int) -> Any:
     Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
     """
     path = user_path(folder) if folder and not path_problem(folder) else None
-    found = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
-    if found is None:
+    source = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
+    if source is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
         raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
     logger, quiet = logging.getLogger("transformers"), lambda record: "PyTorch was not found" not in record.getMessage()
@@ -48,17 +48,17 @@ def open_tokenizer(folder: str, vocab_size: int) -> Any:
         import jinja2  # noqa: F401 # pyright: ignore[reportMissingImports] (of chat templates)
         from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
-        tokenizer = AutoTokenizer.from_pretrained(str(found), local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the tokenizer of {found} {EXTRA.format(error.name)}") from error
+        raise ConfigError(f"the tokenizer of {source} {EXTRA.format(error.name)}") from error
     except (ValueError, OSError, TypeError, LookupError, AttributeError, ImportError) as error:
-        problem = f"the tokenizer of {found} cannot be read: {type(error).__name__}: {first_line(error)}"
+        problem = f"the tokenizer of {source} cannot be read: {type(error).__name__}: {first_line(error)}"
         raise ConfigError(f"{problem}; replace its files by those of the model") from error
     finally:
         logger.removeFilter(quiet)
     tokenizer.model_max_length = 2**31  # data.sequence_length is the limit
     if (size := max(tokenizer.get_vocab().values(), default=-1) + 1) > vocab_size:
-        text = f"must be at least {size}, the number of ids of the tokenizer in {found}"
+        text = f"must be at least {size}, the number of ids of the tokenizer in {source}"
         raise ConfigError(Problem("model.vocab_size", text, value=vocab_size))
     return tokenizer
 
@@ -90,11 +90,11 @@ class Encoder:
         return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
 
     def _format_of(self, row: dict[str, Any]) -> tuple[str, ...]:
-        found = next((names for names in FORMATS if all(name in row for name in names)), None)
-        if found is None:
+        names_of = next((names for names in FORMATS if all(name in row for name in names)), None)
+        if names_of is None:
             wanted = " or ".join(" and ".join(map(repr, names)) for names in FORMATS)
             raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
-        return found
+        return names_of
 
     @cached_property
     def _has_marks(self) -> bool:
@@ -142,9 +142,9 @@ class Encoder:
             texts = message.get("role"), "" if message.get("tool_calls") else message.get("content")
             if not all(isinstance(x, str) for x in texts):
                 raise BadRowError(f"'role' and 'content' of message {i} must be text")
-        found = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
-        ids, prompt = found["input_ids"], len(messages) - len(values[-1])
-        marks = np.array(found["assistant_masks"] if self._has_marks and not self._all else np.ones(len(ids)), bool)
+        rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
+        ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
+        marks = np.array(rendered["assistant_masks"] if self._has_marks and not self._all else np.ones(len(ids)), bool)
         if self._all or (self._has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)

@@ -52,12 +52,12 @@ class TokenFiles:
 
     def __getitem__(self, window: slice) -> np.ndarray:
         start, stop, _ = window.indices(len(self))
-        found, offset = [np.empty(0, self.dtype)], 0
+        pieces, offset = [np.empty(0, self.dtype)], 0
         for piece in self.pieces:
             if offset < stop and start < offset + len(piece):
-                found.append(piece[max(start - offset, 0) : stop - offset])
+                pieces.append(piece[max(start - offset, 0) : stop - offset])
             offset += len(piece)
-        return np.concatenate(found)
+        return np.concatenate(pieces)
 
 
 Tokens = np.ndarray | TokenFiles
@@ -184,12 +184,12 @@ def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str
 
 def _read_corpus(config: DataConfig) -> Corpus:
     with labelled("data.source"):
-        found = load_documents(config.source, config.bin_dtype)
-    documents, is_text, files = found.tokens, found.is_text, found.paths
+        loaded = load_documents(config.source, config.bin_dtype)
+    documents, is_text, files = loaded.tokens, loaded.is_text, loaded.paths
     # Before the tokens are hashed: a file that is written after that has another stamp.
     stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
     with labelled("data.source"):
-        train, held_out, split = _split(found, config.held_out)
+        train, held_out, split = _split(loaded, config.held_out)
 
     label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
     size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
@@ -208,22 +208,22 @@ def _read_corpus(config: DataConfig) -> Corpus:
 def _stamp(path: str | Path) -> FileStamp | None:
     """None if the file is gone. Its memory map remains valid."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
-def _split(found: Documents, share: float) -> tuple[Tokens, Tokens, str]:
+def _split(loaded: Documents, share: float) -> tuple[Tokens, Tokens, str]:
     """(training tokens, held-out tokens, description of the division)."""
-    documents = found.tokens
+    documents = loaded.tokens
     if len(documents) == 1:
         (tokens,) = documents.values()
         cut = len(tokens) - round(len(tokens) * share)
         return tokens[:cut], tokens[cut:], f"trains on the first {cut:,}, holds out the last {len(tokens) - cut:,}"
     names = _held_out_names(documents, share)
-    train = found.join([name for name in documents if name not in names])
-    held_out = found.join([name for name in documents if name in names])
+    train = loaded.join([name for name in documents if name not in names])
+    held_out = loaded.join([name for name in documents if name in names])
     trains = f"trains on {count_text(len(documents) - len(names), 'file')} ({len(train):,})"
     holds_out = f"holds out {count_text(len(names), 'file')} ({len(held_out):,})"
     return train, held_out, f"{trains}, {holds_out}, by a hash of their paths"
@@ -291,14 +291,14 @@ def _text_files(root: Path) -> dict[str, Path]:
     def is_text(path: Path) -> bool:
         return path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
 
-    found = _walk(root, excluded=set())
-    texts = {name: path for name, path in found.items() if is_text(path)}
+    files = _walk(root, excluded=set())
+    texts = {name: path for name, path in files.items() if is_text(path)}
     if not texts:
-        tokens = {path.suffix.lower() for path in found.values()} & set(TOKEN_SUFFIXES)
+        tokens = {path.suffix.lower() for path in files.values()} & set(TOKEN_SUFFIXES)
         hint = "".join(f" For its token files, use {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
         raise ConfigError(
             f"{root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
-            f"among its {count_text(len(found), 'file')}.{hint}"
+            f"among its {count_text(len(files), 'file')}.{hint}"
         )
     return texts
 
@@ -307,12 +307,12 @@ def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
     def fail(error: OSError) -> None:  # by default os.walk skips folders that cannot be read
         raise error
 
-    found = {}
+    files = {}
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        found |= {path.relative_to(root).as_posix(): path for path in paths if os.path.isfile(path)}
-    return _distinct(found)
+        files |= {path.relative_to(root).as_posix(): path for path in paths if os.path.isfile(path)}
+    return _distinct(files)
 
 
 def _distinct(files: dict[str, Path]) -> dict[str, Path]:

@@ -39,25 +39,25 @@ def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]
             totals[name] = totals.get(name, 0.0) + value
     weight = totals.pop("weight", 0.0)
     if not weight:
-        found = "the weights that loss_fn returned add up to 0" if totals else "there is no batch"
-        raise ConfigError(f"mean_metrics needs batches with a weight, but {found}")
+        reason = "the weights that loss_fn returned add up to 0" if totals else "there is no batch"
+        raise ConfigError(f"mean_metrics needs batches with a weight, but {reason}")
     return {name: total / weight for name, total in totals.items()}
 
 
 def eval_fn_problems(eval_fns: EvalFns) -> list[str]:
     """One line for every entry that is no function under a valid name."""
-    found = []
+    problems = []
     for name, function in eval_fns.items():
         if not isinstance(name, str) or not name or "/" in name:
-            found.append(f"eval_fns: a name must be text without '/', got {name!r}")
+            problems.append(f"eval_fns: a name must be text without '/', got {name!r}")
         elif not callable(function):
-            found.append(f"eval_fns[{name!r}] must be a function, got {type(function).__name__}")
-    return found
+            problems.append(f"eval_fns[{name!r}] must be a function, got {type(function).__name__}")
+    return problems
 
 
 def run_eval_fns(eval_fns: EvalFns, evaluate: Evaluate) -> dict[str, float]:
     """The metrics of all functions, as "NAME/METRIC". ConfigError for what is no dict of real numbers."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for name, function in eval_fns.items():
         what, place = f"eval_fns[{name!r}]", place_of(function)
         try:
@@ -67,8 +67,8 @@ def run_eval_fns(eval_fns: EvalFns, evaluate: Evaluate) -> dict[str, float]:
             raise ConfigError([p if p.setting == what else p.within(what) for p in error.problems]) from error
         if problem := _problem(metrics):
             raise ConfigError(joined(what, place, f"it must return a dict of real numbers, got {problem}"))
-        found |= {f"{name}/{metric}": float(value) for metric, value in metrics.items()}
-    return found
+        results |= {f"{name}/{metric}": float(value) for metric, value in metrics.items()}
+    return results
 
 
 def _problem(metrics: Any) -> str:
@@ -113,7 +113,7 @@ def _checked(batch: Any, mesh: Mesh, axes: PartitionAxis, parts: int) -> Any:
 
 def token_metrics(sums: Iterable[Mapping[str, Any]], bytes_per_token: float | None) -> dict[str, float | None]:
     """`eval_loss` and, for text, `bits_per_byte` of the held-out tokens."""
-    found = list(sums)
+    rows = list(sums)
     # The training loss of a mixture of experts includes the router's losses; bits per byte must not.
-    loss = float(sum(s.get("cross_entropy", s["loss"]) for s in found) / sum(s["weight"] for s in found))
+    loss = float(sum(s.get("cross_entropy", s["loss"]) for s in rows) / sum(s["weight"] for s in rows))
     return {"eval_loss": loss, "bits_per_byte": loss / math.log(2) / bytes_per_token if bytes_per_token else None}

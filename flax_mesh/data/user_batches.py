@@ -28,13 +28,13 @@ class UserBatches:
     def __init__(self, make: Callable[[], Any], rows: int, *, resumable: bool = True):
         self.place = place_of(make)
         with user_code("make_batches", self.place):
-            made = make()
-        missing = [name for name in METHODS if not hasattr(made, name)]
-        if problem := _kind_problem(made, missing, resumable):
+            batches = make()
+        missing = [name for name in METHODS if not hasattr(batches, name)]
+        if problem := _kind_problem(batches, missing, resumable):
             raise ConfigError(joined("make_batches", self.place, problem))
-        self.iterator = None if missing else IteratorBatches(made, self.place)
-        stream = self.iterator if resumable else StreamBatches(made, self.place)
-        self._function, self._batch = made, stream or self._call
+        self.iterator = None if missing else IteratorBatches(batches, self.place)
+        stream = self.iterator if resumable else StreamBatches(batches, self.place)
+        self._function, self._batch = batches, stream or self._call
         first = stream.first(batch_problems) if stream else self._call(0)
         self._checksums: dict[int, str] = {}  # of the newest batches
         if problems := [*batch_problems(first), *_row_problems(first, rows)]:
@@ -52,14 +52,14 @@ class UserBatches:
         """`make_batches of FILE, line N: 16 rows; images f32[16,8,8,1], labels i32[16]`."""
         arrays = [f"{path or 'one array'} {array_text(x)}" for path, x in _named(self.shapes)]
         kind = "make_batches" if self._batch == self._call else "iterator of make_batches"
-        own = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
-        return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{own and '; '}{own}"
+        text = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
+        return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{text and '; '}{text}"
 
     def __call__(self, step: int) -> Any:
         batch, what = self._batch(step), f"make_batches: batch {step}"
-        found = batch_problems(batch) or self._differences(batch)
-        if found:
-            raise ConfigError([joined(what, self.place, problem) for problem in found])
+        problems = batch_problems(batch) or self._differences(batch)
+        if problems:
+            raise ConfigError([joined(what, self.place, problem) for problem in problems])
         batch = on_device_dtypes(batch, what)
         self._checksums[step] = _checksum(batch)
         self._checksums = {at: value for at, value in self._checksums.items() if at > step - KEPT}
@@ -106,9 +106,9 @@ class UserBatches:
         shapes, wanted = shapes_of(batch), self.shapes
         mine, first = dict(_named(shapes)), dict(_named(wanted))
         if jax.tree.structure(shapes) != jax.tree.structure(wanted):
-            more = [f"{path!r} is missing" for path in first if path not in mine]
-            more += [f"{path!r} is new" for path in mine if path not in first]
-            return [f"its tree must be that of batch 0, but {', '.join(more) or 'its containers differ'}"]
+            changed = [f"{path!r} is missing" for path in first if path not in mine]
+            changed += [f"{path!r} is new" for path in mine if path not in first]
+            return [f"its tree must be that of batch 0, but {', '.join(changed) or 'its containers differ'}"]
         return [
             f"{path!r} must be {array_text(first[path])} as in batch 0, got {array_text(x)}"
             for path, x in mine.items()
@@ -116,10 +116,10 @@ class UserBatches:
         ]
 
 
-def _kind_problem(made: Any, missing: Sequence[str], resumable: bool) -> str:
+def _kind_problem(batches: Any, missing: Sequence[str], resumable: bool) -> str:
     """Why `made`, which lacks the METHODS `missing`, does not have the batches of a run, "" if it has."""
-    is_iterator, kind = "__next__" not in missing, type(made).__name__
-    if not missing or (callable(made) and not is_iterator):
+    is_iterator, kind = "__next__" not in missing, type(batches).__name__
+    if not missing or (callable(batches) and not is_iterator):
         needless = "its batches need no data.resumable=false; remove that, so that the run can be resumed"
         return "" if resumable else needless
     if is_iterator and not resumable:
@@ -139,21 +139,21 @@ def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) 
 
 def batch_problems(batch: Any) -> list[str]:
     """One line for every leaf that is no array of numbers with rows, and one if the numbers of rows differ."""
-    named, found = _named(batch), []
+    named, problems = _named(batch), []
     for path, x in named:
         if not isinstance(x, np.ndarray):
-            found.append(f"{path!r} must be a numpy array, got {type(x).__name__}")
+            problems.append(f"{path!r} must be a numpy array, got {type(x).__name__}")
         elif not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            found.append(f"{path!r} must be an array of numbers, got dtype {x.dtype}")
+            problems.append(f"{path!r} must be an array of numbers, got dtype {x.dtype}")
     if not named:
         return [f"a batch must have at least one array, got {type(batch).__name__} without any"]
     rows = [(path, len(x)) for path, x in named if isinstance(x, np.ndarray) and x.ndim]
-    if not rows and not found:
-        found.append("a batch must have at least one array with rows as its first dim, got scalars only")
-    if not found and len({size for _, size in rows}) > 1:
+    if not rows and not problems:
+        problems.append("a batch must have at least one array with rows as its first dim, got scalars only")
+    if not problems and len({size for _, size in rows}) > 1:
         each = ", ".join(f"{path!r} {size}" for path, size in rows)
-        found.append(f"the arrays of a batch must have equal numbers of rows, got {each}")
-    return at_most(found)
+        problems.append(f"the arrays of a batch must have equal numbers of rows, got {each}")
+    return at_most(problems)
 
 
 def _row_problems(batch: Any, rows: int) -> list[str]:

@@ -33,8 +33,8 @@ class Conversation:
         except BadRowError as error:
             raise ConfigError(f"--chat: {error}") from error
 
-    def answer(self, row: np.ndarray, one: Generated, tokenizer: Tokenizer, stops: Iterable[int]) -> str:
+    def answer(self, row: np.ndarray, result: Generated, tokenizer: Tokenizer, stops: Iterable[int]) -> str:
         """The text that was generated after `row`, which becomes a message of the assistant."""
-        text = text_of(one.tokens.tolist(), frozenset(stops), tokenizer, row.tolist())
+        text = text_of(result.tokens.tolist(), frozenset(stops), tokenizer, row.tolist())
         self._messages.append({"role": "assistant", "content": text})
         return text

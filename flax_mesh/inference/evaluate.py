@@ -155,12 +155,12 @@ def length_problems(
     config: DecoderConfig, mesh: Mesh, sequence_length: int, name: str = "sequence_length"
 ) -> list[Problem]:
     """Why `mesh` cannot compute sequences of this length, one line each; `name` is that of the option."""
-    found = [as_problem(line) for line in config.problems_on(mesh, sequence_length)]
-    found = [one.renamed(name) if one.setting == "data.sequence_length" else one for one in found]
+    problems = [as_problem(line) for line in config.problems_on(mesh, sequence_length)]
+    problems = [problem.renamed(name) if problem.setting == "data.sequence_length" else problem for problem in problems]
     if sequence_length % (ways := num_parts(config.axes, mesh.shape, "sequence")):
         what = f"{sequence_length} is not divisible by the {ways} parts of a sequence"
-        found.append(Problem(name, what, "use a multiple"))
-    return found
+        problems.append(Problem(name, what, "use a multiple"))
+    return problems
 
 
 def read_set(
@@ -179,10 +179,10 @@ def read_set(
     """
     with labelled(label):
         documents = load_documents(source, bin_dtype, option=option)
-        found = text_set(documents, tokenizer() if documents.is_text else None, most)
-        if problems := set_problems(found.tokens, vocab_size):
+        text = text_set(documents, tokenizer() if documents.is_text else None, most)
+        if problems := set_problems(text.tokens, vocab_size):
             raise ConfigError(problems)
-    return found
+    return text
 
 
 def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:
@@ -201,13 +201,13 @@ def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None
         first = {name: data[:most] for name, data in documents.tokens.items()}
         tokens = replace(documents, tokens=first).join()[:most]
         return TextSet(tokens, max(len(tokens) - 1, 0))
-    found, count = [], 0
+    parts, count = [], 0
     for name, data in documents.tokens.items():
-        found.append(_encoded(documents.paths[name], data, tokenizer, None if most is None else most - count))
-        count += len(found[-1].tokens)
+        parts.append(_encoded(documents.paths[name], data, tokenizer, None if most is None else most - count))
+        count += len(parts[-1].tokens)
         if most is not None and count >= most:
             break
-    return _joined(found, most)
+    return _joined(parts, most)
 
 
 def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | None) -> Encoded:
@@ -221,9 +221,9 @@ def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | Non
     while most is not None and size < len(data):
         part = data[:size].tobytes()
         ends = [at for mark in (b"\n", b" ") if (at := part.rfind(mark, size // 2)) > 0]
-        found = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_complete=False))
-        if len(found.tokens) >= most + SPARE:
-            return found
+        encoding = tokenizer.encode(_decoded(path, part[: ends[0]] if ends else part, is_complete=False))
+        if len(encoding.tokens) >= most + SPARE:
+            return encoding
         size *= 2
     return tokenizer.encode(_decoded(path, data.tobytes(), is_complete=True))
 
@@ -246,8 +246,8 @@ def _joined(texts: list[Encoded], most: int | None) -> TextSet:
 def set_problems(tokens: Tokens, vocab_size: int) -> list[str]:
     """Why a set cannot be evaluated, one line each."""
     if len(tokens) < 2:
-        found = count_text(len(tokens), "token")
-        return [f"it has {found}, of which the first is not predicted; at least 2 are required"]
+        size = count_text(len(tokens), "token")
+        return [f"it has {size}, of which the first is not predicted; at least 2 are required"]
     for start in range(0, len(tokens), CHUNK):
         part = tokens[start : start + CHUNK]
         wrong = part[(part < 0) | (part >= vocab_size)]

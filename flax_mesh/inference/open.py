@@ -100,11 +100,11 @@ def load_trained(
     given = [source]
 
     def load() -> TrainedModel:
-        one = given.pop() if given else find_source(*source.asked)
-        if one.model != source.model:
-            raise ConfigError(f"{source.path} was deleted, and {one.path} has another model; repeat the command")
-        with noticing_deletion(one.path):
-            return _load_trained(one, settings, tokenizer, stops, average, sequence_length, say)
+        current = given.pop() if given else find_source(*source.asked)
+        if current.model != source.model:
+            raise ConfigError(f"{source.path} was deleted, and {current.path} has another model; repeat the command")
+        with noticing_deletion(current.path):
+            return _load_trained(current, settings, tokenizer, stops, average, sequence_length, say)
 
     return of_newest(load, source.asked[0], step=source.asked[1])
 
@@ -143,8 +143,8 @@ def _load_trained(
     say(f"model: {source.path}, {what}, {count / 1e6:.2f}M parameters")
     for note in recipe.target.notes:
         say(note)
-    more = "" if settings.has_mesh else "; mesh.shape=... sets another one"
-    say(f"mesh: {_mesh_line(mesh)}{more}")
+    hint = "" if settings.has_mesh else "; mesh.shape=... sets another one"
+    say(f"mesh: {_mesh_line(mesh)}{hint}")
     return TrainedModel(model, config.model, mesh, tokenizer, tuple(stops), source, f"{source.path}, {what}")
 
 
@@ -187,8 +187,8 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
     if source.decoder is not None:
         return source.decoder._replace(settings=vars(config)).load(abstract), source.decoder.model_type
     arrays = read_tree(source.path, source.record)
-    found = averages(source.path, arrays, source.record) if average else {}
-    scaled = {MODEL + path: (array.path, factor) for path, (array, factor) in found.items()}
+    averaged = averages(source.path, arrays, source.record) if average else {}
+    scaled = {MODEL + path: (array.path, factor) for path, (array, factor) in averaged.items()}
     step = step_number(source.path)
     what = ", moving average of the parameters" if scaled else ""
     what += f", {NOT_EVALUATED}" if schedule_free_sources(arrays) else ""

@@ -31,19 +31,19 @@ class Prompt(NamedTuple):
 def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
     """The prompts of the command line and of a file, in this order."""
     names = ["--prompt"] if len(texts) == 1 else [f"--prompt number {n}" for n in range(1, len(texts) + 1)]
-    found = [Prompt(name, text) for name, text in zip(names, texts, strict=True)]
-    problems = unicode_problems(found)
+    prompts = [Prompt(name, text) for name, text in zip(names, texts, strict=True)]
+    problems = unicode_problems(prompts)
     if file is not None:
         try:
-            found += _read_file(file)
+            prompts += _read_file(file)
         except ConfigError as error:
             problems += error.lines
     if problems:
         raise ConfigError(problems)
-    if not found:
+    if not prompts:
         where = f"--prompts {file} has no line" if file else "there is no prompt"
         raise ConfigError(f"{where}; pass --prompt TEXT, or --prompts FILE with a prompt in every line")
-    return found
+    return prompts
 
 
 def unicode_problems(prompts: Sequence[Prompt]) -> list[str]:
@@ -65,7 +65,7 @@ def _read_file(file: str) -> list[Prompt]:
     except OSError as error:
         raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from error
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
-    found, problems = [], []
+    prompts, problems = [], []
     for number, line in enumerate(lines, start=1):
         name = f"--prompts {file}, line {number}"
         try:
@@ -77,29 +77,29 @@ def _read_file(file: str) -> list[Prompt]:
         if isinstance(prompt, str):
             problems.append(prompt)
         else:
-            found.append(prompt)
+            prompts.append(prompt)
     if problems:
         raise ConfigError(at_most(problems))
-    return found
+    return prompts
 
 
 def _parse(name: str, line: str) -> Prompt | str:
     """The prompt in a line of JSON, or what is wrong with it."""
     try:
-        found = json.loads(line)
+        data = json.loads(line)
     except (ValueError, RecursionError):
         return f"{name} must be {FORM}, got {line[:60]!r}"
-    if not isinstance(found, dict) or found.keys() not in ({"prompt"}, {"tokens"}):
-        got = f"the keys {', '.join(map(repr, found))[:80] or 'none'}" if isinstance(found, dict) else repr(line[:60])
+    if not isinstance(data, dict) or data.keys() not in ({"prompt"}, {"tokens"}):
+        got = f"the keys {', '.join(map(repr, data))[:80] or 'none'}" if isinstance(data, dict) else repr(line[:60])
         return f"{name} must be {FORM}, got {got}"
-    if "tokens" in found:
-        tokens = found["tokens"]
+    if "tokens" in data:
+        tokens = data["tokens"]
         if not isinstance(tokens, list) or not all(type(token) is int and abs(token) < 2**31 for token in tokens):
             return f"{name}: tokens must be a list of token ids, got {repr(tokens)[:60]}"
         return Prompt(name, None, tokens)
-    if not isinstance(found["prompt"], str) or not _is_unicode(found["prompt"]):
-        return f"{name}: prompt must be text, got {repr(found['prompt'])[:60]}"
-    return Prompt(name, found["prompt"])
+    if not isinstance(data["prompt"], str) or not _is_unicode(data["prompt"]):
+        return f"{name}: prompt must be text, got {repr(data['prompt'])[:60]}"
+    return Prompt(name, data["prompt"])
 
 
 def encode_prompts(
@@ -130,7 +130,7 @@ def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> np.ndarray:
 
 def stop_ids(stops: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int, option: str = "--stop") -> list[int]:
     """The ids of `option`: an id, or a text that is one token. One ConfigError for all that are neither."""
-    found, problems = [], []
+    ids_of, problems = [], []
     for stop in stops:
         if stop.isdecimal() and stop.isascii() and len(stop) < 19:
             ids: Sequence[int] = [int(stop)]
@@ -144,7 +144,7 @@ def stop_ids(stops: Sequence[str], tokenizer: Tokenizer | None, vocab_size: int,
         elif not 0 <= ids[0] < vocab_size:
             problems.append(f"{option} {stop} is no token; the ids of this model are 0 to {vocab_size - 1}")
         else:
-            found.append(ids[0])
+            ids_of.append(ids[0])
     if problems:
         raise ConfigError(problems)
-    return found
+    return ids_of

@@ -95,15 +95,15 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
 
 
 def _checkpoint(folder: str | Path, step: int | None) -> Source:
-    found, damaged = find_valid(folder, step)
-    check_committed(found)
-    record = saved_record(found)
-    length = sequence_length(read_record(found))
-    saved = _saved_model(found, record["config"])
+    checkpoint, damaged = find_valid(folder, step)
+    check_committed(checkpoint)
+    record = saved_record(checkpoint)
+    length = sequence_length(read_record(checkpoint))
+    saved = _saved_model(checkpoint, record["config"])
     return Source(
-        found,
+        checkpoint,
         saved.model,
-        found.parent / KEPT,
+        checkpoint.parent / KEPT,
         is_text=is_trained_on_text(record),
         sequence_length=length,
         record=record,

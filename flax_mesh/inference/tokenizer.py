@@ -107,12 +107,12 @@ def _read(path: Path) -> TokenizerProcess:
 def _read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; one line if it contains anything else."""
     try:
-        found = read_json(path)
+        data = read_json(path)
     except CheckpointCorruptedError as error:
         raise ConfigError(f"{path} is {error.problems[0]}; replace it by that of the model") from error
-    if not isinstance(found, dict):
+    if not isinstance(data, dict):
         raise ConfigError(f"{path} must be a JSON object; replace it by that of the model")
-    return found
+    return data
 
 
 def stop_tokens(source: Source) -> tuple[int, ...]:
@@ -124,8 +124,8 @@ def stop_tokens(source: Source) -> tuple[int, ...]:
         return ()
     for name in (GENERATION, CONFIG):
         path = source.files / name
-        found = _read_object(path) if path.is_file() else {}
-        if (stop := found.get(STOP)) is not None:
+        data = _read_object(path) if path.is_file() else {}
+        if (stop := data.get(STOP)) is not None:
             return _ids(stop, path, source.model.vocab_size)
     return ()
 

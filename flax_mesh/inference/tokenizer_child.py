@@ -17,18 +17,18 @@ from typing import Any
 def read(path: str) -> Any:
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(path)
-    found.no_truncation()  # the file may store both, for batches of training: prompts and texts would change
-    found.no_padding()
-    return found
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_truncation()  # the file may store both, for batches of training: prompts and texts would change
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def answer(tokenizer: Any, request: dict[str, Any]) -> Any:
     """The text of ids, or the ids of a text and the characters before the end of each of them."""
     if "ids" in request:
         return tokenizer.decode(request["ids"], skip_special_tokens=True)
-    found = tokenizer.encode(request["text"], add_special_tokens=request["special"])
-    return found.ids, [end for _, end in found.offsets]
+    encoding = tokenizer.encode(request["text"], add_special_tokens=request["special"])
+    return encoding.ids, [end for _, end in encoding.offsets]
 
 
 def _timed(seconds: int, call: Callable[[], Any]) -> tuple[Any, str | None]:

@@ -39,10 +39,10 @@ class TokenizerProcess:
         seconds = SECONDS + size // CHARACTERS
         with self._lock:
             child = self._child or self._start()
-            found, problem = self._reply(child, seconds, json.dumps(request | {"seconds": seconds}))
+            reply, problem = self._reply(child, seconds, json.dumps(request | {"seconds": seconds}))
         if problem is not None:
             raise ConfigError(f"{self._path} must {must}, and failed: {problem}; {REPAIR}, or use another text")
-        return found
+        return reply
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", tokenizer_child.__file__, str(self._path), str(SECONDS)]
@@ -72,8 +72,8 @@ class TokenizerProcess:
         if not line:
             self._stop()
             return None, _how_it_ended(child.returncode, seconds)
-        found, problem = json.loads(line)
-        return found, None if problem is None else shortened(" ".join(problem.split()))
+        reply, problem = json.loads(line)
+        return reply, None if problem is None else shortened(" ".join(problem.split()))
 
     def _stop(self) -> None:
         self._end()

@@ -114,8 +114,8 @@ class TrainedModel:
         if warning := finite_problem(_names(prompts), results):
             warnings.warn(f"{warning}; try the setting model.dtype=float32, or another step", stacklevel=2)
         texts = [
-            text_of(one.tokens.tolist(), frozenset(stops), self.tokenizer, row.tolist())
-            for row, one in zip(rows, results, strict=True)
+            text_of(result.tokens.tolist(), frozenset(stops), self.tokenizer, row.tolist())
+            for row, result in zip(rows, results, strict=True)
         ]
         return texts[0] if isinstance(prompts, str) else texts
 
@@ -141,10 +141,10 @@ class TrainedModel:
             texts = [stop] if isinstance(stop, str) else list(map(str, stop))
             stops += stop_ids(texts, self.tokenizer, vocab_size, "stop")
         with mistakes:
-            found = _named(prompts)
-            rows = encode_prompts(found, self.tokenizer, vocab_size, PASS_IDS)
+            named = _named(prompts)
+            rows = encode_prompts(named, self.tokenizer, vocab_size, PASS_IDS)
             if cache_length is not None and not options:
-                names = [prompt.name for prompt in found]
+                names = [prompt.name for prompt in named]
                 mistakes.problems += cache_length_problems(rows, max_tokens, cache_length, names)
         mistakes.raise_if_any()
         return rows, stops
@@ -188,18 +188,18 @@ class TrainedModel:
         if problems := problems or length_problems(self.config, self.mesh, length):
             raise ConfigError(problems)
         files = {"label": f"source {name}", "bin_dtype": bin_dtype}
-        found = read_set(name, lambda: self.tokenizer, self.config.vocab_size, most=max_tokens, **files)
+        text = read_set(name, lambda: self.tokenizer, self.config.vocab_size, most=max_tokens, **files)
         sizes = {"sequence_length": length, "batch_size": batch_size}
-        return dict(evaluate(self.model, self.mesh, {name: found}, **sizes))[name]
+        return dict(evaluate(self.model, self.mesh, {name: text}, **sizes))[name]
 
 
 def finite_problem(names: Sequence[str], results: Sequence[Generated]) -> str:
     """A line if the probabilities of some tokens are not finite, so that their texts mean nothing; "" if all are."""
-    wrong = [name for name, one in zip(names, results, strict=True) if not np.isfinite(one.log_probs).all()]
+    wrong = [name for name, result in zip(names, results, strict=True) if not np.isfinite(result.log_probs).all()]
     if not wrong:
         return ""
-    more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-    return f"the text after {wrong[0]}{more} means nothing: numbers of the model are not finite"
+    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    return f"the text after {wrong[0]}{others} means nothing: numbers of the model are not finite"
 
 
 def _names(prompts: str | Sequence[str]) -> list[str]:
@@ -212,7 +212,7 @@ def _named(prompts: str | Sequence[str]) -> list[Prompt]:
     wrong = {name: type(text).__name__ for name, text in texts.items() if not isinstance(text, str)}
     if wrong:
         raise ConfigError([f"{name} must be text, got {kind}; {PASS_IDS}" for name, kind in wrong.items()])
-    found = [Prompt(name, text) for name, text in texts.items()]
-    if problems := unicode_problems(found):
+    named = [Prompt(name, text) for name, text in texts.items()]
+    if problems := unicode_problems(named):
         raise ConfigError(problems)
-    return found
+    return named

@@ -28,13 +28,13 @@ class Adapter(NamedTuple):
 def adapters_of(state: nnx.State) -> dict[str, Adapter]:
     """The path of each adapted weight in the state of a model -> its adapter."""
     metadata = {path_of(path): x.get_metadata() for path, x in nnx.to_flat_state(state) if isinstance(x, nnx.LoRAParam)}
-    found = {}
+    adapters = {}
     for path, of_a in metadata.items():
         weight = path.removesuffix(A)
         of_b = metadata.get(weight + B, {})
         if path != weight and SCALE in of_a and SCALE in of_b:
-            found[weight] = Adapter(path, weight + B, of_a[FOLLOWS][1], of_b[FOLLOWS][1], of_a[SCALE])
-    return found
+            adapters[weight] = Adapter(path, weight + B, of_a[FOLLOWS][1], of_b[FOLLOWS][1], of_a[SCALE])
+    return adapters
 
 
 def set_adapter(owner: Any, name: str, a: jax.Array, b: jax.Array, dims: tuple[Dims, Dims], scale: float) -> None:

@@ -117,19 +117,19 @@ def _initial_a(
 
 
 def _problems(rank: int, alpha: float | None, patterns: Sequence[str]) -> list[str]:
-    found = []
+    problems = []
     if not isinstance(rank, int) or rank < 1:
-        found.append(f"rank must be an integer of at least 1, got {rank!r}")
+        problems.append(f"rank must be an integer of at least 1, got {rank!r}")
     if alpha is not None and not 0 < alpha < math.inf:
-        found.append(f"alpha must be a number above 0, got {alpha!r}")
+        problems.append(f"alpha must be a number above 0, got {alpha!r}")
     if not patterns:
-        found.append("modules must be a pattern or a list of patterns, got none")
+        problems.append("modules must be a pattern or a list of patterns, got none")
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            found.append(f"modules: {pattern!r} is not a regular expression: {error}")
-    return found
+            problems.append(f"modules: {pattern!r} is not a regular expression: {error}")
+    return problems
 
 
 class _Search:

@@ -77,8 +77,8 @@ class Products:
             return self._same(eqn, values, jax.lax.switch(values[0], branches, *values[1:]), returned)
         if name == "dot_general" and not all(isinstance(x, Weight) for x in values):
             return [self._product(eqn, values, evaluate(eqn, [plain(x) for x in values])[0])]
-        if name in CUSTOM and (found := _only_product(eqn)) is not None:
-            before, dot = found
+        if name in CUSTOM and (product := _only_product(eqn)) is not None:
+            before, dot = product
             (result,) = evaluate(eqn, [plain(x) for x in values])
             return [self._product(dot, self.run(before, values), result)]
         outs = evaluate(eqn, [plain(x) for x in values])
@@ -171,12 +171,12 @@ def _moved_in_context(eqn: Eqn, weight: Weight, outs: Sequence[Any]) -> list[Any
         kept = [dim for d, dim in enumerate(weight.dims) if d not in gone]
         return [weight.changed(outs[0], lambda x: x.squeeze(gone), kept)]
     if name == "split":
-        axis, found, first = params["axis"], [], 0
+        axis, outputs, first = params["axis"], [], 0
         for out, size in zip(outs, params["sizes"], strict=True):
             part = partial(jax.lax.slice_in_dim, start_index=first, limit_index=first + size)
-            found.append(weight.cut(out, lambda x, dim, part=part: part(x, axis=dim), [axis]))
+            outputs.append(weight.cut(out, lambda x, dim, part=part: part(x, axis=dim), [axis]))
             first += size
-        return found
+        return outputs
     if name == "slice" and params["strides"] is None:
         limits = dict(enumerate(zip(params["start_indices"], params["limit_indices"], strict=True)))
         cut = [d for d, limit in limits.items() if limit != (0, weight.value.shape[d])]

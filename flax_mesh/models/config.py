@@ -161,14 +161,14 @@ class DecoderConfig:
 
     def dims(self) -> list[tuple[str, str, int]]:
         """(setting, logical axis, size) of every dim that a mesh can split."""
-        found = [
+        dims = [
             ("model.vocab_size", "vocab", self.vocab_size),
             ("model.hidden_size", "embed", self.hidden_size),
             ("model.num_heads", "heads", self.num_heads),
             ("model.num_kv_heads", "kv_heads", self.num_kv_heads),
             ("model.mlp_size", "mlp", self.mlp_size),
         ]
-        return [*found, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else found
+        return [*dims, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else dims
 
     def remat_names(self) -> tuple[str, ...]:
         """The values of a layer that `remat` may name, in the order in which they are computed.
@@ -189,53 +189,53 @@ class DecoderConfig:
         """Invalid values."""
         if wrong := type_problems(self, "model."):
             return wrong
-        found = value_problems(self, "model.")
+        problems = value_problems(self, "model.")
         if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
             text = f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
-            found.append(Problem("model.num_heads", text, value=self.num_heads))
+            problems.append(Problem("model.num_heads", text, value=self.num_heads))
         if self.head_dim % 2:
-            found.append(Problem("model.head_dim", f"must be even for rotary positions, got {self.head_dim}"))
+            problems.append(Problem("model.head_dim", f"must be even for rotary positions, got {self.head_dim}"))
         low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
         if low >= high:
             text = f"must be below model.rope_high_frequency_factor={high}"
-            found.append(Problem("model.rope_low_frequency_factor", text, value=low))
+            problems.append(Problem("model.rope_low_frequency_factor", text, value=low))
         if 0 < self.num_experts < self.experts_per_token:
             text = f"must be at most model.num_experts={self.num_experts}"
-            found.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
-        found += self._switch_problems()
+            problems.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
+        problems += self._switch_problems()
         if self.attention in ("cudnn", "splash"):
-            found += map(as_problem, problem_lines(self.attention, self._call()))
-        return [*found, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
+            problems += map(as_problem, problem_lines(self.attention, self._call()))
+        return [*problems, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
 
     def _switch_problems(self) -> list[Problem]:
-        found = []
+        problems = []
         if self.layer_pattern and (problem := pattern_problem(self.layer_pattern)):
-            found.append(Problem("model.layer_pattern", problem))
+            problems.append(Problem("model.layer_pattern", problem))
         elif any(kind.local for kind in self.kinds) and not self.sliding_window:
             text = "has local layers, which need a model.sliding_window above 0"
-            found.append(Problem("model.layer_pattern", text, value=self.layer_pattern))
+            problems.append(Problem("model.layer_pattern", text, value=self.layer_pattern))
         if self.rotary_dims % 2 or self.rotary_dims > self.head_dim:
             text = f"must be even and at most model.head_dim={self.head_dim}"
-            found.append(Problem("model.rotary_dims", text, value=self.rotary_dims))
+            problems.append(Problem("model.rotary_dims", text, value=self.rotary_dims))
         if self.rope_kind == "yarn" and self.rope_theta == 1:
-            found.append(Problem("model.rope_theta", "must not be 1 with model.rope_kind=yarn"))
+            problems.append(Problem("model.rope_theta", "must not be 1 with model.rope_kind=yarn"))
         rotated = (self.rotary_dims or self.head_dim) // 2
         for name in ("rope_short_factors", "rope_long_factors"):
             factors = getattr(self, name)
             if factors and self.rope_kind != "longrope":
-                found.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
+                problems.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
             elif self.rope_kind == "longrope" and (len(factors) != rotated or not all(x > 0 for x in factors)):
                 text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
-                found.append(Problem(f"model.{name}", text))
+                problems.append(Problem(f"model.{name}", text))
         without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
         needs_experts = {"shared_expert_size": 0, "router_scores": "softmax", "normalize_router": True}
         without_effect |= {name: "num_experts" for name, off in needs_experts.items() if getattr(self, name) != off}
         for name, needed in without_effect.items():
             if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
-                found.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
+                problems.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
         if self.swiglu_limit and self.activation != "silu":
-            found.append(Problem("model.swiglu_limit", "needs model.activation=silu"))
-        return found
+            problems.append(Problem("model.swiglu_limit", "needs model.activation=silu"))
+        return problems
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""
@@ -274,10 +274,10 @@ class DecoderConfig:
             return choose(call)[0]
         if self.attention == "cudnn":  # JAX itself checks the devices
             call = replace(call, platform="")
-        if not (found := problem_lines(self.attention, call)):
+        if not (problems := problem_lines(self.attention, call)):
             return self.attention
         if mode == "train" or has_segments:
-            raise ConfigError(found)
+            raise ConfigError(problems)
         return "xla" if self.attention == "splash" else self.attention
 
     def _call(self, **known: Any) -> Call:

@@ -153,12 +153,12 @@ def _split_axes(axes: PartitionAxis, shape: tuple[int, ...]) -> list[tuple[tuple
     if mesh is None:
         return [((), 1)] * 3
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    found = []
+    splits = []
     for entry, size in zip(axes.resolve(("batch", "sequence", "vocab")), (*shape[:2], None), strict=True):
         names = tuple(name for name in as_tuple(entry) if name in kinds and kinds[name] != AxisType.Manual)
         shards = math.prod(mesh.shape[name] for name in names)
-        found.append(((), 1) if size is not None and size % shards else (names, shards))
-    return found
+        splits.append(((), 1) if size is not None and size % shards else (names, shards))
+    return splits
 
 
 def _constrain(x: jax.Array, *dims: tuple[str, ...] | None) -> jax.Array:

@@ -209,16 +209,16 @@ def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
 def _segments_problem(segment_ids: jax.Array, tokens_BS: jax.Array) -> str:
     if getattr(segment_ids, "shape", None) == tokens_BS.shape and jnp.issubdtype(segment_ids.dtype, jnp.integer):
         return ""
-    found = array_text(segment_ids) if hasattr(segment_ids, "dtype") else type(segment_ids).__name__
-    return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {found}"
+    text = array_text(segment_ids) if hasattr(segment_ids, "dtype") else type(segment_ids).__name__
+    return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {text}"
 
 
 def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
-    found = batch if isinstance(batch, Mapping) else {}
-    tokens = [found.get(name) for name in ("inputs", "targets")]
+    arrays = batch if isinstance(batch, Mapping) else {}
+    tokens = [arrays.get(name) for name in ("inputs", "targets")]
     if any(x is None or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer) for x in tokens):
-        names = {name: array_text(x) for name, x in found.items() if hasattr(x, "dtype")} or type(batch).__name__
+        names = {name: array_text(x) for name, x in arrays.items() if hasattr(x, "dtype")} or type(batch).__name__
         raise ConfigError(
             "next_token_loss takes a batch with 'inputs' and 'targets', integers of shape (batch, sequence), got "
             f"{names}; write a loss_fn for other batches"
@@ -251,12 +251,12 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
-    found = router_losses(aux)
+    losses = router_losses(aux)
     metrics = {"cross_entropy": loss}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
-        metrics[name] = weight * combine(found[name])
+        metrics[name] = weight * combine(losses[name])
     for name in ("load_balance_loss", "router_z_loss"):
-        loss = loss + weight * getattr(config, name) * jnp.sum(found[name])
+        loss = loss + weight * getattr(config, name) * jnp.sum(losses[name])
     return loss, weight, metrics
 
 

@@ -49,8 +49,8 @@ class Sampling:
     top_p: float = field(default=1.0, metadata={"above": 0, "at_most": 1})
 
     def problems(self) -> list[Problem]:
-        if found := [*type_problems(self), *value_problems(self)]:
-            return found
+        if problems := [*type_problems(self), *value_problems(self)]:
+            return problems
         without_effect = [name for name in ("top_k", "top_p") if getattr(self, name) != getattr(Sampling, name)]
         rest = "has no effect with temperature 0 (greedy)", "set a temperature above 0"
         return [Problem(name, *rest) for name in without_effect if self.temperature == 0]
@@ -130,15 +130,15 @@ def generate(
     run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
     lengths, sizes = list(map(len, rows)), {"max_tokens": max_tokens, "cache_length": cache_length}
     num_rows, num_slots = cache_shape(model.axes, programs.mesh, lengths, batch_size=batch_size, **sizes)
-    found: list[Generated] = []
+    generated: list[Generated] = []
     for first in range(0, len(rows), batch_size):
         batch = rows[first : first + batch_size]
         results = run(batch, first, num_rows, num_slots, on_token=on_token)
-        for n, one in enumerate(results, start=first):
+        for n, result in enumerate(results, start=first):
             if on_result is not None:
-                on_result(n, one)
-        found += results
-    return found
+                on_result(n, result)
+        generated += results
+    return generated
 
 
 def _as_row(prompt: object) -> np.ndarray:
@@ -159,15 +159,15 @@ def _check_model(model: object) -> None:
 
 def prompt_problems(rows: Sequence[np.ndarray], vocab_size: int, names: Sequence[str] = ()) -> list[str]:
     """Prompts that a model cannot read, one line each; `names` replace "prompt 0", "prompt 1" ..."""
-    found = []
+    problems = []
     for row, name in zip(rows, names or _names(rows), strict=True):
         if row.size == 0:
-            found.append(f"{name} is empty; it must have at least one token")
+            problems.append(f"{name} is empty; it must have at least one token")
         elif row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-            found.append(f"{name} must be a list of token ids, got an array {row.dtype}{list(row.shape)}")
+            problems.append(f"{name} must be a list of token ids, got an array {row.dtype}{list(row.shape)}")
         elif (wrong := row[(row < 0) | (row >= vocab_size)]).size:
-            found.append(f"{name} has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}")
-    return at_most(found)
+            problems.append(f"{name} has the token {wrong[0]}; the ids of this model are 0 to {vocab_size - 1}")
+    return at_most(problems)
 
 
 def _names(rows: Sequence[np.ndarray]) -> list[str]:
@@ -179,9 +179,9 @@ def option_problems(
 ) -> list[Problem]:
     counts = {"max_tokens": max_tokens, "batch_size": batch_size}
     counts |= {} if cache_length is None else {"cache_length": cache_length}
-    found = [*integer_problems(counts), *integer_problems({"seed": seed}, 0, 2**32 - 1)]
+    problems = [*integer_problems(counts), *integer_problems({"seed": seed}, 0, 2**32 - 1)]
     wrong = [t for t in stop_tokens if integer_problems({"": t}, 0, vocab_size - 1)]
-    return found + [Problem(f"stop token {t!r}", f": the ids of this model are 0 to {vocab_size - 1}") for t in wrong]
+    return problems + [Problem(f"stop token {t!r}", f": the ids of this model are 0 to {vocab_size - 1}") for t in wrong]
 
 
 class Programs:
@@ -211,9 +211,9 @@ def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., _Chos
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
-    def prefill(leaves: _Leaves, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *more, num_slots: int):
+    def prefill(leaves: _Leaves, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *choice, num_slots: int):
         logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        return *_choose(logits_BV, cache, ids_B, *more), cache
+        return *_choose(logits_BV, cache, ids_B, *choice), cache
 
     def decode(leaves: _Leaves, tokens_B: jax.Array, cache: KVCache, ids_B: jax.Array, *options: jax.Array) -> _Chosen:
         logits_BV, cache = model_of(leaves).decode(tokens_B, cache)

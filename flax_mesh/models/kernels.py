@@ -68,14 +68,14 @@ def misfits(kernel: str, call: Call) -> list[_Misfit]:
     if kernel == "xla":
         return []
     needs = "scores without caps and sinks"
-    found = [_Misfit(needs, f"model.{name}", "use model.attention=xla") for name in call.scores]
-    return found + {"cudnn": _cudnn, "splash": _splash}[kernel](call)
+    general = [_Misfit(needs, f"model.{name}", "use model.attention=xla") for name in call.scores]
+    return general + {"cudnn": _cudnn, "splash": _splash}[kernel](call)
 
 
 def problem_lines(kernel: str, call: Call) -> list[str]:
     """`misfits` as lines of an error."""
-    found = misfits(kernel, call)
-    return [f"model.attention={kernel} {one}" + (f"; {one.repair}" if one.repair else "") for one in found]
+    rows = misfits(kernel, call)
+    return [f"model.attention={kernel} {misfit}" + (f"; {misfit.repair}" if misfit.repair else "") for misfit in rows]
 
 
 def choose(call: Call) -> tuple[str, str]:
@@ -83,11 +83,11 @@ def choose(call: Call) -> tuple[str, str]:
     if call.platform not in _BEST:
         return "xla", f"the devices are {DEVICES.get(call.platform, 'not known')}"
     kernel = _BEST[call.platform]
-    found = misfits(kernel, call)
-    if not found and kernel == "cudnn" and call.head_dim > _CUDNN_HEAD_DIM // 2:
-        found = [_Misfit(f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)", str(call.head_dim))]
-    if found:
-        return "xla", f"{kernel} {found[0]}"
+    reasons = misfits(kernel, call)
+    if not reasons and kernel == "cudnn" and call.head_dim > _CUDNN_HEAD_DIM // 2:
+        reasons = [_Misfit(f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)", str(call.head_dim))]
+    if reasons:
+        return "xla", f"{kernel} {reasons[0]}"
     return kernel, f"the devices are {DEVICES[call.platform]}"
 
 
@@ -121,42 +121,42 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
 
 
 def _cudnn(call: Call) -> list[_Misfit]:
-    found, other = [], "use model.attention=xla"
+    rows, other = [], "use model.attention=xla"
     if call.dtype == "float32":
-        found.append(_Misfit("model.dtype bfloat16 or float16", call.dtype))
+        rows.append(_Misfit("model.dtype bfloat16 or float16", call.dtype))
     if call.head_dim % 8 or call.head_dim > _CUDNN_HEAD_DIM:
         needs = f"a model.head_dim that is a multiple of 8, at most {_CUDNN_HEAD_DIM}"
-        found.append(_Misfit(needs, str(call.head_dim)))
+        rows.append(_Misfit(needs, str(call.head_dim)))
     if call.platform not in ("", "gpu"):
-        found.append(_Misfit("GPUs", call.platform, other))
+        rows.append(_Misfit("GPUs", call.platform, other))
     if call.split("query_sequence"):
         where = f"sequences split over {call.split_text('query_sequence')}"
-        found.append(_Misfit("complete sequences", where, f"{other}, or another mesh.shape"))
+        rows.append(_Misfit("complete sequences", where, f"{other}, or another mesh.shape"))
     if call.has_segments:
-        found.append(_Misfit("batches without segment_ids", "some", f"{other} or splash"))
-    return found
+        rows.append(_Misfit("batches without segment_ids", "some", f"{other} or splash"))
+    return rows
 
 
 def _splash(call: Call) -> list[_Misfit]:
-    found, other = [], "use model.attention=xla"
+    rows, other = [], "use model.attention=xla"
     if call.dtype == "float16":
-        found.append(_Misfit("model.dtype bfloat16 or float32", call.dtype))
+        rows.append(_Misfit("model.dtype bfloat16 or float32", call.dtype))
     if call.platform not in ("", "tpu", "cpu"):
-        found.append(_Misfit("TPUs, or CPUs for tests", call.platform, other))
+        rows.append(_Misfit("TPUs, or CPUs for tests", call.platform, other))
     if call.split("head_dim"):
-        found.append(_Misfit("head dims that are not split", call.split_text("head_dim"), other))
+        rows.append(_Misfit("head dims that are not split", call.split_text("head_dim"), other))
     if call.split("heads") != call.split("kv_heads"):
         where = f"heads {listed(call.split('heads')) or 'none'} and kv_heads {listed(call.split('kv_heads')) or 'none'}"
-        found.append(_Misfit("heads and kv_heads split over the same mesh axes", where, other))
+        rows.append(_Misfit("heads and kv_heads split over the same mesh axes", where, other))
     if call.queries is not None and call.queries != (call.keys or call.queries):
-        found.append(_Misfit("as many queries as keys", f"{call.queries} and {call.keys}", other))
+        rows.append(_Misfit("as many queries as keys", f"{call.queries} and {call.keys}", other))
     elif call.queries is not None:
         parts = 1 if call.mesh is None else _ways(call.mesh, call.split("query_sequence"))
         if call.queries % (LANES * parts):
             over = f" ({LANES} * {call.split_text('query_sequence')})" if parts > 1 else ""
             needs = f"a sequence length that is a multiple of {LANES * parts}{over}"
-            found.append(_Misfit(needs, str(call.queries), f"{other}, or such a sequence length"))
-    return found
+            rows.append(_Misfit(needs, str(call.queries), f"{other}, or such a sequence length"))
+    return rows
 
 
 def _ways(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:

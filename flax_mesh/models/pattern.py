@@ -39,8 +39,8 @@ def pattern_problem(text: str) -> str:
 @lru_cache
 def parse_pattern(text: str) -> tuple[LayerKind, ...]:
     """The kinds of the layers of one repetition."""
-    found: list[LayerKind] = []
+    kinds: list[LayerKind] = []
     for part in text.split(","):
         kind, colon, count = part.strip().partition(":")
-        found += [_KINDS[kind]] * (int(count) if colon else 1)
-    return tuple(found)
+        kinds += [_KINDS[kind]] * (int(count) if colon else 1)
+    return tuple(kinds)

@@ -58,28 +58,28 @@ def names_of(text: str) -> frozenset[str]:
 
 def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str]:
     """What is wrong with a text for a model of so many layers whose values have `names`, one line each."""
-    found, total, without = [], 0, 0
+    problems, total, without = [], 0, 0
     for part in text.split(","):
         kind, colon, count = part.strip().partition(":")
-        found += _kind_problems(kind, names)
+        problems += _kind_problems(kind, names)
         if not colon:
             without += 1
         elif re.fullmatch("0*[1-9][0-9]{0,17}", count):
             total += int(count)
         else:
-            found.append(
+            problems.append(
                 f"model.remat: {part.strip()!r} must have a number of layers after the colon, such as {kind}:2"
             )
-    if not found and without > 1:
-        found.append(f"model.remat={text}: only one run may be without a number of layers, such as full:2,none")
+    if not problems and without > 1:
+        problems.append(f"model.remat={text}: only one run may be without a number of layers, such as full:2,none")
     if num_layers < 1:  # reported elsewhere
-        return found
-    if not found and (total > num_layers or (total < num_layers and not without)):
+        return problems
+    if not problems and (total > num_layers or (total < num_layers and not without)):
         repair = "remove some" if total > num_layers else "add a run for the others, such as none"
-        found.append(f"model.remat={text} is for {count_text(total, 'layer')}, model.num_layers={num_layers}; {repair}")
-    if not found and total == num_layers and without:
-        found.append(f"model.remat={text}: no layer is left for the run without a number; remove it")
-    return found
+        problems.append(f"model.remat={text} is for {count_text(total, 'layer')}, model.num_layers={num_layers}; {repair}")
+    if not problems and total == num_layers and without:
+        problems.append(f"model.remat={text}: no layer is left for the run without a number; remove it")
+    return problems
 
 
 def _kind_problems(kind: str, names: Sequence[str]) -> list[str]:
@@ -151,12 +151,12 @@ def call_layers(
         of_kind = {kind: _with_remat(partial(call, kind=kind), run.kind, also=also) for kind in dict.fromkeys(kinds)}
         calls = [of_kind[kinds[(first + i) % len(kinds)]] for i in range(min(size, len(kinds)))]
         if scan:
-            x, found = scan_layers(calls, x, part)
-            each.append(found)
+            x, aux = scan_layers(calls, x, part)
+            each.append(aux)
         else:
             for i, layer in enumerate(layers[first : first + size]):
-                x, found = calls[i % len(kinds)](layer, x)
-                each.append(found)
+                x, aux = calls[i % len(kinds)](layer, x)
+                each.append(aux)
         first += size
     if scan:
         return x, _concatenated(each)
@@ -176,18 +176,18 @@ def scan_layers(calls: Sequence[Callable[..., tuple[Any, Any]]], carry: PyTree, 
     whole, *others = split_stack(stack, [depth - rest, rest] if rest else [depth])
 
     def run(carry: PyTree, layers: PyTree, count: int = period) -> tuple[PyTree, PyTree]:
-        found = []
+        outputs = []
         for i in range(count):
-            carry, one = calls[i](jax.tree.map(lambda leaf, i=i: leaf[i], layers), carry)
-            found.append(one)
-        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+            carry, output = calls[i](jax.tree.map(lambda leaf, i=i: leaf[i], layers), carry)
+            outputs.append(output)
+        return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outputs)
 
     periods = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), whole)
-    carry, found = jax.lax.scan(run, carry, periods)
-    each = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)]
+    carry, outputs = jax.lax.scan(run, carry, periods)
+    each = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)]
     for part in others:
-        carry, found = run(carry, part, rest)
-        each.append(found)
+        carry, outputs = run(carry, part, rest)
+        each.append(outputs)
     return carry, _concatenated(each)
 
 

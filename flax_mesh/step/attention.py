@@ -47,9 +47,9 @@ class AttentionOption:
         """For a trace whose inputs have these layouts, and which closes over the arrays of `others`."""
 
         def chosen(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]] | None:
-            found = choose(closed, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
-            self.lines = found.lines
-            return found.call
+            choice = choose(closed, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
+            self.lines = choice.lines
+            return choice.call
 
         return chosen
 

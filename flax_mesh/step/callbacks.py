@@ -48,8 +48,8 @@ class CallbackErrors:
     def _body(self, body: Any) -> Any:
         """A jaxpr, closed or not; from JAX 0.12 on both are the same class."""
         jaxpr = getattr(body, "jaxpr", body)
-        found = jaxpr.replace(eqns=self.recording(jaxpr.eqns))
-        return found if jaxpr is body else body.replace(jaxpr=found)
+        recorded = jaxpr.replace(eqns=self.recording(jaxpr.eqns))
+        return recorded if jaxpr is body else body.replace(jaxpr=recorded)
 
     def _recording(self, eqn: Any) -> Any:
         def replaced(value: Any) -> Any:
@@ -101,8 +101,8 @@ def _bodies(values: Sequence[Any]) -> list[Any]:
 
 def _check_types(outs: Sequence[np.ndarray], types: Sequence[Any]) -> None:
     """Raise a ValueError for results that JAX would refuse in the thread of the callback."""
-    found = [f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}" for x in outs]
+    types_of_outs = [f"{jax.dtypes.canonicalize_dtype(x.dtype)}{list(x.shape)}" for x in outs]
     wanted = [f"{x.dtype}{list(x.shape)}" for x in types]
-    if found != wanted:
-        texts = [" and ".join(each) or "nothing" for each in (wanted, found)]
+    if types_of_outs != wanted:
+        texts = [" and ".join(each) or "nothing" for each in (wanted, types_of_outs)]
         raise ValueError(f"it must return {texts[0]}, but it returned {texts[1]}")

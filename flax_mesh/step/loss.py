@@ -141,11 +141,11 @@ def check_weight(weight: object) -> None:
 
 def check_trains(loss: object, params: nnx.State) -> None:
     """Raises a ValueError if `loss`, its `flow` from the trained parameters, depends on none of them."""
-    found = [(path_of(path), x) for path, x in nnx.to_flat_state(params)]
-    if loss is not None or not found:
+    named = [(path_of(path), x) for path, x in nnx.to_flat_state(params)]
+    if loss is not None or not named:
         return
-    groups = group_paths([path for path, _ in found], [None] * len(found))
-    of_lora = any(isinstance(x, nnx.LoRAParam) for _, x in found)
+    groups = group_paths([path for path, _ in named], [None] * len(named))
+    of_lora = any(isinstance(x, nnx.LoRAParam) for _, x in named)
     repair = (
         "Adapters are used by with_lora(loss_fn) of flax_mesh.lora only: pass it in the place of loss_fn."
         if of_lora
@@ -198,8 +198,8 @@ def skip_update(before: TrainState, after: TrainState, metrics: Metrics, limits:
         raise ValueError(
             "metrics of loss_fn must not be named skipped: the step returns a metric of this name. Rename it."
         )
-    found = metrics["loss"], metrics["grad_norm"]
-    is_good = [jnp.isfinite(value) & (value <= limit) for value, limit in zip(found, limits, strict=True)]
+    values = metrics["loss"], metrics["grad_norm"]
+    is_good = [jnp.isfinite(value) & (value <= limit) for value, limit in zip(values, limits, strict=True)]
     applied = is_good[0] & is_good[1]
     pairs = zip(before.leaves, after.leaves, strict=True)
     leaves = tuple(old if new is old else jax.lax.select(applied, new, old) for old, new in pairs)
@@ -233,30 +233,30 @@ def is_sum_over_rows(loss_fn: LossFn, make: Make, batch: Batch) -> bool:
     """
     graphdef, state = abstract_split(make)
     streams, others = nnx.split_state(state, nnx.RngState, ...)
-    found = []
+    is_unchanged = []
 
     def run(streams: nnx.State, others: nnx.State, batch: Batch) -> list[jax.Array]:
-        made = nnx.merge(graphdef, streams, others)
-        model = made["model"] if has_optimizer(made) else made
+        tree = nnx.merge(graphdef, streams, others)
+        model = tree["model"] if has_optimizer(tree) else tree
         before = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState), graph=True))
         with user_modes():
             result = loss_fn(model, batch)
         after = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.RngState), graph=True))
         scalars = [x for x in result if not isinstance(x, Mapping)] if isinstance(result, tuple) else [result]
-        found.append(len(scalars) == 2 and all(a is b for a, b in zip(before, after, strict=True)))
+        is_unchanged.append(len(scalars) == 2 and all(a is b for a, b in zip(before, after, strict=True)))
         return [jnp.asarray(x) for x in scalars]
 
     jaxpr = jax.make_jaxpr(run)(streams, others, batch).jaxpr
     read = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
-    return found[0] and not any(id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(streams))])
+    return is_unchanged[0] and not any(id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(streams))])
 
 
 def _flat(metrics: Any, prefix: str = "") -> list[tuple[str, Any]]:
     """(name, value) of all metrics; the names of nested dicts are joined by "/"."""
-    found = []
+    pairs = []
     for name, value in metrics.items():
-        found += _flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
-    return found
+        pairs += _flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+    return pairs
 
 
 def _is_numeric(x: object) -> bool:

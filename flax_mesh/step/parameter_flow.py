@@ -31,8 +31,8 @@ def flow(eqns: Iterable[jex.JaxprEqn], inputs: Sequence[jex.Var], outputs: Seque
     """
     known = dict(zip(inputs, given, strict=True))
     for eqn in eqns:
-        found = [known.get(atom) if isinstance(atom, jex.Var) else None for atom in eqn.invars]
-        known |= zip(eqn.outvars, _through(eqn, found), strict=True)
+        flows = [known.get(atom) if isinstance(atom, jex.Var) else None for atom in eqn.invars]
+        known |= zip(eqn.outvars, _through(eqn, flows), strict=True)
     return [known.get(atom) if isinstance(atom, jex.Var) else None for atom in outputs]
 
 

@@ -109,15 +109,15 @@ class TrainState:
         donates the train state deletes the arrays of `state`. Raises a ValueError that lists all paths that are missing
         in `state` or unknown here, or that several leaves have.
         """
-        found, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
+        leaves, expected = dict(named_leaves(state)), [path for path, _ in named_leaves(self.to_nnx())]
         counts = Counter(expected)
         problems = [(path, f"{count} leaves have this path") for path, count in counts.items() if count > 1]
-        problems += [(path, "missing") for path in counts if path not in found]
-        problems += [(path, "unknown") for path in found.keys() - counts.keys()]
+        problems += [(path, "missing") for path in counts if path not in leaves]
+        problems += [(path, "unknown") for path in leaves.keys() - counts.keys()]
         if problems:
             head = "state must have the same paths as `to_nnx()` of this train state, but these differ:"
             raise ValueError("\n".join([head, *path_lines(f"  {path}: {what}" for path, what in sorted(problems))]))
-        return TrainState(tuple(found[path] for path in expected), self.definition)
+        return TrainState(tuple(leaves[path] for path in expected), self.definition)
 
 
 def check_train_state(state: object) -> None:
@@ -144,9 +144,9 @@ def check_same_definition(layout: TrainState, state: TrainState) -> None:
     """Raises a ValueError that names what differs between the state that a step was made for and its argument."""
     if layout.definition == state.definition:
         return
-    expected, found = (dict.fromkeys(path for path, _ in named_leaves(x.to_nnx())) for x in (layout, state))
-    problems = [(path, "missing") for path in expected if path not in found]
-    problems += [(path, "unknown") for path in found if path not in expected]
+    expected, actual = (dict.fromkeys(path for path, _ in named_leaves(x.to_nnx())) for x in (layout, state))
+    problems = [(path, "missing") for path in expected if path not in actual]
+    problems += [(path, "unknown") for path in actual if path not in expected]
     statics = (_static_values(x.definition.graphdef, (x.to_nnx(),)) for x in (layout, state))
     raise ValueError(
         "the state must have the definition of the one that the step was made for, but these differ:\n"
@@ -194,35 +194,35 @@ def check_same_structure(
 def _changes(before: _Statics, after: _Statics) -> list[tuple[str, str]]:
     """(path, problem) of every static value that differs, or one for the model."""
     pairs = {key: (before.get(key), after.get(key)) for key in {**before, **after}}
-    found = [
+    changes = [
         (path, f"{name} was {short_text(old)}, is {short_text(new)}")
         for (path, name), (old, new) in pairs.items()
         if old != new
     ]
-    return found or [("the model", "other modules, or variables that are shared in another way")]
+    return changes or [("the model", "other modules, or variables that are shared in another way")]
 
 
 def _static_values(graphdef: nnx.GraphDef, state: tuple[nnx.State, ...]) -> _Statics:
     """(path, name) -> value, of the static attributes of all modules and the metadata of all variables."""
-    found: dict[tuple[str, str], object] = {}
+    values_at: dict[tuple[str, str], object] = {}
     for path, node in nnx.iter_graph(nnx.merge(graphdef, *state), graph=True):
         at = path_of(path) or "the model"
         if isinstance(node, nnx.Variable):
-            found |= {(at, f"metadata {name!r}"): value for name, value in node.get_metadata().items()}
+            values_at |= {(at, f"metadata {name!r}"): value for name, value in node.get_metadata().items()}
         elif isinstance(node, nnx.Pytree):
             values = {name: value for name, value in vars(node).items() if not name.startswith("_pytree__")}
-            found |= {(at, f"attribute {name!r}"): x for name, x in values.items() if not nnx.has_data(x)}
-    return found
+            values_at |= {(at, f"attribute {name!r}"): x for name, x in values.items() if not nnx.has_data(x)}
+    return values_at
 
 
 @check_types
 def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
-    if not has_optimizer(made := nnx.merge(graphdef, state)):
+    if not has_optimizer(tree := nnx.merge(graphdef, state)):
         raise ShardingError(
             "make() must return (model, nnx.Optimizer) for a train state, got "
-            f"an object of type {type(made).__name__}. For a model alone, call init_model or init_state."
+            f"an object of type {type(tree).__name__}. For a model alone, call init_model or init_state."
         )
     check_same_arrays(abstract, state)
     leaves, treedef = jax.tree.flatten(state)

@@ -157,7 +157,7 @@ def make_train_step(
                 return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
 
             kept = zip(map(id, jax.tree.leaves(others)), stored[1], strict=True)
-            closed_over = {key: found for key, found in kept if found is not None} | attention.of_batch(part)
+            closed_over = {key: layout_of for key, layout_of in kept if layout_of is not None} | attention.of_batch(part)
             traced = traced_loss(loss_of, params, trains=True, rewrite=attention.rewrite(stored[0], closed_over))
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
@@ -287,8 +287,8 @@ def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_micro
 
     def body(carry: Any, indexed: Any):
         variables, total = carry
-        variables, found = run(variables, *indexed)
-        return (variables, jax.tree.map(jnp.add, total, found)), None
+        variables, sums = run(variables, *indexed)
+        return (variables, jax.tree.map(jnp.add, total, sums)), None
 
     parts = (split_into_microbatches(batch, num_microbatches, axes), jnp.arange(num_microbatches))
     # Accumulate in float32 or wider: in bfloat16, small gradients would be rounded away when added to a large sum.

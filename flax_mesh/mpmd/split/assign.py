@@ -128,24 +128,24 @@ def _label_before_marks(program: Program, labels: Sequence[int]) -> list[int]:
 
     Parameters of a layer that is called several times have no rank, so the equations of its first call are OUTSIDE.
     """
-    found, feeds = list(labels), {}
-    for i in reversed(range(len(found))):
+    ranks, feeds = list(labels), {}
+    for i in reversed(range(len(ranks))):
         eqn = program.eqns[i]
         calls = [feeds[v] for v in eqn.outvars if v in feeds]
         call = eqn.params["call"] if eqn.primitive is mark_p else min(calls, default=None)
         if call is None:
             continue
-        found[i] = call if found[i] == OUTSIDE else found[i]
+        ranks[i] = call if ranks[i] == OUTSIDE else ranks[i]
         feeds |= {v: min(feeds.get(v, call), call) for v in variables(eqn.invars)}
-    return found
+    return ranks
 
 
 def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
     """FLOPs of the forward pass per rank. The first rank includes equations before the layers, the last those after."""
-    found = [0] * num_ranks
+    totals = [0] * num_ranks
     for eqn, rank in zip(program.eqns, labels, strict=True):
-        found[max(rank, 0)] += flops(eqn)
-    return found
+        totals[max(rank, 0)] += flops(eqn)
+    return totals
 
 
 def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
@@ -157,11 +157,11 @@ def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_d
     stages = stage_programs(program, settled, targets, num_ranks, is_data)
     sender = {v: k for k, stage in enumerate(stages) for v in stage.sent}
     last = {v: k for k, stage in enumerate(stages) for v in stage.received}
-    found = [0] * num_ranks
+    totals = [0] * num_ranks
     for v, end in last.items():
         for rank in range(sender[v] + 1, end + 1):
-            found[rank] += num_bytes(v.aval)
-    return found
+            totals[rank] += num_bytes(v.aval)
+    return totals
 
 
 def entry_costs(num_bytes: Sequence[int]) -> list[int]:
@@ -228,17 +228,17 @@ def cut_stages(
     computed_in = {v: max(stage, 0) for eqn, stage in zip(program.eqns, stages, strict=True) for v in eqn.outvars}
     while True:
         settled, targets = settle(program, stages, num_stages, returned)
-        found = stage_programs(program, settled, targets, num_stages, is_data, updates)
+        programs = stage_programs(program, settled, targets, num_stages, is_data, updates)
         grown = {}
         for out, at in updates.items():
-            readers = {k for k, stage in enumerate(found) if at in stage.inputs}
+            readers = {k for k, stage in enumerate(programs) if at in stage.inputs}
             first = computed_in.get(program.outputs[out], 0)
             # A stage before `first` cannot return the value, so the result is a reader that does not return it.
             grown[out] = returned[out] | {max(k, first) for k in readers}
         if grown == returned:
-            grown |= _stages_of_unread(program, stages, settled, found, updates, returned)
+            grown |= _stages_of_unread(program, stages, settled, programs, updates, returned)
         if grown == returned:
-            return found
+            return programs
         returned = grown
 
 
@@ -282,18 +282,18 @@ def stage_programs(
     # Equations that lead only to new values of variables; a later stage that returns the value may repeat them.
     for_updates = {*range(len(program.eqns))}
     for_updates -= {*needed(program.eqns, [x for at, x in enumerate(program.outputs) if at not in updates])[0]}
-    own: list[list[int]] = [[] for _ in range(num_stages)]
+    eqns_of: list[list[int]] = [[] for _ in range(num_stages)]
     for i, stage in enumerate(stages):
         if stage >= 0:
-            own[stage].append(i)
+            eqns_of[stage].append(i)
     received: list[tuple[Var, ...]] = [()] * num_stages
     indices: list[list[int]] = [[]] * num_stages  # equations of every stage
     sent_by: list[set[Var]] = [set() for _ in range(num_stages)]
     for stage in reversed(range(num_stages)):
         results = [program.outputs[at] for at in outputs[stage]]
-        used, _ = needed([program.eqns[i] for i in own[stage]], [*results, *sent_by[stage]])
-        used = {own[stage][at] for at in used}
-        run = [i for i in own[stage] if i in used or i not in for_updates]
+        used, _ = needed([program.eqns[i] for i in eqns_of[stage]], [*results, *sent_by[stage]])
+        used = {eqns_of[stage][at] for at in used}
+        run = [i for i in eqns_of[stage] if i in used or i not in for_updates]
         required = [v for i in run for v in program.eqns[i].invars] + results
         copies, crossing = _copies_and_crossing(program, required, stages, stage, producer, position)
         # Of the inputs, a stage always has the batch and the current values of the variables that it returns.
@@ -304,7 +304,7 @@ def stage_programs(
         indices[stage] = sorted({*run, *copies, *repeated})
         for v in activations:
             sent_by[stages[producer[v]]].add(v)
-    found = []
+    programs = []
     for stage in range(num_stages):
         eqns = tuple(program.eqns[i] for i in indices[stage])
         results = [program.outputs[at] for at in outputs[stage]]
@@ -313,15 +313,15 @@ def stage_programs(
         arguments = tuple(program.inputs[at] for at in inputs), received[stage]
         sent = variables(v for others in received for v in others if v in sent_by[stage])
         forward = Program(eqns, (*arguments[0], *arguments[1]), (*sent, *results), program.consts)
-        found.append(StageProgram(inputs, received[stage], tuple(sent), outputs[stage], arguments, forward))
-    return tuple(found)
+        programs.append(StageProgram(inputs, received[stage], tuple(sent), outputs[stage], arguments, forward))
+    return tuple(programs)
 
 
 def _stages_of_unread(
     program: Program,
     stages: Sequence[int],
     settled: Sequence[int],
-    found: Sequence[StageProgram],
+    programs: Sequence[StageProgram],
     updates: Mapping[int, int],
     returned: Mapping[int, frozenset[int]],
 ) -> dict[int, frozenset[int]]:
@@ -329,7 +329,7 @@ def _stages_of_unread(
 
     It is the last stage that its new value depends on, or that returns a variable that its new value depends on.
     """
-    runs = {id(eqn) for stage in found for eqn in stage.forward.eqns}
+    runs = {id(eqn) for stage in programs for eqn in stage.forward.eqns}
     stage_of = {
         v: settled[i]
         for i, eqn in enumerate(program.eqns)

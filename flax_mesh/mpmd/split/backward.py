@@ -88,7 +88,7 @@ def _slices(
     slice_of: dict[Var, int] = {}  # the first slice that computes each value
     stored: set[Var] = set()  # values that an earlier slice takes already
     repeatable = find_repeatable(program, num_given, cheap=remat != "none")
-    found, taken = [], []
+    slices, taken = [], []
     for number, outputs in enumerate(results):
         remaining = [i for i, eqn in enumerate(program.eqns) if not any(v in slice_of for v in eqn.outvars)]
         # Effects, such as debug prints, run once: in F.
@@ -97,13 +97,13 @@ def _slices(
         residuals, repeated = choose_residuals(program, required, repeatable, slice_of, stored)
         eqns = sorted({*(remaining[i] for i in kept), *repeated})
         computed = {v for i in eqns for v in program.eqns[i].outvars}
-        found.append(eqns)
+        slices.append(eqns)
         taken.append([[v for v in residuals if slice_of[v] == k] for k in range(number)])
         stored |= set(residuals)
         # With remat="full", B must not find any value of F, and so computes all of them again.
         if not (remat == "full" and number == 0):
             slice_of |= {v: number for v in computed if v not in slice_of}
-    return found, taken
+    return slices, taken
 
 
 def _slice(

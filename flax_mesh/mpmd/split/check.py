@@ -107,8 +107,8 @@ def check_stages(
     place = NamedSharding(mesh, PartitionSpec()) if mesh is not None else jax.local_devices()[0]
     of_leaves = [NamedSharding(mesh, spec) for spec in specs] if mesh is not None and specs else place
     with full_precision():
-        made = _compiled(mesh, lambda: made_leaves(plain.make))[0]()
-        leaves = jax.device_put(_without_zeros(made, {x.source for x in forward.leaves if x.trained}), of_leaves)
+        initial = _compiled(mesh, lambda: made_leaves(plain.make))[0]()
+        leaves = jax.device_put(_without_zeros(initial, {x.source for x in forward.leaves if x.trained}), of_leaves)
         dtypes = [x.dtype for x in jax.tree.leaves(plain.split_model[1])]
         types = [shape_of(x).update(dtype=dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
         given = [(_values(batch, at), jnp.uint32(0), jnp.int32(at)) for at, batch in enumerate(batches)]
@@ -116,17 +116,17 @@ def check_stages(
         unsplit, rough = _by_name(forward, _unsplit(forward, plain, seed), mesh, types, given)
         staged, _ = _by_name(forward, _staged(forward, remat, split), mesh, types, given)
         want, have = unsplit(leaves), staged(leaves)
-        found: list[str] = []
+        problems: list[str] = []
         for is_rough, tolerance, dtype in ((False, TOLERANCE, jnp.float32), (True, ROUGH_TOLERANCE, jnp.bfloat16)):
             part = {key: x for key, x in want.items() if (key[1] in rough) == is_rough}
             if _differences(part, have, tolerance):
                 # The gradient of a bias before a softmax, for example, is 0 up to rounding: it contains nothing else.
                 rounded = unsplit(jax.device_put(_rounded(leaves, float(jnp.finfo(dtype).eps)), of_leaves))
-                found += _differences(part, have, tolerance, rounded)
-    if found:
-        others = f" (and {len(found) - 1} more of its results)" if len(found) > 1 else ""
+                problems += _differences(part, have, tolerance, rounded)
+    if problems:
+        others = f" (and {len(problems) - 1} more of its results)" if len(problems) > 1 else ""
         raise CutError(
-            f"the stages must compute what the model computes, but on microbatch {found[0]}{others}. This is a "
+            f"the stages must compute what the model computes, but on microbatch {problems[0]}{others}. This is a "
             "mistake in the split and not in the model: please report it with the model and its stages, "
             "print(staged). Until it is repaired, train without a pipeline, or move the cut (cuts=, in a recipe "
             "pipeline.cut). The check can be left out: check=False, in a recipe pipeline.check=never."
@@ -143,12 +143,12 @@ def _by_name(
     call, (rough, changed_rough) = _compiled(mesh, run.call, types, jax.eval_shape(run.start, types), *given[0])
 
     def results(leaves: list[Any]) -> Named:
-        changed, found = run.start(leaves), {}
+        changed, values = run.start(leaves), {}
         for at, args in enumerate(given):
             results, after = call(leaves, changed, *args)
             changed = jax.device_put(after, jax.tree.map(lambda x: x.sharding, changed))
-            found |= {(at, name): _host(x) for name, x in _named(forward, results)}
-        return found
+            values |= {(at, name): _host(x) for name, x in _named(forward, results)}
+        return values
 
     spreads = any(changed_rough.values())  # to all results of the next microbatch
     return results, {name for name, is_rough in _named(forward, rough) if is_rough or spreads}
@@ -233,8 +233,8 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
     updates = [{forward.updates[out]: out for out in x.outputs if out in forward.updates} for x in stages]
 
     def start(values: list[Any]) -> Changed:
-        own = {at: _rows(leaf, values[leaf.source]) for at, leaf in enumerate(forward.leaves)}
-        return {(k, at): own[at] for k, changed in enumerate(updates) for at in changed}
+        rows = {at: _rows(leaf, values[leaf.source]) for at, leaf in enumerate(forward.leaves)}
+        return {(k, at): rows[at] for k, changed in enumerate(updates) for at in changed}
 
     def call(values: list[Any], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
         given = [*(_rows(leaf, values[leaf.source]) for leaf in forward.leaves), *jax.tree.leaves(batch), *counts]
@@ -277,18 +277,18 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
 
 def _differences(want: Named, have: Named, tolerance: float, rounded: Named | None = None) -> list[str]:
     """One text per result that differs; `rounded` is `want` for parameters that are rounded differently."""
-    found = []
+    problems = []
     for key, a in want.items():
         allowed, largest = 0.0, _largest(a)
         if np.issubdtype(a.dtype, np.inexact):
             allowed = max(tolerance * largest, _ROUNDINGS * _distance(a, (rounded or want)[key]))
         difference = _distance(a, have[key])
         if difference > allowed:
-            found.append(
+            problems.append(
                 f"{key[0]} {key[1]} differs by {difference:.3g}, where its largest value is {largest:.3g} and rounding "
                 f"explains {allowed:.3g}"
             )
-    return found
+    return problems
 
 
 def _named(forward: Forward, results: Results) -> Iterator[tuple[str, Any]]:
@@ -332,25 +332,25 @@ def _without_zeros(leaves: Sequence[jax.Array], trained: Container[int]) -> list
     At the start of a run, the gates and projections of adaLN-zero, ReZero and LoRA are zeros, and hide the values that
     they are multiplied by, with their gradients.
     """
-    rng, found = np.random.default_rng(0), []
+    rng, filled = np.random.default_rng(0), []
     for at, leaf in enumerate(leaves):
         if at in trained and (is_zero := np.asarray(leaf) == 0).any():
             leaf = np.where(is_zero, rng.normal(0, _NOISE, leaf.shape), leaf).astype(leaf.dtype)
-        found.append(leaf)
-    return found
+        filled.append(leaf)
+    return filled
 
 
 def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[Any]:
     """The leaves with every floating-point value changed by the relative rounding error `epsilon`."""
-    rng, found = np.random.default_rng(0), []
+    rng, rounded = np.random.default_rng(0), []
     for leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             values = np.asarray(leaf)
             factors = (1 + epsilon * rng.choice([-1.0, 1.0], values.shape)).astype(np.float64)
             wide = np.complex128 if np.iscomplexobj(values) else np.float64
             leaf = (values.astype(wide) * factors).astype(values.dtype)
-        found.append(leaf)
-    return found
+        rounded.append(leaf)
+    return rounded
 
 
 def _values(batch: Batch, seed: int) -> Batch:

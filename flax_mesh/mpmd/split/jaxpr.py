@@ -50,8 +50,8 @@ class Program(NamedTuple):
 
 def with_axes_of(v: Var, x: Any) -> Any:
     """`x` with axes of the same types as those of `v`: another program may have returned it on Auto axes."""
-    wanted, found = v.aval.sharding.mesh, jax.typeof(x).sharding.mesh
-    if wanted.empty or found.empty or wanted.axis_types == found.axis_types:
+    wanted, actual = v.aval.sharding.mesh, jax.typeof(x).sharding.mesh
+    if wanted.empty or actual.empty or wanted.axis_types == actual.axis_types:
         return x
     return jax.sharding.reshard(x, v.aval.sharding)
 
@@ -274,8 +274,8 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
         return _scan_chunks(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
         return _split_chunks(chunks, eqn.params["sizes"])
-    if name in _BY_ROW and (found := _by_row(eqn, values, chunks)):
-        return [found]
+    if name in _BY_ROW and (result := _by_row(eqn, values, chunks)):
+        return [result]
     if name in REDUCE and 0 in eqn.params["axes"]:
         parts = [evaluate(eqn, [part])[0] for part in chunks.parts]
         return [functools.reduce(REDUCE[name], parts)]
@@ -288,7 +288,7 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
 
 def _split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
     """Consecutive ranges of the layers; a part that is in several of them is sliced."""
-    found, first = [], 0
+    pieces, first = [], 0
     for size in sizes:
         parts, starts = [], []
         for start, part in zip(chunks.starts, chunks.parts, strict=True):
@@ -296,9 +296,9 @@ def _split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
             if low < high:
                 parts.append(part if high - low == part.shape[0] else part[low - start : high - start])
                 starts.append(low - first)
-        found.append(Chunks(parts, starts))
+        pieces.append(Chunks(parts, starts))
         first += size
-    return found
+    return pieces
 
 
 def _by_row(eqn: Eqn, values: Sequence[Any], chunks: Chunks) -> Chunks | None:

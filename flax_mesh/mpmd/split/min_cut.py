@@ -61,14 +61,14 @@ def recomputed(
     required: Iterable[_Node], chosen: set[_Node], parents: Callable[[_Node], Sequence[_Node] | None]
 ) -> set[_Node]:
     """The nodes that are computed on the way from `chosen`, a sufficient set, to the `required` nodes."""
-    found: set[_Node] = set()
+    nodes: set[_Node] = set()
     todo = list(required)
     while todo:
         node = todo.pop()
-        if node not in chosen and node not in found:
-            found.add(node)
+        if node not in chosen and node not in nodes:
+            nodes.add(node)
             todo += parents(node) or ()
-    return found
+    return nodes
 
 
 def _network(required: list[Any], parents: Callable[..., Any], weight: Callable[..., int | None]) -> Residual:
@@ -119,11 +119,11 @@ def _augmenting_path(residual: Residual) -> list[tuple[Any, Any]]:
 
 
 def _reaching_sink(residual: Residual) -> set[Any]:
-    found, todo = {SINK}, [SINK]
+    reached, todo = {SINK}, [SINK]
     while todo:
         there = todo.pop()
         for here in residual[there]:
-            if here not in found and residual[here][there]:
-                found.add(here)
+            if here not in reached and residual[here][there]:
+                reached.add(here)
                 todo.append(here)
-    return found
+    return reached

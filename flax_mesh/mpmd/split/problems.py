@@ -18,8 +18,8 @@ MOST = 12  # items of a list in a message
 
 def _stages_text(stages: Iterable[int]) -> str:
     """`stage 1`, `stages 0, 2`."""
-    found = sorted(stages)
-    return f"{plural('stage', len(found))} {listed(found)}"
+    numbers = sorted(stages)
+    return f"{plural('stage', len(numbers))} {listed(numbers)}"
 
 
 def modules_text(model: PyTree) -> str:
@@ -53,18 +53,18 @@ def check_references(program: Program) -> None:
 
     A reference inside of a loop is a part of one equation.
     """
-    made = [eqn for eqn in program.eqns if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.outvars)]
-    if made:
+    references = [eqn for eqn in program.eqns if any(type(v.aval).__name__ == "AbstractRef" for v in eqn.outvars)]
+    if references:
         raise CutError(
             "the stages of a pipeline must not use mutable references (jax.new_ref), but the model makes some:\n"
-            + "\n".join(at_most([*dict.fromkeys(source_line(eqn) or eqn.primitive.name for eqn in made)]))
+            + "\n".join(at_most([*dict.fromkeys(source_line(eqn) or eqn.primitive.name for eqn in references)]))
             + "\nUse a value and assign it anew, or an nnx.Variable, whose changes a pipeline keeps."
         )
 
 
 def check_meshes(eqns: Iterable[Eqn]) -> None:
     """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
@@ -72,17 +72,17 @@ def check_meshes(eqns: Iterable[Eqn]) -> None:
             items = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
             named = [x for values in items for x in values if isinstance(x, NamedSharding)]
             # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
-            own = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
-            meshes = [x for x in [*own, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
+            params = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
+            meshes = [x for x in [*params, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
             if meshes:
                 what = f"{named[0].spec}" if named else eqn.primitive.name
-                found.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
+                texts.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
             for body in bodies(eqn):
                 walk(body.eqns)
 
     walk(eqns)
-    if found:
-        lines = [f"{line}: {what}" for line, what in found.items()]
+    if texts:
+        lines = [f"{line}: {what}" for line, what in texts.items()]
         raise CutError(
             "the model constrains arrays to a mesh of devices, but every stage runs on the mesh of its own group:\n"
             + "\n".join(at_most(lines))
@@ -149,7 +149,7 @@ def check_states(forward: Forward, model: PyTree, layers: Sequence[str], ranks: 
 def _unavailable_variables(forward: Forward, model: PyTree, layers: Sequence[str]) -> list[str]:
     """One line per group of variables that a stage reads before a later stage has computed their new value."""
     stages, updates = forward.stages, forward.updates
-    found: list[tuple[ModelLeaf, int, tuple[int, ...], str, str]] = []
+    rows: list[tuple[ModelLeaf, int, tuple[int, ...], str, str]] = []
     for out, at in updates.items():
         owners = {k for k, stage in enumerate(stages) if out in stage.outputs}
         before = tuple(k for k, stage in enumerate(stages) if at in stage.inputs and k not in owners)
@@ -157,14 +157,14 @@ def _unavailable_variables(forward: Forward, model: PyTree, layers: Sequence[str
             written = _line_of(forward.program.eqns, lambda eqn, out=out: forward.program.outputs[out] in eqn.outvars)
             v = forward.program.inputs[at]
             read = _line_of(stages[before[0]].forward.eqns, lambda eqn, v=v: v in eqn.invars)
-            found.append((forward.leaves[at], min(owners), before, written, read))
-    if not found:
+            rows.append((forward.leaves[at], min(owners), before, written, read))
+    if not rows:
         return []
     lines = path_lines(
         f"{leaf.path} changes in stage {stage}{written} and is read in {_stages_text(before)}{read}"
-        for leaf, stage, before, written, read in found
+        for leaf, stage, before, written, read in rows
     )
-    outside = [leaf.path for leaf, *_ in found if leaf.layer is None]
+    outside = [leaf.path for leaf, *_ in rows if leaf.layer is None]
     others = [path for path in _lists_around(model, outside) if path not in layers]
     hint = f" Only {listed(layers)} is split: if {_quoted(others)} has the layers, name it (layers=)." if others else ""
     lines.append(
@@ -246,7 +246,7 @@ def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int
     stages = dict(of_inputs)
     # Of values that depend on variables alone.
     paths = {v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)}
-    found = {}
+    work = {}
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
         read = {path for v in inputs for path in paths.get(v, ())}
@@ -254,10 +254,10 @@ def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int
         stage = max(of_layers or [stages[v] for v in inputs if v in stages], default=None)
         if stage is not None and not of_layers and not paths.keys().isdisjoint(inputs):
             stage = len(forward.stages)
-        found[id(eqn)] = stage, read
+        work[id(eqn)] = stage, read
         stages |= dict.fromkeys(eqn.outvars, stage) if stage is not None else {}
         paths |= dict.fromkeys(eqn.outvars, read) if inputs and all(v in paths for v in inputs) else {}
-    return found
+    return work
 
 
 def _line_of(eqns: Iterable[Eqn], has: Callable[[Eqn], bool]) -> str:

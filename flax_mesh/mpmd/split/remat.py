@@ -73,7 +73,7 @@ def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int
     unless they are in STORED. Any other equation that changes a known layout is not repeated, because it communicates
     between devices.
     """
-    found: set[int] = set()
+    repeatable: set[int] = set()
     given = {*program.inputs[:num_given], *program.consts}  # and everything computed from them alone
     layouts: dict[Var, Any] = {}
     for i, eqn in enumerate(program.eqns):
@@ -83,11 +83,11 @@ def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int
         changes_layout |= name == RESHARD and eqn.invars[0].aval.sharding != eqn.outvars[0].aval.sharding
         allowed = is_given or (not changes_layout and (cheap or name in FREE))
         if allowed and not eqn.effects and not is_expensive(eqn, STORED):
-            found.add(i)
+            repeatable.add(i)
             given |= set(eqn.outvars) if is_given else set()
         if layout is not None:
             layouts |= dict.fromkeys(eqn.outvars, layout)
-    return found
+    return repeatable
 
 
 def _layout(eqn: Any, layouts: Mapping[Var, Any]) -> Any:
@@ -97,5 +97,5 @@ def _layout(eqn: Any, layouts: Mapping[Var, Any]) -> Any:
     if eqn.primitive.name not in ELEMENTWISE:
         return None
     shape = eqn.outvars[0].aval.shape
-    found = {layouts.get(v) for v in variables(eqn.invars) if v.aval.shape == shape}
-    return found.pop() if len(found) == 1 else None
+    candidates = {layouts.get(v) for v in variables(eqn.invars) if v.aval.shape == shape}
+    return candidates.pop() if len(candidates) == 1 else None

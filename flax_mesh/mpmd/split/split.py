@@ -205,11 +205,11 @@ class StagedModel:
         """
         forward = self.cut(self.example)
         uses = [{*stage.inputs, *(forward.updates.get(at) for at in stage.outputs)} for stage in forward.stages]
-        found = []
+        users = []
         for at, leaf in enumerate(self.leaves):
             owner = self.stage_of(leaf.layer) if leaf.layer is not None and leaf.layer in self.ranks else 0
-            found.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
-        return tuple(found)
+            users.append(tuple(k for k, used in enumerate(uses) if at in used) or (owner,))
+        return tuple(users)
 
     @cached_property
     def imbalance(self) -> str:
@@ -241,7 +241,7 @@ class StagedModel:
             )
             lines += [f"  receives {array_text(v.aval)}, {bytes_text(num_bytes(v.aval))}" for v in stage.received]
         for path in self.layers:
-            called = sum(found == path for found, _ in self.ranks) if ("", 0) not in self.ranks else None
+            called = sum(stack == path for stack, _ in self.ranks) if ("", 0) not in self.ranks else None
             module = module_at(self.model, path)
             stacked = [leaf.rows[1] for leaf in self.leaves if leaf.rows and leaf.layer and leaf.layer[0] == path]
             entries = len(module) if isinstance(module, nnx.List) else max(stacked, default=1)
@@ -517,14 +517,14 @@ def _cut(opened: Forward, staged: StagedModel) -> Forward:
     program, labels = cut.drop_marks(opened.program, labels)
     stages = [_stage(staged.bounds, rank) if rank >= 0 else rank for rank in labels]
     is_data = [at >= num_leaves for at in range(len(program.inputs))]
-    found = cut.cut_stages(program, stages, staged.num_stages, opened.updates, is_data)
+    programs = cut.cut_stages(program, stages, staged.num_stages, opened.updates, is_data)
     learned = {v for leaf, v in zip(opened.leaves, program.inputs, strict=False) if leaf.trained}
     for eqn in program.eqns:
         if not learned.isdisjoint(variables(eqn.invars)):
             learned |= set(eqn.outvars)
-    frozen = [frozenset(v for v in (*stage.received, *stage.sent) if v not in learned) for stage in found]
-    found = tuple(stage._replace(frozen=values) for stage, values in zip(found, frozen, strict=True))
-    return opened._replace(program=program, stages=found)
+    frozen = [frozenset(v for v in (*stage.received, *stage.sent) if v not in learned) for stage in programs]
+    programs = tuple(stage._replace(frozen=values) for stage, values in zip(programs, frozen, strict=True))
+    return opened._replace(program=program, stages=programs)
 
 
 def _stage(bounds: Sequence[int], rank: int) -> int:
@@ -535,11 +535,11 @@ def _input_ranks(
     program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int], copies: Mapping[str, Layer]
 ) -> dict[Var, int]:
     """Rank of every input; a layer that is never called, or appears several times in the list, has none."""
-    found = dict.fromkeys(program.inputs, DATA)
+    input_ranks = dict.fromkeys(program.inputs, DATA)
     for leaf, v in zip(leaves, program.inputs, strict=False):
         layer = leaf.layer or copies.get(leaf.path)
-        found[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
-    return found
+        input_ranks[v] = ranks.get(layer, VARIABLES) if layer else VARIABLES
+    return input_ranks
 
 
 def _copies_beside(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[str, Layer]:
@@ -551,7 +551,7 @@ def _copies_beside(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping
     if not copies:
         return {}
     alone, beside = (
-        cut.label(program, _input_ranks(program, leaves, ranks, found), len(ranks)) for found in ({}, copies)
+        cut.label(program, _input_ranks(program, leaves, ranks, known), len(ranks)) for known in ({}, copies)
     )
     return copies if all(a in (b, OUTSIDE, VARIABLES) for a, b in zip(alone, beside, strict=True)) else {}
 
@@ -600,18 +600,18 @@ def _abstract(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.Close
         return copied, *trace_split(copied, mesh), filters
 
     def make() -> nnx.Pytree:
-        made, optimizer = _with_optimizer(model())
+        module, optimizer = _with_optimizer(model())
         filters.extend([] if optimizer is None else [optimizer.wrt])
-        if not isinstance(made, nnx.Pytree):
-            raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(made)}.")
-        return made
+        if not isinstance(module, nnx.Pytree):
+            raise ConfigError(f"the function that makes the model must return an nnx.Module, got {_kind_text(module)}.")
+        return module
 
     return make, *trace_split(make, mesh), filters
 
 
-def _with_optimizer(made: Any) -> tuple[Any, nnx.Optimizer | None]:
+def _with_optimizer(result: Any) -> tuple[Any, nnx.Optimizer | None]:
     """What a function has returned: (model, optimizer), with None for a model alone."""
-    return made if is_with_optimizer(made) else (made, None)
+    return result if is_with_optimizer(result) else (result, None)
 
 
 def _wrt(wrt: Filter | None, filters: Sequence[Filter]) -> Filter:
@@ -640,20 +640,20 @@ def _specs_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[Par
     if mesh is None:
         return ()
     has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model, graph=True))
-    found = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
-    return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(found))
+    abstract = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
+    return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(abstract))
 
 
 def _calls_of_shared(model: PyTree, layers: Sequence[str]) -> int:
     """Length of the list if one layer object appears in it several times; else 0."""
     for path in layers:
         try:
-            found = module_at(model, path)
+            stack = module_at(model, path)
         except (AttributeError, IndexError, TypeError):
             raise CutError(
                 f"layers={path!r}: {type(model).__name__} has nothing there. {modules_text(model)}"
             ) from None
-        modules = [id(item) for item in found if isinstance(item, nnx.Pytree)] if isinstance(found, nnx.List) else []
+        modules = [id(item) for item in stack if isinstance(item, nnx.Pytree)] if isinstance(stack, nnx.List) else []
         if len(set(modules)) < len(modules):
             if len(layers) > 1:
                 raise CutError(
@@ -665,13 +665,13 @@ def _calls_of_shared(model: PyTree, layers: Sequence[str]) -> int:
 
 def _layers_of(model: PyTree) -> tuple[str, ...]:
     """Default of `layers=`: those of the model's table, or else the list `layers`."""
-    if found := model_layers(model):
-        return found
-    own = getattr(model, "layers", None)
-    if isinstance(own, nnx.List) and any(isinstance(item, nnx.Pytree) for item in own):
+    if named := model_layers(model):
+        return named
+    attribute = getattr(model, "layers", None)
+    if isinstance(attribute, nnx.List) and any(isinstance(item, nnx.Pytree) for item in attribute):
         return ("layers",)
     # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
-    what = "its `layers` is not a list" if own is not None else "it has no list `layers`"
+    what = "its `layers` is not a list" if attribute is not None else "it has no list `layers`"
     raise CutError(
         f"the layers of {type(model).__name__} must be named: it has no table that names them, and {what}. Name "
         "the list or the scanned stack to split, by split_stages(..., layers=...) or @partitioned(..., layers=...) on "
@@ -715,11 +715,11 @@ def _bounds(
     if balance == "count" or num_stages in (1, len(costs)):
         return tuple(cut.balance([1] * len(costs), num_stages)), ""
     sizes = boundary_bytes()
-    equal, found = (tuple(cut.balance(costs, num_stages, x)) for x in ((), cut.entry_costs(sizes)))
-    if found == equal:
-        return found, ""
-    before, after = (bytes_text(sum(sizes[at] for at in bounds[1:-1])) for bounds in (equal, found))
-    return found, (
-        f"cuts={list(found[1:-1])}: activations of {after} at the boundaries; for equal FLOPs alone, "
+    equal, by_bytes = (tuple(cut.balance(costs, num_stages, x)) for x in ((), cut.entry_costs(sizes)))
+    if by_bytes == equal:
+        return by_bytes, ""
+    before, after = (bytes_text(sum(sizes[at] for at in bounds[1:-1])) for bounds in (equal, by_bytes))
+    return by_bytes, (
+        f"cuts={list(by_bytes[1:-1])}: activations of {after} at the boundaries; for equal FLOPs alone, "
         f"cuts={list(equal[1:-1])}: {before}"
     )

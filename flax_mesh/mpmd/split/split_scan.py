@@ -93,8 +93,8 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
 
     early_carry, (early_ys, stacked) = jax.lax.scan(run_first, pick(carry, is_early), xs, **params)
     late_carry, (late_ys, _) = jax.lax.scan(run_second, pick(carry, is_late), (xs, stacked), **params)
-    found = {True: iter([*early_carry, *early_ys]), False: iter([*late_carry, *late_ys])}
-    return [next(found[chosen]) for chosen in is_early]
+    results = {True: iter([*early_carry, *early_ys]), False: iter([*late_carry, *late_ys])}
+    return [next(results[chosen]) for chosen in is_early]
 
 
 def _with_required_carries(inner: Program, carry_in: Sequence[Var], early: Sequence[bool]) -> list[bool]:

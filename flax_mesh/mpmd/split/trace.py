@@ -132,14 +132,14 @@ def trace_forward(
         program, _ = trace(forward, leaves, batch, *counts)
         program, lines = _with_attention(program, AttentionOption(attention, mesh, axes), leaves, batch, placed)
     kinds = [{path for path, _ in kind} for kind in kinds]
-    found = [
+    model_leaves = [
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))
     ]
     # Trained parameters and variables that are no random streams may change: the last outputs are their new values.
-    sources = [leaf.source for kind in (kinds[0], kinds[2]) for leaf in found if leaf.path in kind] if train else []
-    trained = [leaf.source if leaf.trained else None for leaf in found]
-    given = [*trained, *[None] * (len(program.inputs) - len(found))]
+    sources = [leaf.source for kind in (kinds[0], kinds[2]) for leaf in model_leaves if leaf.path in kind] if train else []
+    trained = [leaf.source if leaf.trained else None for leaf in model_leaves]
+    given = [*trained, *[None] * (len(program.inputs) - len(model_leaves))]
     flows = flow(program.eqns, program.inputs, program.outputs, given)
     check_weight(flows[1])
     if train:
@@ -149,7 +149,7 @@ def trace_forward(
     changed = [(source, atom) for source, atom, name in new if name != source]
     program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
     updates = dict(enumerate((source for source, _ in changed), start=num_sums))
-    return Forward(program, tuple(found), tuple(names), updates, lines=lines)
+    return Forward(program, tuple(model_leaves), tuple(names), updates, lines=lines)
 
 
 def _with_attention(
@@ -187,14 +187,14 @@ def places_of(model: PyTree, layers: Sequence[str]) -> Places:
     named = tuple(f"{path}/" for path in layers)
     places: dict[str, tuple[str, int | None]] = {}
     for path in layers:
-        found = module_at(model, path)
-        if isinstance(found, (nnx.List, list, tuple)):
-            each = [(f"{path}/{i}", item, i) for i, item in enumerate(found)]
+        stack = module_at(model, path)
+        if isinstance(stack, (nnx.List, list, tuple)):
+            each = [(f"{path}/{i}", item, i) for i, item in enumerate(stack)]
         else:
-            each = [(path, found, 0 if is_single_layer(found) else None)]
-        for own, module, index in each:
-            home = first.get(id(module), own)
-            places.setdefault(own if home.startswith(named) else home, (path, index))
+            each = [(path, stack, 0 if is_single_layer(stack) else None)]
+        for place, module, index in each:
+            home = first.get(id(module), place)
+            places.setdefault(place if home.startswith(named) else home, (path, index))
     return places
 
 
@@ -202,18 +202,18 @@ def split_leaves(
     forward: Forward, places: Places, stage_of: Mapping[Layer, int] | None = None
 ) -> tuple[ModelLeaf, ...]:
     """Every leaf with its layer. Leaves of stacks are split into ranges of layers: one per stage, or one per layer."""
-    found = []
+    parts = []
     for leaf in forward.leaves:
         stack, index = _place(leaf.path, places)
         if stack is None or index is not None or not leaf.shape:
-            found.append(leaf._replace(layer=None if stack is None or index is None else (stack, index)))
+            parts.append(leaf._replace(layer=None if stack is None or index is None else (stack, index)))
             continue
         depth = leaf.shape[0]
         stages = [i if stage_of is None else stage_of[stack, i] for i in range(depth)]
         starts = [i for i in range(depth) if i == 0 or stages[i] != stages[i - 1]]
         for first, stop in zip(starts, [*starts[1:], depth], strict=True):
-            found.append(leaf._replace(shape=(stop - first, *leaf.shape[1:]), rows=(first, stop), layer=(stack, first)))
-    return tuple(found)
+            parts.append(leaf._replace(shape=(stop - first, *leaf.shape[1:]), rows=(first, stop), layer=(stack, first)))
+    return tuple(parts)
 
 
 def frozen_copies(leaves: Sequence[ModelLeaf]) -> dict[str, Layer]:
@@ -225,8 +225,8 @@ def frozen_copies(leaves: Sequence[ModelLeaf]) -> dict[str, Layer]:
     layers: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
     others: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
     for leaf in leaves:
-        for found in re.finditer(r"/(\d+)/", leaf.path):
-            path, key = leaf.path[: found.start()], (int(found[1]), leaf.path[found.end() :])
+        for match in re.finditer(r"/(\d+)/", leaf.path):
+            path, key = leaf.path[: match.start()], (int(match[1]), leaf.path[match.end() :])
             if leaf.layer == (path, key[0]) and leaf.rows is None:
                 layers.setdefault(path, {})[key] = leaf.shape
             elif leaf.layer is None and not leaf.trained:
@@ -335,7 +335,7 @@ def _place(path: str, places: Places) -> tuple[str | None, int | None]:
 
 def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
     """The ids of the remat equations of `forward`, including those in jits, that use variables of several layers."""
-    inputs, found = forward.program.inputs, set()
+    inputs, remats = forward.program.inputs, set()
     layers_of: dict[Any, set[Any]] = {}
     for leaf in leaves:
         if (layer := leaf.layer) is not None:
@@ -347,7 +347,7 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
             sources = [layers_of.get(atom, set()) if is_var(atom) else set() for atom in eqn.invars]
             name = eqn.primitive.name
             if name in REMAT and len(set().union(*sources)) > 1:
-                found.add(id(eqn))
+                remats.add(id(eqn))
             if name in (*REMAT, *JIT):
                 (body,) = bodies(eqn)
                 walk(body.eqns, dict(zip(body.invars, sources, strict=True)))
@@ -355,4 +355,4 @@ def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
                 layers_of |= dict.fromkeys(eqn.outvars, sources[0])
 
     walk(forward.program.eqns, layers_of)
-    return found
+    return remats

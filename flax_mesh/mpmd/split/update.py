@@ -152,14 +152,14 @@ def _latest_phases(program, group, eqns, phases, transfers, packs, ready, requir
         if group in groups and is_var(v):
             due[v] = min((phase for phase in exchanges if phase >= ready[v]), default=ready[v])
     due |= {v: phase for (sender, phase), sent in packs.items() if sender == group for v in sent}
-    found: dict[int, int] = {}
+    latest: dict[int, int] = {}
     for i in reversed(eqns):
         inputs, outputs = variables(program.eqns[i].invars), program.eqns[i].outvars
         shrinks = sum(prod(v.aval.shape) for v in outputs) < max([prod(v.aval.shape) for v in inputs], default=0)
-        found[i] = phases[i] if shrinks else max(phases[i], min(due[v] for v in outputs if v in due))
+        latest[i] = phases[i] if shrinks else max(phases[i], min(due[v] for v in outputs if v in due))
         for v in inputs:
-            due[v] = min(due.get(v, found[i]), found[i])
-    return found
+            due[v] = min(due.get(v, latest[i]), latest[i])
+    return latest
 
 
 def _group_program(program, group, phase, phases, transfers, packs, ready, place, required) -> GroupProgram | None:

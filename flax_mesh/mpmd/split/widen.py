@@ -62,11 +62,11 @@ def call_widened(program: Program, args: Sequence[Any]) -> list[Any]:
 
 def rough_outputs(program: Program) -> list[bool]:
     """For every output, whether it depends on an equation that `call_widened` cannot widen, such as a kernel."""
-    found: set[Any] = set()
+    rough: set[Any] = set()
     for eqn in program.eqns:
-        if _is_rough(eqn) or not found.isdisjoint(variables(eqn.invars)):
-            found |= set(eqn.outvars)
-    return [is_var(atom) and atom in found for atom in program.outputs]
+        if _is_rough(eqn) or not rough.isdisjoint(variables(eqn.invars)):
+            rough |= set(eqn.outvars)
+    return [is_var(atom) and atom in rough for atom in program.outputs]
 
 
 def _outputs(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
@@ -104,8 +104,8 @@ def _widened_jaxpr(jaxpr: Any) -> Any:
     dtypes = [v.aval.dtype for v in program.inputs]
     wide = [jnp.float32 if is_narrow(dtype) else dtype for dtype in dtypes]
     types = [shape_of(v.aval).update(dtype=dtype) for v, dtype in zip(program.inputs, wide, strict=True)]
-    found = jax.make_jaxpr(lambda *args: call_widened(program, args))(*types)
-    return found if isinstance(jaxpr, jex.ClosedJaxpr) else found.jaxpr
+    widened = jax.make_jaxpr(lambda *args: call_widened(program, args))(*types)
+    return widened if isinstance(jaxpr, jex.ClosedJaxpr) else widened.jaxpr
 
 
 def _mesh_of(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
@@ -169,7 +169,7 @@ def _is_generic(eqn: Eqn) -> bool:
 def _is_rough(eqn: Eqn) -> bool:
     """Whether the equation computes with narrow values of which the last bits may differ, and cannot be widened."""
     if eqn.primitive.name in _CALLS or eqn.primitive.name in _LOOPS:
-        return any(_is_rough(inner) for found in bodies(eqn) for inner in found.eqns)
+        return any(_is_rough(inner) for body in bodies(eqn) for inner in body.eqns)
     is_exact = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars)
     return not is_exact and not _is_generic(eqn) and _is_narrow_eqn(eqn)
 
@@ -177,5 +177,5 @@ def _is_rough(eqn: Eqn) -> bool:
 def _is_narrow_eqn(eqn: Eqn) -> bool:
     """Whether a value of the equation, or of its bodies, is narrow."""
     dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
-    inner = (each for found in bodies(eqn) for each in found.eqns)
+    inner = (each for body in bodies(eqn) for each in body.eqns)
     return any(x is not None and is_narrow(x) for x in dtypes) or any(map(_is_narrow_eqn, inner))
