@@ -267,7 +267,7 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
         "recipe": new is None,
         "compared": [section for section in SECTIONS if in_both(section, record, other)],
         "not_compared": [section for section in SECTIONS if in_one(section, record, other)],
-        "differences": [array._asdict() for array in rows],
+        "differences": [row._asdict() for row in rows],
         "values": None,
     }
     differs = bool(rows)

@@ -1,6 +1,7 @@
 """Runs by the workers of Ray, which starts them, initializes JAX in them, and restarts all of them if one is lost."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -49,8 +50,8 @@ def ray_trainer(
         make_config: A function without arguments that returns the config. It is called here, to check the config, and
             in every worker: a function can be sent to workers, but the functions of a recipe file cannot.
         num_workers: The number of processes.
-        resources: What each worker uses, such as {"GPU": 8}, {"TPU": 4} or {"CPU": 1}. Without GPU and TPU the workers
-            compute on CPUs, and divide the devices of `run.platform=cpu:N`.
+        resources: The resources of each worker, such as {"GPU": 8}, {"TPU": 4} or {"CPU": 1}. Without GPU and TPU the
+            workers compute on CPUs, and divide the devices of `run.platform=cpu:N`.
         report_every: Report the row of every step that this number divides, and the last one. None: `checkpoint.every`.
             The workers wait for a report, of which Ray takes one every 2 s (RAY_TRAIN_HEALTH_CHECK_INTERVAL_S).
             metrics.jsonl has all rows in any case.
@@ -62,8 +63,8 @@ def ray_trainer(
         A `ray.train.v2.jax.JaxTrainer`.
 
     Raises:
-        TypeError: An argument, or what `make_config` returns, is of another type.
-        ConfigError: An argument or the config has mistakes; `run.folder` is relative; `run.platform` is not that of
+        TypeError: An argument, or the result of `make_config`, is of another type.
+        ConfigError: An argument or the config has mistakes; `run.folder` is relative; `run.platform` does not fit
             `resources`; or Ray is not installed. All mistakes are reported in one error.
     """
     check_arguments("make_config", make_config)
@@ -106,11 +107,15 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
     for name, value in (("num_workers", num_workers), ("report_every", report_every)):
         if value is not None and value < 1:
             problems.append(f"{name} must be at least 1, got {value}")
-    if wrong := {name: value for name, value in resources.items() if not isinstance(value, int | float) or value < 0}:
-        problems.append(f"resources must be numbers of at least 0, got {shown(wrong)}")
+    if wrong := {
+        name: value
+        for name, value in resources.items()
+        if not isinstance(value, int | float) or not 0 <= value < math.inf
+    }:
+        problems.append(f"resources must be finite numbers of at least 0, got {shown(wrong)}")
     if not os.path.isabs(os.path.expanduser(str(run.folder))):
         problems.append(
-            f"run.folder must be absolute, got {run.folder}: every worker runs in a folder of its own; use a folder "
+            f"run.folder must be absolute, got {run.folder}: every worker runs in another folder; use one "
             "that all of them have access to"
         )
     platform, _, devices = str(run.platform).partition(":")
@@ -125,7 +130,7 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
 
 
 def _work(make_config: Callable[[], TrainConfig], report_every: int | None) -> TrainResult:
-    """What every worker does. All of them report equally often, as Ray requires."""
+    """The work of every worker. All of them report equally often, as Ray requires."""
     config = make_config()
     every, folder, reported = report_every or config.checkpoint.every, Path(config.run.folder).expanduser(), None
 

@@ -198,7 +198,8 @@ STRANGE = {
 @pytest.mark.parametrize("case", STRANGE)
 def test_a_tokenizer_that_fails_at_a_text_is_one_line(tmp_path, monkeypatch, capfd, case):
     parts, reason = STRANGE[case]
-    monkeypatch.setattr(tokenizer_process, "SECONDS", 1)
+    if case == "no end":  # only this one reaches the limit, within which a loaded machine must start the process
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 1)
     tokenizer = JsonTokenizer(write(tmp_path, **parts))
     for _ in range(2):  # a process that has ended is started again
         with pytest.raises(ConfigError, match=f"must encode every text, .*({reason}).*; replace it") as one:

@@ -42,14 +42,14 @@ def test_mistakes_that_concern_ray_are_found_before_it_starts(monkeypatch, tmp_p
         return "\n".join(caught.value.lines)
 
     monkeypatch.setattr(module, "find_spec", lambda name: object())
-    found = lines(0, {"GPU": 1, "memory": "big"}, "run.steps=0", report_every=0)
+    found = lines(0, {"GPU": 1, "memory": "big", "disk": float("nan")}, "run.steps=0", report_every=0)
     for text in (
         "run.steps must be at least 1",
         "num_workers must be at least 1, got 0",
         "report_every must be at least 1, got 0",
         "run.folder must be absolute, got runs/tiny",
         "run.platform=cpu:8 must be auto or gpu, because the resources of a worker are",
-        "resources must be numbers of at least 0, got {'memory': 'big'}",
+        "resources must be finite numbers of at least 0, got {'memory': 'big', 'disk': nan}",
     ):
         assert text in found
     folder = f"run.folder={tmp_path}"

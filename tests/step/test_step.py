@@ -268,6 +268,10 @@ def pure(host, model, x):
     return jax.lax.stop_gradient(jax.pure_callback(host.double, jax.typeof(x), jax.lax.stop_gradient(x))) + x
 
 
+def beside_the_model(host, model, x):
+    return pure(host, model, model(x))
+
+
 def in_a_rule(host, model, x):
     """Only the rules of the gradient contain callbacks."""
     same = jax.custom_vjp(lambda x: x)
@@ -285,7 +289,7 @@ def read(host, model, x):
     [
         (printing, 2, AxisType.Auto),
         (printing, 1, AxisType.Explicit),
-        (pure, 1, AxisType.Auto),
+        (beside_the_model, 1, AxisType.Auto),
         (nested, 1, AxisType.Explicit),
         (in_a_rule, 2, AxisType.Auto),
         (read, 1, AxisType.Auto),
@@ -307,7 +311,7 @@ def test_a_step_with_callbacks_computes_what_jax_computes(call, parts, axis_type
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("call", [nested, printing, pure, in_a_rule, read])
+@pytest.mark.parametrize("call", [nested, printing, beside_the_model, in_a_rule, read])
 def test_the_next_call_raises_the_exception_of_a_callback_on_8_devices(call):
     host = Host()
     loss_fn = lambda model, b: jnp.mean(call(host, model, b["x"]) ** 2)  # noqa: E731

@@ -113,7 +113,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_during_the_update(tmp_path
     hosted, usual = (plan(own_config(tmp_path, *settings, *more), "v5e:1x1") for more in ((HOST,), ()))
     moved = 2 * hosted.memory.host / hosted.topology.chip.host_bandwidth
     times = [{part.name: part.seconds for part in each.time.parts} for each in (hosted, usual)]
-    assert times[0]["update"] - times[1]["update"] == pytest.approx(moved, rel=0.05)
+    assert times[0]["update"] == pytest.approx(moved) and moved > times[1]["update"]  # which they hide
     assert times[0]["backward"] == times[1]["backward"]
     copies = [moment.bytes["optimizer"] for moment in hosted.memory.timeline]
     assert 0 < max(copies) - min(copies) < hosted.memory.host  # those of one parameter at a time
