@@ -34,7 +34,7 @@ def test_a_model_of_transformers_is_fine_tuned_and_given_back(shape, settings, t
     given = [f"checkpoint.start_from={base}", f"data.source={tmp_path / 'chats.jsonl'}", f"run.folder={folder}"]
     overrides = [*SETTINGS, *settings, *given, f"mesh.shape={shape}", "run.platform=auto", "run.steps=30"]
     ran = run(apply_overrides(load_recipe(str(RECIPE)), overrides))
-    assert ran.losses[30] < ran.losses[1] / 2
+    assert ran.losses[30] < ran.losses[1] - 0.2
     frozen = [x for x in stored_arrays(folder / "checkpoints/30") if x.startswith("model/") and "_lora_" not in x]
     assert not frozen if settings else frozen
 

@@ -21,17 +21,11 @@ def write_llama(folder: Path) -> None:
     import torch
     import transformers  # pyright: ignore[reportMissingImports]
 
-    sizes: dict[str, Any] = {
-        "vocab_size": len(VOCABULARY) // 4 * 4 + 4,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-    }
+    count = len(VOCABULARY) // 4 * 4 + 4  # tp:4 divides it
+    sizes: dict[str, Any] = {"vocab_size": count, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(VOCABULARY) // 4 * 4 + 4, bos_token_id=0, eos_token_id=1, **sizes, **heads
-    )
+    config = transformers.LlamaConfig(bos_token_id=0, eos_token_id=1, **sizes, **heads)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     write_tokenizer(folder, CHATML)
 
