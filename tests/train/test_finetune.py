@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,7 +40,7 @@ def test_a_model_of_transformers_is_fine_tuned_and_given_back(shape, settings, t
     assert not frozen if settings else frozen
 
     tokens = np.random.default_rng(0).integers(0, len(VOCABULARY), (2, 20))
-    ours = np.asarray(open_trained(folder, ["mesh.shape=fsdp:2"]).model(tokens))
+    ours = np.asarray(open_trained(folder, ["mesh.shape=fsdp:2"]).model(jnp.asarray(tokens)))
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.no_grad():
         before = load(base)(torch.from_numpy(tokens)).logits.numpy()

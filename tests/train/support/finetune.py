@@ -18,7 +18,7 @@ SETTINGS = (
 
 
 def write_llama(folder: Path) -> None:
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
     count = len(VOCABULARY) // 4 * 4 + 4  # tp:4 divides it
