@@ -76,7 +76,7 @@ TURNS = [
     {"role": "user", "content": "?"},
     {"role": "assistant", "content": " Ok "},
 ]
-CALL = {"name": "f", "arguments": {"x": 1}}
+CALL = {"arguments": {"x": 1}, "name": "f"}
 TOOLS = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},

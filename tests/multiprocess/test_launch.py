@@ -30,6 +30,8 @@ from tests.multiprocess.processes import (
     run_all,
     run_workers,
 )
+from tests.train.support.finetune import SETTINGS as FINETUNE
+from tests.train.support.finetune import write_chats, write_llama
 
 VIT = ("recipes/vit.py",)
 DIFFERENT = """
@@ -80,6 +82,26 @@ def test_two_processes_have_the_losses_of_one(settings, same, shape, own, tmp_pa
     run(1, 4, tmp_path / "one", "mesh.shape=pp:2,fsdp:2", *same, "run.steps=3", settings=settings)
     run(2, 2, tmp_path / "two", f"mesh.shape={shape}", *same, *own, "run.steps=3", settings=settings)
     assert_same_losses(tmp_path / "two", tmp_path / "one", [1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
+def test_two_processes_train_adapters_as_one_does_and_resume_bit_for_bit(shape, tmp_path):
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    pytest.importorskip("transformers", reason="comes with the extra finetune")
+    write_llama(tmp_path / "base")
+    write_chats(tmp_path / "chats.jsonl")
+    start_from, source = f"checkpoint.start_from={tmp_path / 'base'}", f"data.source={tmp_path / 'chats.jsonl'}"
+    settings = ("recipes/finetune.py", *FINETUNE, start_from, source, "lora.rank=2", "run.eval_every=2")
+    run(1, 4, tmp_path / "one", "mesh.shape=fsdp:4", "run.steps=4", settings=settings)
+    run(2, 2, tmp_path / "whole", f"mesh.shape={shape}", "run.steps=4", settings=settings)
+    for steps in (2, 4):
+        run(2, 2, tmp_path / "two", f"mesh.shape={shape}", f"run.steps={steps}", settings=settings)
+    assert_same_losses(tmp_path / "two", tmp_path / "one", [1, 2, 3, 4])
+    assert losses(tmp_path / "two", "held_out/loss") == losses(tmp_path / "whole", "held_out/loss")
+    saved = stored(tmp_path / "two", 4)
+    assert_same_state(saved, stored(tmp_path / "whole", 4))
+    assert not [path for path in saved if path.startswith("model/") and "_lora_" not in path]
 
 
 @pytest.mark.slow
