@@ -7,7 +7,7 @@ the experts, low ranks of queries, and of keys and values (MLA), and MLPs withou
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -87,16 +87,17 @@ class Layer(DecoderLayer):
             sized = replace(config, mlp_size=config.shared or config.mlp_size)
             self.mlp = (MLP if config.gated else Ungated)(sized, rngs=rngs)
         if config.ranks[0]:
-            of_q, of_kv = config.ranks
-            self.attention.q = LowRank(config, of_q, config.num_heads, rngs)
-            self.attention.k, self.attention.v = (LowRank(config, of_kv, config.num_kv_heads, rngs) for _ in range(2))
+            (of_q, of_kv), attention = config.ranks, cast("Any", self.attention)
+            attention.q = LowRank(config, of_q, config.num_heads, rngs)
+            attention.k, attention.v = (LowRank(config, of_kv, config.num_kv_heads, rngs) for _ in range(2))
 
         for linear in (x for _, x in nnx.iter_graph(self) if isinstance(x, nnx.LinearGeneral)):
             linear.dot_general = partial(_product, config.products)
 
     def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Any) -> Any:
         out_BSD, aux = super()._rest(x_BSD, y_BSD, mode)
-        return (out_BSD + self.mlp(x_BSD)).astype(out_BSD.dtype) if self.config.shared else out_BSD, aux
+        has_both = self.config.num_experts and hasattr(self, "mlp")
+        return (out_BSD + self.mlp(x_BSD)).astype(out_BSD.dtype) if has_both else out_BSD, aux
 
 
 class Period(nnx.Module):
