@@ -175,7 +175,7 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "pod": "book",
         "wrap": "book",
     }
-    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.5, "indexed_fraction": 0.2} | values)
+    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.4, "indexed_fraction": 0.2} | values)
 
 
 def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
@@ -206,19 +206,19 @@ CHIPS = (
     _tpu("v3", {"all": "book", "network_bandwidth": "inferred", "matmul_fraction": "assumed"}, kinds=("TPU v3",),
          peak_flops={"bfloat16": 140e12 / 2}, memory=32e9 / 2, memory_bandwidth=900e9 / 2,
          link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2,
-         matmul_fraction=0.76),
+         matmul_fraction=0.73),
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.76, clock=1.05e9),
+         matmul_fraction=0.73, clock=1.05e9),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.84, clock=1.5e9),
+         matmul_fraction=0.83, clock=1.5e9),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.83, clock=1.75e9),
+         matmul_fraction=0.86, clock=1.75e9),
     _tpu("v6e", _ICI | {"matrix_unit": "tpu"}, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),

@@ -27,7 +27,7 @@ LLAMA_8B = _shape(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA_70B = _shape(80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA_405B = _shape(126, 16384, 128, 8, 128, 53248, 128256)
 LLAMA2_70B = replace(LLAMA_70B, vocab_size=32000)
-GPT3 = _shape(96, 12288, 96, 96, 128, 49152 * 2 // 3, 50304, tied=True)
+GPT3 = _shape(96, 12288, 96, 96, 128, 49152, 50304, tied=True, gated=False)
 MIXTRAL = _shape(32, 4096, 32, 8, 128, 14336, 32000, num_experts=8, experts_per_token=2)
 # Windows are the keys of the blocks that the kernels of these runs read for a query: two blocks of 1024 or 2048.
 GEMMA3_12B = _shape(48, 3840, 16, 8, 256, 15360, 262144, tied=True, sliding_window=2560, period=6)
@@ -42,8 +42,7 @@ QWEN3_235B = _shape(94, 4096, 64, 4, 128, 1536, 151936, num_experts=128, experts
 
 
 def _old(layers: int, hidden: int, heads: int, mlp: int) -> Shape:
-    width = -(-mlp * 2 // 3 // 16) * 16
-    return _shape(layers, hidden, heads, heads, 256, width, 32768)
+    return _shape(layers, hidden, heads, heads, 256, mlp, 32768, gated=False)
 
 
 class Run(NamedTuple):
@@ -110,7 +109,7 @@ NEW = [
     Run("7-Qwen-256", "v7x:4x8x8", QWEN3_235B, INPUT, 4096, 8192, "fsdp:512", 30.87, "experts"),
 ]
 
-MINIMAL = "dots_with_no_batch_dims_saveable"
+MINIMAL = "q+k+v+attention_out+mlp_up"  # the products with weights that the backward pass reads
 OLDER = {  # id: chip and topology of one slice, model, sequences per chip, mesh of a slice, policy
     "4-22B": ("v4:4x4x4", _old(48, 6144, 24, 24576), 16, "fsdp:64", "full"),
     "5e-16B": ("v5e:16x16", _old(32, 5120, 32, 32768), 6, "fsdp:256", "full"),
@@ -134,7 +133,7 @@ TFLOPS = {  # id: {slices: TFLOP/s per chip}
 def num_parameters(s: Shape) -> int:
     """All parameters of a shape without experts."""
     attention = s.hidden_size * s.head_dim * (2 * s.num_heads + 2 * s.num_kv_heads)
-    layer = attention + 3 * s.hidden_size * s.mlp_size + 2 * s.hidden_size
+    layer = attention + (3 if s.gated else 2) * s.hidden_size * s.mlp_size + 2 * s.hidden_size
     return s.num_layers * layer + s.hidden_size * (s.vocab_size * (1 if s.tied else 2) + 1)
 
 

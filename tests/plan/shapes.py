@@ -1,14 +1,13 @@
 """Decoders of published training runs, made of the layers that recipes have.
 
 A `Shape` adds what `DecoderConfig` lacks: windows in all layers but every `period`-th, an MLP of width `shared` beside
-the experts, and low ranks of queries, and of keys and values (MLA). An MLP of width F without a gate has the FLOPs and
-the weights of one of width 2/3 F with a gate.
+the experts, low ranks of queries, and of keys and values (MLA), and MLPs without a gate.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -16,7 +15,9 @@ from flax import nnx
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.models.config import linear_options
 from flax_mesh.models.decoder import MLP, DecoderLayer
+from flax_mesh.models.remat import named
 from flax_mesh.sharding.abstract import partition_rules, partitioned
+from flax_mesh.sharding.constrain import constrain
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Shape(DecoderConfig):
     period: int = 1
     shared: int = 0
     ranks: tuple[int, int] = (0, 0)
+    gated: bool = True
     products: str = ""  # the type of the operands of products of layers but experts, if it is not `dtype`
 
     def attention_kernel(self, *_: Any, **__: Any) -> str:
@@ -68,22 +70,34 @@ class LowRank(nnx.Module):
         return self.high(self.low(x))
 
 
+class Ungated(MLP):
+    def __init__(self, config: Shape, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        del self.gate
+
+    def __call__(self, x: jax.Array, mode: Any = "train") -> jax.Array:
+        h = jax.nn.relu(named(self.up(x), "mlp_up", self.config.remat))
+        return self.down(constrain(h, ("batch", "sequence", "mlp"), axes=self.config.axes))
+
+
 class Layer(DecoderLayer):
     def __init__(self, config: Shape, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         if config.shared or not config.num_experts:
-            self.mlp = MLP(replace(config, mlp_size=config.shared or config.mlp_size), rngs=rngs)
+            sized = replace(config, mlp_size=config.shared or config.mlp_size)
+            self.mlp = (MLP if config.gated else Ungated)(sized, rngs=rngs)
         if config.ranks[0]:
-            of_q, of_kv = config.ranks
-            self.attention.q = LowRank(config, of_q, config.num_heads, rngs)
-            self.attention.k, self.attention.v = (LowRank(config, of_kv, config.num_kv_heads, rngs) for _ in range(2))
+            (of_q, of_kv), attention = config.ranks, cast("Any", self.attention)
+            attention.q = LowRank(config, of_q, config.num_heads, rngs)
+            attention.k, attention.v = (LowRank(config, of_kv, config.num_kv_heads, rngs) for _ in range(2))
 
         for linear in (x for _, x in nnx.iter_graph(self) if isinstance(x, nnx.LinearGeneral)):
             linear.dot_general = partial(_product, config.products)
 
     def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Any) -> Any:
         out_BSD, aux = super()._rest(x_BSD, y_BSD, mode)
-        return (out_BSD + self.mlp(x_BSD)).astype(out_BSD.dtype) if self.config.shared else out_BSD, aux
+        has_both = self.config.num_experts and hasattr(self, "mlp")
+        return (out_BSD + self.mlp(x_BSD)).astype(out_BSD.dtype) if has_both else out_BSD, aux
 
 
 class Period(nnx.Module):

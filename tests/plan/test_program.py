@@ -132,6 +132,18 @@ def test_collectives_do_not_name_axes_of_one_device():
     assert [(exchange.kind, exchange.axes) for exchange in one.exchanges] == [("all-reduce", ("fsdp",))]
 
 
+def test_a_chain_of_many_cheap_operations_is_one_kernel():
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh_of({"fsdp": 4}), P()))
+
+    def chain(x):
+        for i in range(1200):
+            x = x * i
+        return x
+
+    (kernel,) = estimate(jax.jit(chain), (x,), {"fsdp": 4}, "tpu").kernels
+    assert kernel.read_bytes == kernel.written_bytes == 8 * 8 * 4
+
+
 def test_a_chain_of_many_partial_sums_is_reduced_once():
     """A deep model without a scan sums the gradients of all layers in one chain of additions."""
     sizes = {"fsdp": 4}

@@ -106,9 +106,9 @@ def test_the_text_of_a_pipeline_has_all_numbers():
 @pytest.mark.parametrize(
     ("topology", "experts", "text"),
     [
-        ("v5p:4x4x4", False, "dense models on one TPU slice, forecasts were off by -19% to +19%"),
+        ("v5p:4x4x4", False, "dense models on one TPU slice, forecasts were off by -19% to +25%"),
         ("v5e:16x16*2", False, "12 measured steps of several TPU slices"),
-        ("v5e:16x16*2", True, "7 measured steps of experts"),
+        ("v5e:16x16*2", True, "4 measured steps of experts"),
         ("h200:1x1", False, "2 measured steps of dense models on one H200"),
         ("h200:1x1", True, "no measured step of experts on H200"),
         ("h100:1x1", False, "no measured step of 1 H100"),

@@ -197,26 +197,37 @@ class _Fusion:
     # What a value is computed from
 
     def leaves(self, array: Array) -> Leaves:
-        found = self.known.get(id(array))
-        if found is not None:
-            return found
+        waiting = [array]  # no recursion: a chain of cheap operations is as long as the model is deep
+        while waiting:
+            x = waiting[-1]
+            inputs = x.producer.inputs if x.producer and id(x) not in self.known and not self._is_leaf(x) else ()
+            if missing := [operand for operand in inputs if id(operand) not in self.known]:
+                waiting += missing
+                continue
+            waiting.pop()
+            if id(x) not in self.known:
+                self.known[id(x)] = self._leaves(x)
+        return self.known[id(array)]
+
+    def _is_leaf(self, array: Array) -> bool:
+        return id(array) in self.buffers or array.producer is None or self._is_root(array.producer)
+
+    def _leaves(self, array: Array) -> Leaves:
+        """From those of the operands, which are known."""
         producer = array.producer
-        if id(array) in self.buffers or producer is None or self._is_root(producer):
-            found = ((array, array.bytes),)
-        elif producer.kind in CONSTANTS:
-            found = ()
-        elif producer.kind == "optimization_barrier":
-            found = self.leaves(producer.inputs[producer.outputs.index(array)])
-        else:
-            most = array.bytes if producer.kind in PARTS else None
-            sizes: dict[int, tuple[Array, int]] = {}
-            for operand in self._gathered(producer):
-                for x, size in self.leaves(operand):
-                    size = size if most is None else min(size, most)
-                    sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
-            found = tuple(sizes.values())
-        self.known[id(array)] = found
-        return found
+        if producer is None or self._is_leaf(array):
+            return ((array, array.bytes),)
+        if producer.kind in CONSTANTS:
+            return ()
+        if producer.kind == "optimization_barrier":
+            return self.known[id(producer.inputs[producer.outputs.index(array)])]
+        most = array.bytes if producer.kind in PARTS else None
+        sizes: dict[int, tuple[Array, int]] = {}
+        for operand in self._gathered(producer):
+            for x, size in self.leaves(operand):
+                size = size if most is None else min(size, most)
+                sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
+        return tuple(sizes.values())
 
     def _gathered(self, operation: Operation) -> list[Array]:
         """The operands of a fused operation: what a collective changes is replaced by its result."""
