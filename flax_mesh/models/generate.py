@@ -181,7 +181,8 @@ def option_problems(
     counts |= {} if cache_length is None else {"cache_length": cache_length}
     problems = [*integer_problems(counts), *integer_problems({"seed": seed}, 0, 2**32 - 1)]
     wrong = [t for t in stop_tokens if integer_problems({"": t}, 0, vocab_size - 1)]
-    return problems + [Problem(f"stop token {t!r}", f": the ids of this model are 0 to {vocab_size - 1}") for t in wrong]
+    ids = f": the ids of this model are 0 to {vocab_size - 1}"
+    return problems + [Problem(f"stop token {t!r}", ids) for t in wrong]
 
 
 class Programs:

@@ -85,7 +85,8 @@ def choose(call: Call) -> tuple[str, str]:
     kernel = _BEST[call.platform]
     reasons = misfits(kernel, call)
     if not reasons and kernel == "cudnn" and call.head_dim > _CUDNN_HEAD_DIM // 2:
-        reasons = [_Misfit(f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)", str(call.head_dim))]
+        need = f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)"
+        reasons = [_Misfit(need, str(call.head_dim))]
     if reasons:
         return "xla", f"{kernel} {reasons[0]}"
     return kernel, f"the devices are {DEVICES[call.platform]}"

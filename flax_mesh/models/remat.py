@@ -76,7 +76,8 @@ def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str
         return problems
     if not problems and (total > num_layers or (total < num_layers and not without)):
         repair = "remove some" if total > num_layers else "add a run for the others, such as none"
-        problems.append(f"model.remat={text} is for {count_text(total, 'layer')}, model.num_layers={num_layers}; {repair}")
+        layers = count_text(total, "layer")
+        problems.append(f"model.remat={text} is for {layers}, model.num_layers={num_layers}; {repair}")
     if not problems and total == num_layers and without:
         problems.append(f"model.remat={text}: no layer is left for the run without a number; remove it")
     return problems

@@ -157,7 +157,8 @@ def make_train_step(
                 return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
 
             kept = zip(map(id, jax.tree.leaves(others)), stored[1], strict=True)
-            closed_over = {key: layout_of for key, layout_of in kept if layout_of is not None} | attention.of_batch(part)
+            closed_over = {key: layout_of for key, layout_of in kept if layout_of is not None}
+            closed_over |= attention.of_batch(part)
             traced = traced_loss(loss_of, params, trains=True, rewrite=attention.rewrite(stored[0], closed_over))
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)

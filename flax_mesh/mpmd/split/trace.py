@@ -137,7 +137,8 @@ def trace_forward(
         for at, (path, leaf) in enumerate(named_leaves(state))
     ]
     # Trained parameters and variables that are no random streams may change: the last outputs are their new values.
-    sources = [leaf.source for kind in (kinds[0], kinds[2]) for leaf in model_leaves if leaf.path in kind] if train else []
+    changing = (kinds[0], kinds[2]) if train else ()
+    sources = [leaf.source for kind in changing for leaf in model_leaves if leaf.path in kind]
     trained = [leaf.source if leaf.trained else None for leaf in model_leaves]
     given = [*trained, *[None] * (len(program.inputs) - len(model_leaves))]
     flows = flow(program.eqns, program.inputs, program.outputs, given)
