@@ -11,6 +11,7 @@ import pytest
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.fields import value_to_text
 from flax_mesh.inference import open as opening
 from flax_mesh.inference import source
 from flax_mesh.inference.open import default_mesh, open_trained
@@ -157,7 +158,7 @@ def test_a_folder_without_a_decoder_is_refused_in_one_line(tmp_path):
     assert "is empty" in refused("")
     assert "null byte" in refused("a\0b")
     assert "which has no steps; leave out --step 2" in refused(HF / "llama", step=2)
-    save_run(tmp_path, config={f"model.{k}": str(v) for k, v in vars(DecoderConfig()).items() if k != "axes"})
+    save_run(tmp_path, config={f"model.{k}": value_to_text(v) for k, v in vars(DecoderConfig()).items() if k != "axes"})
     text = refused(tmp_path)
     assert text.startswith(f"{tmp_path}/checkpoints/3 is not a checkpoint of flax_mesh.models.Decoder")
     assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,256]" in text

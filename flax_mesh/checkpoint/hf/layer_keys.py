@@ -37,6 +37,8 @@ def _of(family: Family) -> tuple[set[str], set[str], bool]:
 def read_layers(config: Json, family: Family, num_layers: object, problems: list[str]) -> dict[str, Any]:
     """`sliding_window` and `layer_pattern`; without a pattern all layers have the window, or with the window 0 none."""
     count = num_layers if type(num_layers) is int and 0 < num_layers <= 100_000 else 0
+    if not count:  # refused elsewhere
+        return {WINDOW: 0, "layer_pattern": ""}
     size = config.get(WINDOW, family.absent.get(WINDOW))
     kinds = _default_kinds(config, family, count, size, problems)
     if layer_types := config.get("layer_types"):
