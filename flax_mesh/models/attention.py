@@ -143,7 +143,7 @@ class Attention(nnx.Module):
         if self._has_own_scores:
             y_BSHC = self._plain(q_BSHC, k_BSKC, v_BSKC, causal_mask(q_BSHC.shape[1], window, segment_ids_BS))
         else:
-            y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, mode, window)
+            y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, window, mode)
         y_BSHC = constrain(y_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Splash attention names its output itself, together with the sums that its backward pass reads.
         return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
@@ -169,8 +169,8 @@ def attend(
     v_BSKC: jax.Array,
     segment_ids_BS: jax.Array | None,
     config: DecoderConfig,
+    window: int,
     mode: Mode = "train",
-    window: int = 0,
 ) -> jax.Array:
     """Causal attention within a window and within equal segment ids, by one of the kernels."""
     scale = config.attention_scale or None
@@ -195,7 +195,7 @@ def attend(
             raise
         if config.attention == "auto":
             warnings.warn(f"model.attention=auto uses xla, since cudnn cannot be traced here: {error}", stacklevel=2)
-            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, mode, window)
+            return attend("xla", q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, config, window, mode)
         raise ConfigError(
             f"model.attention={config.attention} cannot be traced here: {error} Use model.attention=xla, or JAX for "
             "CUDA"

@@ -206,10 +206,9 @@ def arrays(dtype: Any = jnp.float32) -> tuple[Any, ...]:
 
 def value_and_gradients(kernel: str, window: int, segments: bool, dtype: Any = jnp.float32, mesh: Any = None) -> Any:
     q, k, v, ids, weights = arrays(dtype)
-    config = DecoderConfig(sliding_window=window)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
-        y = attend(kernel, q, k, v, ids if segments else None, config).astype(jnp.float32)
+        y = attend(kernel, q, k, v, ids if segments else None, DecoderConfig(), window).astype(jnp.float32)
         return (y * weights).sum(), y
 
     call = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))

@@ -174,10 +174,9 @@ def splash(window: int = 0, length: int = 2048) -> Estimate:
     device = AbstractDevice("tpu", None, "tpu")
     mesh = AbstractMesh((2,), ("fsdp",), axis_types=(AxisType.Auto,), abstract_device=device)
     x = jax.ShapeDtypeStruct((2, length, 8, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("fsdp")))
-    config = DecoderConfig(sliding_window=window)
 
     def attend_all(q, k, v):
-        return attend("splash", q, k, v, None, config).astype(jnp.float32).sum()
+        return attend("splash", q, k, v, None, DecoderConfig(), window).astype(jnp.float32).sum()
 
     with jax.sharding.use_abstract_mesh(mesh):
         return estimate(jax.jit(jax.grad(attend_all, (0, 1, 2))), (x, x, x), {"fsdp": 2}, "tpu")
