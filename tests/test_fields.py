@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import pytest
 
@@ -131,7 +131,10 @@ def test_annotations_that_cannot_be_evaluated_are_one_line():
 # --- the text of every setting ---
 
 DECODER = TrainConfig(make_model=max, loss_fn=max, model=DecoderConfig())
-SETTINGS = {key: get_args(kind) or (kind,) for key, (_, kind, _) in flat_fields(DECODER).items()}
+SETTINGS = {
+    key: (kind,) if get_origin(kind) is tuple else get_args(kind) or (kind,)
+    for key, (_, kind, _) in flat_fields(DECODER).items()
+}
 
 
 def limits_of(config: Any, prefix: str = "") -> dict[str, Mapping[str, Any]]:
@@ -215,6 +218,8 @@ INVALID = {  # further values of single settings
     "pipeline.num_microbatches": ["3"],
     "pipeline.schedule": ["", "nope"],
     "pipeline.cut": ["", "nope", "1.5"],
+    **{key: ["", "x", "1.5,"] for key in ("model.rope_short_factors", "model.rope_long_factors")},
+    "model.layer_pattern": ["nope", "0", "local:0", "global:x", ",", "local,global"],
     "model.remat": [*INVALID_NAMES, "full:77", "full:0,none", "full:x", "attention+nope", "full,none", "q+q"],
 }  # fmt: skip
 OTHERS = {"pipeline.schedule": ["mesh.shape=pp:2", "pipeline.num_microbatches=4"]}  # without which it has no effect

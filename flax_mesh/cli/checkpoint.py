@@ -21,7 +21,7 @@ from flax_mesh.cli.text import checkpoint as text
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.config import TrainConfig
-from flax_mesh.recipe.overrides import to_texts
+from flax_mesh.recipe.overrides import added_settings, to_texts
 from flax_mesh.recipe.resolve import check, derive
 from flax_mesh.recipe.saved import layout_of, layout_record, saved_record
 from flax_mesh.recipe.target import abstract_target
@@ -260,6 +260,8 @@ def _diff(a: str, b: str, config: TrainConfig | None, overrides: Sequence[str], 
             raise ConfigError(f"--values requires two checkpoints, but {b} is a recipe, which has no values")
         name = " ".join([b, *overrides])
         other, other_tree = _recipe_record(config)
+        if record["config"]:
+            record = record | {"config": added_settings(config) | record["config"]}
     rows = differences(record, other, tree, other_tree)
     data: dict[str, Any] = {
         "a": str(old),

@@ -1,5 +1,6 @@
 """DecoderConfig: sizes and options of a decoder, and what a layer makes of them."""
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -224,7 +225,7 @@ class DecoderConfig:
             factors = getattr(self, name)
             if factors and self.rope_kind != "longrope":
                 problems.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
-            elif self.rope_kind == "longrope" and (len(factors) != rotated or not all(x > 0 for x in factors)):
+            elif self.rope_kind == "longrope" and [0 < x < math.inf for x in factors] != [True] * rotated:
                 text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
                 problems.append(Problem(f"model.{name}", text))
         without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
