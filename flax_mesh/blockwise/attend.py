@@ -92,7 +92,13 @@ class Attention:
 
     def _loops(self) -> Loops:
         axes = self.placement.axes if self.placement else {}
-        return Loops(self.region, self.blocks, self.parts, {d: lax.axis_index(names) for d, names in axes.items()})
+        index = {d: lax.axis_index(names) for d, names in axes.items()}
+        return Loops(self.region, self.blocks, self.parts, index, self._trips)
+
+    @property
+    def _trips(self) -> float:
+        """Blocks of keys that a block of queries visits on the device with most of them; masks of data skip more."""
+        return float(self.static.count.reshape(self.blocks.parts, -1).sum(1).max()) / self.blocks.num_q
 
     def _visits(self, loops: Loops, values: Values) -> Visits:
         part = loops.index.get(self.region.q, 0)

@@ -5,7 +5,9 @@ whole row m is -1e38, and m + log l would lose log l.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +23,17 @@ from flax_mesh.blockwise.region import Region
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 
 _F32 = jnp.float32
+_TRIPS = re.compile(r"trips=([\d.]+)/while$")
 Values = dict[Any, Any]  # by the keys of the leaves of a region
+
+
+def expected_trips(source: str) -> float | None:
+    """The mean trip count of a loop over blocks of keys, from the name stack of its operation; None for others.
+
+    It is what a plan counts: the loop itself ends at a number of blocks that the program computes.
+    """
+    match = _TRIPS.search(source)
+    return float(match[1]) if match else None
 
 
 class Saved(NamedTuple):
@@ -40,6 +52,7 @@ class Loops:
     blocks: Blocks
     parts: Mapping[int, int]
     index: Mapping[int, Any]  # which of them this device has
+    trips: float = 1  # blocks of keys that a block of queries visits, as far as that is known at trace time
 
     # Shapes
 
@@ -134,6 +147,10 @@ class Loops:
 
     # All blocks
 
+    def _named(self) -> AbstractContextManager[object]:
+        """Around a loop over blocks of keys: see `expected_trips`."""
+        return jax.named_scope(f"trips={self.trips:g}")
+
     def forward(self, values: Values, visits: Visits) -> tuple[Any, Saved]:
         region, blocks = self.region, self.blocks
         values = {key: self._padded(key, x) for key, x in values.items()}
@@ -162,7 +179,8 @@ class Loops:
                 return t + 1, new, total * fix + more, out * self.to_out(fix) + part
 
             carry = jnp.int32(0), maximum, total, jnp.zeros(out_shape, _F32)
-            t, m, total, out = lax.while_loop(goes_on, visit, carry)
+            with self._named():
+                t, m, total, out = lax.while_loop(goes_on, visit, carry)
             out = (out / self.to_out(total)).astype(region.out.aval.dtype)
             return out, jnp.where(m == -jnp.inf, 0.0, m), jnp.log(total), t
 
@@ -220,7 +238,8 @@ class Loops:
                 return sum(jnp.exp((x - m_) - log_).sum(region.k, keepdims=True) for x in columns)
 
             zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in own}
-            sums, grads = lax.fori_loop(0, saved.visited[i], visit, (sums, zeros))
+            with self._named():
+                sums, grads = lax.fori_loop(0, saved.visited[i], visit, (sums, zeros))
             if mine_extra := {key: mine[key] for key in wanted if key in region.extra}:
                 _, pull = jax.vjp(of_columns, mine_extra)
                 like = jax.eval_shape(of_columns, mine_extra)

@@ -94,7 +94,7 @@ def in_kernels(one: Estimate) -> Counted:
     return Counted({k: v for k, v in flops.items() if v}, frozenset(read), operands, dict(collectives))
 
 
-def _kernels(kernels: Sequence[Kernel], times: int) -> Iterator[tuple[Kernel, int]]:
+def _kernels(kernels: Sequence[Kernel], times: float) -> Iterator[tuple[Kernel, float]]:
     for kernel in kernels:
         yield kernel, times
         if kernel.body is not None:

@@ -194,6 +194,24 @@ def test_splash_attention_stores_no_scores_and_computes_whole_blocks_of_them():
     assert flops(splash(window=300, length=4096), "forward") == 2 * of_row * 1024 / 2048
 
 
+@pytest.mark.parametrize(("sizes", "blocks"), [({"fsdp": 2}, 10), ({"sp": 2}, 2 * 7)], ids=str)
+def test_attention_in_blocks_counts_the_blocks_that_the_device_with_most_of_them_visits(sizes, blocks):
+    """Of 4 blocks of queries and 4 of keys, causal: 10 in a row, and 7 of them for the last half of the queries."""
+    mesh, spec = mesh_of(sizes), P("fsdp" if "fsdp" in sizes else None, "sp" if "sp" in sizes else None)
+    x = jax.ShapeDtypeStruct((2, 2048, 8, 256), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def attend_all(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(jnp.float32).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        gradients = jax.jit(jax.grad(fm.blockwise_attention(attend_all, in_specs=[spec] * 3), (0, 1, 2)))
+        found = estimate(gradients, (x, x, x), sizes, "tpu")
+    products = blocks * 2 * 512 * 512 * 8 * 256
+    assert flops(found, "forward") == pytest.approx(2 * products, rel=0.05)
+    assert flops(found, "backward") == pytest.approx(5 * products, rel=0.05)  # of which one computes the scores again
+    assert all(operation.times_known for operation, _ in found.program.block.walk())
+
+
 def test_other_kernels_of_pallas_are_lowered_as_they_are():
     def add_one(x_ref, out_ref):
         out_ref[...] = x_ref[...] + 1

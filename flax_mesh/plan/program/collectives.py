@@ -67,7 +67,7 @@ def _in_block(block: Block, program: Program, times: int) -> Iterator[Exchange]:
                 result = size * count if kind == "all-gather" else size // count if kind == "reduce-scatter" else size
                 yield Exchange(kind, ordered, size, operation, times, array, spec, result)
         for body in operation.bodies:
-            yield from _in_block(body, program, times * operation.times)
+            yield from _in_block(body, program, math.ceil(times * operation.times))
 
 
 def _of_operation(

@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     flops: float
     bytes: float
     dtype: str  # of the operands
-    times: int
+    times: float
     host_bytes: float = 0.0  # that are copied from or to the memory of the host
     head_dim: int = 0  # of attention
     grouped: Grouped | None = None
@@ -79,7 +79,7 @@ class Cost(NamedTuple):
         return compute, size / chip.memory_bandwidth
 
 
-def costs(kernels: Sequence[Kernel], program: Program, times: int = 1) -> Iterator[Cost]:
+def costs(kernels: Sequence[Kernel], program: Program, times: float = 1) -> Iterator[Cost]:
     """The costs of all kernels, those in loops included."""
     for kernel in kernels:
         if kernel.body is not None:

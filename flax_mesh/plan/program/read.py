@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from flax_mesh import jax_compat
+from flax_mesh.blockwise.loops import expected_trips
 
 Spec = tuple[tuple[str, ...], ...]  # per dim: the mesh axes that split it
 
@@ -77,7 +78,7 @@ class Operation:
     attributes: Mapping[str, str]
     source: str  # of the traced function, such as "jit(step)/jvp(Decoder)/while/body/dot_general"
     bodies: tuple["Block", ...] = ()
-    times: int = 1
+    times: float = 1
     times_known: bool = True
     phase: str = "update"  # forward, backward or update
 
@@ -94,7 +95,7 @@ class Block:
     operations: list[Operation] = field(default_factory=list)
     results: tuple[Array, ...] = ()
 
-    def walk(self, times: int = 1) -> Iterator[tuple[Operation, int]]:
+    def walk(self, times: float = 1) -> Iterator[tuple[Operation, float]]:
         """Every operation, also those inside of loops, and how often it runs."""
         for operation in self.operations:
             yield operation, times
@@ -295,7 +296,7 @@ class _Reader:
             if any(x.on_host for x in each):
                 for x in each:
                     x.on_host = True
-        count = self.trip_count(condition, values)
+        count = expected_trips(operation.source) or self.trip_count(condition, values)
         operation.times, operation.times_known = (count, True) if count is not None else (1, False)
 
     def trip_count(self, condition: Any, values: dict[Any, Array]) -> int | None:
@@ -336,11 +337,11 @@ def _set_phases(block: Block, outer: str) -> None:
     """
     for operation in block.operations:
         found = [x.producer.phase for x in operation.inputs if x.producer is not None]
-        if "transpose(" in operation.source:
+        if "transpose(" in operation.source or outer == "backward":
             operation.phase = "backward"
         elif "jvp(" in operation.source:
             operation.phase = "forward"
-        elif outer in ("forward", "backward"):
+        elif outer == "forward":
             operation.phase = outer
         elif not operation.source.startswith("jit(") and {"forward", "backward"} & set(found):
             operation.phase = "backward" if "backward" in found else "forward"
