@@ -6,7 +6,8 @@ metadata of a step contain this folder, the checksums of its files, and the arra
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import Target
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, nest
 
@@ -112,6 +114,43 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
     found = orbax.read_arrays(step, here) if here else {}
     values = _read_base(Path(base.folder), there) if there else {}
     return found | {path: value.astype(target[path].dtype) for path, value in values.items()}
+
+
+def fingerprints(named: Iterable[tuple[str, jax.Array]]) -> dict[str, int]:
+    """Path -> a number that changes with the bits of the array, of the arrays with a part on devices of this process.
+
+    Every process must call it with the same arrays in the same order. Each array is read once, on its devices.
+    """
+    groups: dict[Any, list[tuple[str, jax.Array]]] = {}  # one program for all arrays on the same devices
+    for path, x in named:
+        if x.addressable_shards:
+            groups.setdefault(frozenset(x.sharding.device_set), []).append((path, x))
+    found = {}
+    for group in groups.values():
+        numbers = _numbers(on_host=tuple(is_on_host(x) for _, x in group), arrays=[x for _, x in group])
+        found |= {path: number.addressable_data(0) for (path, _), number in zip(group, numbers, strict=True)}
+    return {path: int(number) for path, number in found.items()}
+
+
+@partial(jax.jit, static_argnames="on_host")
+def _numbers(arrays: Sequence[jax.Array], on_host: Sequence[bool]) -> list[jax.Array]:
+    return [_number(brought(x) if here else x) for x, here in zip(arrays, on_host, strict=True)]
+
+
+def _number(x: jax.Array) -> jax.Array:
+    """The sum of a hash (the finalizer of MurmurHash3) of the bits of each element and of its place, modulo 2**32."""
+    if jnp.iscomplexobj(x):
+        return _number(x.real) + 3 * _number(x.imag)
+    if x.dtype == bool or jax.dtypes.itemsize_bits(x.dtype) < 8:
+        x = x.astype(jnp.int8)
+    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}"))  # 8 bytes: 2 numbers
+    place = jnp.uint32(0)
+    for dim, size in enumerate(bits.shape):
+        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+    mixed = bits.astype(jnp.uint32) + place * jnp.uint32(0x9E3779B1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+    return mixed.sum(dtype=jnp.uint32)
 
 
 def _read_base(folder: Path, target: Target) -> dict[str, jax.Array]:

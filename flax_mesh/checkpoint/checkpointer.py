@@ -4,6 +4,7 @@ On disk every parameter is stored under its global path, one array per layer, fo
 a list, one scanned stack or the stages of a pipeline: "model/layers/3/attention/q/kernel". Plain Orbax reads them.
 """
 
+import json
 import operator
 import os
 import re
@@ -18,7 +19,16 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from flax_mesh.checkpoint.base import BASE, Base, check_base, make_base, read_arrays, read_base, stored_arrays
+from flax_mesh.checkpoint.base import (
+    BASE,
+    Base,
+    check_base,
+    fingerprints,
+    make_base,
+    read_arrays,
+    read_base,
+    stored_arrays,
+)
 from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage, read_metadata
 from flax_mesh.checkpoint.find import (
     STEP,
@@ -39,7 +49,7 @@ from flax_mesh.checkpoint.stacks import check_stacks_are_named
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.fields import check_types
-from flax_mesh.processes.agree import Phases
+from flax_mesh.processes.agree import Phases, decide_at_process_0
 from flax_mesh.stacks import without_single_layers
 from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.text import at_most, count_text
@@ -114,6 +124,7 @@ class Checkpointer:
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
         self.best_metric, self.host_bytes, self.compress = best_metric, host_bytes, compress
         self.base: Base | None = None  # where the arrays are that saves leave out; see `load_base`
+        self._in_base: dict[str, int] = {}  # path -> fingerprint of the parameters that may be left out
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._storage: Any = None  # for writing; created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -200,7 +211,7 @@ class Checkpointer:
         named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
         record = {key: value for key, value in (metadata or {}).items() if key != BASE}
         if isinstance(state, TrainState) and self.base is not None:
-            base = self.base.restricted(frozen_on_disk(state, self.layers))
+            base = self.base.restricted(frozen_on_disk(state, self.layers, without=self._changed(state)))
             named = [(path, x) for path, x in named if not all(one in base.arrays for one in stacks.get(path, [path]))]
             record[BASE] = base._asdict()
         self._phases = Phases("save", PHASES)
@@ -306,12 +317,13 @@ class Checkpointer:
         target = self.check(abstract, step, include=include, cast=cast)
         layers = _layers_of(abstract, self.layers, target)
         read = self._reader(step, target)
-        if isinstance(abstract, TrainState):
-            self.base = read_base(self._step(step))
         if scaled:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
         leaves = from_disk(read, *paths_on_disk(_tree(abstract), layers))
-        return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        if isinstance(restored, TrainState):
+            self.set_base(read_base(self._step(step)), restored)
+        return restored
 
     def restore_partial(
         self, state: Tree, step: int | None = None, *, include: str = "", cast: bool = True, verify: bool = True
@@ -334,8 +346,8 @@ class Checkpointer:
 
         The checkpoints leave out the parameters that were loaded and that the optimizer does not train (`wrt`), such
         as the frozen weights of `flax_mesh.lora`. They contain the path of `folder` and the checksums of its files, and
-        read these parameters there: `folder` must stay as it is. After `restore` of a TrainState, saves continue
-        likewise.
+        read these parameters there: `folder` must stay as it is. A parameter that a call of the model has assigned
+        since is saved. After `restore` of a TrainState, saves continue likewise.
 
         Args:
             folder: A Hugging Face folder of a decoder, or a folder of checkpoints, of which the newest valid one is
@@ -348,8 +360,19 @@ class Checkpointer:
         path = user_path(folder)
         path = path if is_huggingface(str(folder)) else find_valid(folder)[0]
         state, report = load_parameters(path, state, self.layers)
-        self.base = make_base(path, frozen_on_disk(state, self.layers, report.restored))
+        self.set_base(make_base(path, frozen_on_disk(state, self.layers, report.restored)), state)
         return state, report
+
+    def set_base(self, base: Base | None, state: TrainState) -> None:
+        """Leave out what `base` contains from the next saves, as long as it is as in `state`, which was read there."""
+        self.base, self._in_base = base, {} if base is None else fingerprints(_frozen(state))
+
+    def _changed(self, state: TrainState) -> list[str]:
+        """The paths of frozen parameters that are not as in the base: a call of the model may assign them."""
+        now = fingerprints(_frozen(state))
+        changed = json.dumps([path for path, number in now.items() if self._in_base.get(path) != number])
+        together = lambda texts: json.dumps(sorted({path for text in texts for path in json.loads(text)}))  # noqa: E731
+        return json.loads(decide_at_process_0("changed since the base", changed, together))
 
     def _valid_step(self, step: int | None, verify: bool) -> int:
         if step is None:
@@ -503,10 +526,23 @@ def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: C
     return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
 
 
-def frozen_on_disk(state: TrainState, layers: Sequence[str] | None, paths: Collection[str] | None = None) -> Target:
-    """As `arrays_on_disk`, of the parameters that the optimizer does not train, and of `paths` only."""
+def _frozen(state: TrainState) -> list[tuple[str, Any]]:
+    """Path in the state and array of the parameters that the optimizer does not train."""
     _, frozen, _ = nnx.split_state(state.to_nnx()["model"], state.definition.wrt, nnx.Param, ...)
-    names = {f"model/{path}" for path, _ in named_leaves(frozen)}
+    return [(f"model/{path}", x) for path, x in named_leaves(frozen)]
+
+
+def frozen_on_disk(
+    state: TrainState,
+    layers: Sequence[str] | None,
+    paths: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> Target:
+    """As `arrays_on_disk`, of the parameters that the optimizer does not train.
+
+    `paths` on disk are all that count, if given; the paths in the state `without` do not.
+    """
+    names = {path for path, _ in _frozen(state)}.difference(without)
     named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
     target = disk_target([(path, x) for path, x in named if path in names], stacks)
     return {path: x for path, x in target.items() if paths is None or path in paths}

@@ -139,7 +139,7 @@ def _start_from(
         if checkpointer is not None:
             arrays = frozen_on_disk(state, layers or None, report.restored)
             base = broadcast_from_process_0("base", lambda: json.dumps(make_base(path, arrays)))
-            checkpointer.base = Base(*json.loads(base))
+            checkpointer.set_base(Base(*json.loads(base)), state)
     if start.step is None:
         return state, f"restored all {len(report.restored)} arrays of the model"
     skipped = "".join(f"{path} is damaged and was skipped; " for path in start.damaged)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -14,7 +15,7 @@ from flax import nnx
 
 from flax_mesh import ConfigError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.base import BASE
+from flax_mesh.checkpoint.base import BASE, fingerprints
 from flax_mesh.checkpoint.checksums import RECORD
 from flax_mesh.checkpoint.find import find_valid
 from flax_mesh.checkpoint.hf.decoders import open_decoder
@@ -118,6 +119,37 @@ def test_what_the_optimizer_trains_is_saved_and_so_is_what_the_base_lacks(tmp_pa
         checkpointer.save(1, fresh)
     bases = [read_record(path / "1")[BASE] for path in (folder, tmp_path / "next")]
     assert len(report.restored) == 29 and bases[0] == bases[1]  # no chain of bases
+
+
+def test_a_frozen_weight_that_a_call_of_the_model_assigned_is_saved(tmp_path):
+    folder, state = save(tmp_path, "step")
+    with Checkpointer(folder) as checkpointer:
+        old = checkpointer.restore(layout_of())
+        model = old.to_nnx()
+        weight = model["model"]["layers"][1]["mlp"]["up"]["kernel"]
+        weight[...] = weight[...].at[0, 0].add(2**-20)  # one element
+        changed = old.with_state(model)
+        checkpointer.save(2, changed)
+        checkpointer.wait()
+        assert set(stored_arrays(folder / "2")) - set(stored_arrays(folder / "1")) == {"model/layers/1/mlp/up/kernel"}
+        assert_same(checkpointer.restore(layout_of(), 2), changed)
+        assert_same(checkpointer.restore(layout_of(), 1), state)
+
+
+def test_a_fingerprint_changes_with_every_element_and_with_their_order():
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn", "int8", "bool", "complex64", "int4")
+    arrays: dict[str, dict[bytes, np.ndarray]] = {}
+    for dtype in dtypes:
+        x = (np.arange(12).reshape(3, 4) % 7).astype(jnp.dtype(dtype))
+        changed = [np.where(np.arange(12).reshape(3, 4) == n, x == 0, x).astype(x.dtype) for n in range(12)]
+        arrays[dtype] = {y.tobytes(): y for y in [x, x[::-1], x.T.reshape(3, 4), *changed]}
+    named = [(f"{dtype} {n}", jnp.asarray(y)) for dtype in dtypes for n, y in enumerate(arrays[dtype].values())]
+    found = fingerprints(named)
+    assert all(len(different) > 7 for different in arrays.values())
+    assert (
+        len({(path.split()[0], number) for path, number in found.items()}) == len(named)
+        and fingerprints(named) == found
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
