@@ -50,7 +50,7 @@ from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topo
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
-from flax_mesh.recipe.target import Target, axis_sizes, local_target, without_groups
+from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, without_groups
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
@@ -89,7 +89,7 @@ def plan_for(
     config: TrainConfig, topology: Topology, sizes: Mapping[str, int], limit: int | None = None, batch: Any = None
 ) -> Plan:
     """`plan` of a checked config with these sizes of the mesh axes. `batch` as in `derive`."""
-    return plan_recipe(resolve_checked(config, Target(sizes, platform=topology.chip.platform), batch), topology, limit)
+    return plan_recipe(resolve_checked(config, chip_target(sizes, topology.chip), batch), topology, limit)
 
 
 def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) -> Plan:

@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
+from flax_mesh.hardware import Chip
 from flax_mesh.mesh.create import create_mesh, normalize_axis_types
 from flax_mesh.mesh.shape import parse_mesh_shape, resolve_dims
 from flax_mesh.recipe.config import MeshConfig
@@ -27,6 +28,7 @@ class Target:
         sizes: The size of every mesh axis, with "pp" if the mesh has groups. With `devices`, one may be -1: the rest.
         devices: As many devices. None: there are none, and the mesh of a step, or of one group, is abstract.
         platform: The platform of devices that are not here; None if it is not known.
+        kind: Their `device_kind`, which determines the memory of a device; "" if only the platform is known.
         given: A mesh of these sizes, which is used as it is.
         notes: How `sizes` differ from the settings, one line each.
     """
@@ -34,6 +36,7 @@ class Target:
     sizes: Mapping[str, int]
     devices: Sequence[Any] | None = None
     platform: str | None = None
+    kind: str = ""
     given: Mesh | AbstractMesh | None = None
     notes: tuple[str, ...] = ()
 
@@ -67,7 +70,7 @@ class Target:
     def abstract_mesh(self, axis_types: str) -> AbstractMesh:
         sizes = {name: size for name, size in self.sizes.items() if name != "pp"}
         types = normalize_axis_types(axis_types, tuple(sizes))
-        device = AbstractDevice(self.platform, None, self.platform) if self.platform else None
+        device = AbstractDevice(self.kind or self.platform, None, self.platform) if self.platform else None
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
@@ -79,6 +82,11 @@ def axis_sizes(mesh: MeshConfig) -> dict[str, int]:
 def without_groups(sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes without "pp" if there is one group only."""
     return {name: size for name, size in sizes.items() if (name, size) != ("pp", 1)}
+
+
+def chip_target(sizes: Mapping[str, int], chip: Chip) -> Target:
+    """Devices of this kind, none of which is here."""
+    return Target(sizes, platform=chip.platform, kind=next(iter(chip.kinds), ""))
 
 
 def target_of(mesh: Mesh | AbstractMesh) -> Target:

@@ -25,7 +25,7 @@ from flax_mesh.plan.forecast import SLICES, Estimate, estimate, parts_of
 from flax_mesh.plan.recipe import step_of
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.recipe.resolve import resolve_checked
-from flax_mesh.recipe.target import Target
+from flax_mesh.recipe.target import chip_target
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import Figures, compiled, estimated, memory_error, operand_errors
@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def estimate_of(run: Run) -> Estimate:
     sizes = dict(parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1))
     with kernels_without_devices():
-        program, arguments = step_of(resolve_checked(run.config(), Target(sizes, platform="tpu")))
+        program, arguments = step_of(
+            resolve_checked(run.config(), chip_target(sizes, parse_topology(run.topology).chip))
+        )
         return estimate(program.step, arguments, sizes, "tpu")
 
 

@@ -17,7 +17,7 @@ from flax_mesh.recipe.resolve import derive
 from flax_mesh.recipe.target import target_of
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import abstract_train_state
-from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, TrainConfig, make_train_step
+from flax_mesh.train import DataConfig, MeshConfig, PipelineConfig, RunConfig, TrainConfig, make_train_step
 
 SMALL = DecoderConfig(
     vocab_size=4096, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_dim=128, mlp_size=1536
@@ -40,6 +40,7 @@ def decoder_config(
 ) -> TrainConfig:
     data = DataConfig(source="stdlib", sequence_length=seq, batch_size=batch)
     options = {"data": data, "pipeline": pipeline or PipelineConfig(), "mesh": MeshConfig()}
+    options["run"] = RunConfig(attention="as_written")  # whatever the memory of the chip
     return TrainConfig(make_decoder, next_token_loss, replace(base, **model), **options)
 
 

@@ -11,7 +11,7 @@ from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import retarget
-from flax_mesh.recipe.target import Target
+from flax_mesh.recipe.target import chip_target
 from flax_mesh.text import first_line
 from flax_mesh.train.run_folder import Row
 
@@ -78,4 +78,4 @@ def plan_of(program: TrainProgram) -> Plan:
     """The plan on the mesh and the devices of the run, which may be fewer than `mesh.shape` and than those here."""
     recipe, mesh = program.recipe, program.mesh
     topology = topology_of_devices(list(mesh.devices.flat), recipe.chip)
-    return plan_recipe(retarget(recipe, Target(mesh.shape, platform=topology.chip.platform)), topology)
+    return plan_recipe(retarget(recipe, chip_target(mesh.shape, topology.chip)), topology)

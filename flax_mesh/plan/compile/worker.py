@@ -36,7 +36,7 @@ from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import apply_overrides
 from flax_mesh.recipe.resolve import Recipe, derive
-from flax_mesh.recipe.target import Target
+from flax_mesh.recipe.target import chip_target
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import plural
 from flax_mesh.tree import named_leaves, shard_bytes
@@ -80,7 +80,7 @@ def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]
     topology, sizes = parse_topology(request["topology"], chip), dict(request["mesh"])
     target = devices_target(topology, sizes)
     if "pp" in sizes:
-        recipe = derive(config, Target(sizes, platform=topology.chip.platform))
+        recipe = derive(config, chip_target(sizes, topology.chip))
         readings, found = _pipeline(recipe, topology, target.device_mesh(config.mesh.axis_types), progress)
     else:
         readings, found = _step(derive(config, target), topology, progress)

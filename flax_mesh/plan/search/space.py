@@ -23,7 +23,7 @@ from flax_mesh.recipe.checks import check_config, check_on_mesh
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
 from flax_mesh.recipe.resolve import Recipe, derive
-from flax_mesh.recipe.target import AXIS_NAMES, Target, axis_sizes
+from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes, chip_target
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
@@ -202,7 +202,7 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
     remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
     for shape in shapes:
         sizes = tuple(shape.get(name, 1) for name in AXIS_NAMES)
-        mesh = Target(shape, platform=topology.chip.platform).abstract_mesh(config.mesh.axis_types)
+        mesh = chip_target(shape, topology.chip).abstract_mesh(config.mesh.axis_types)
         schedules = _schedules(config, shape, fixed)
         over = [""] if shape.get("dp", 1) == 1 or sharded else ["", "dp"]
         shards = num_parts(rules.axes, shape, "batch")
@@ -252,7 +252,7 @@ def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
 
 def _recipe(config: TrainConfig, topology: Topology) -> Recipe:
     sizes = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
-    return derive(config, Target(sizes, platform=topology.chip.platform))
+    return derive(config, chip_target(sizes, topology.chip))
 
 
 def _useful_axes(config: TrainConfig, recipe: Recipe) -> tuple[str, ...]:
