@@ -321,7 +321,7 @@ class Checkpointer:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
         leaves = from_disk(read, *paths_on_disk(_tree(abstract), layers))
         restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
-        if isinstance(restored, TrainState):
+        if isinstance(abstract, TrainState):
             self.set_base(read_base(self._step(step)), restored)
         return restored
 

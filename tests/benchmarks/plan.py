@@ -70,9 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def estimate_of(run: Run) -> Estimate:
     sizes = dict(parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1))
     with kernels_without_devices():
-        program, arguments = step_of(
-            resolve_checked(run.config(), chip_target(sizes, parse_topology(run.topology).chip))
-        )
+        target = chip_target(sizes, parse_topology(run.topology).chip)
+        program, arguments = step_of(resolve_checked(run.config(), target))
         return estimate(program.step, arguments, sizes, "tpu")
 
 

@@ -126,7 +126,7 @@ def test_a_frozen_weight_that_a_call_of_the_model_assigned_is_saved(tmp_path):
     with Checkpointer(folder) as checkpointer:
         old = checkpointer.restore(layout_of())
         model = old.to_nnx()
-        weight = model["model"]["layers"][1]["mlp"]["up"]["kernel"]
+        weight: Any = dict(nnx.to_flat_state(model))["model", "layers", 1, "mlp", "up", "kernel"]
         weight[...] = weight[...].at[0, 0].add(2**-20)  # one element
         changed = old.with_state(model)
         checkpointer.save(2, changed)

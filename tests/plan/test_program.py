@@ -11,11 +11,13 @@ from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
-from flax_mesh.hardware import chip_of
+from flax_mesh.hardware import CHIPS, chip_of
 from flax_mesh.jax_compat import lower_without_devices
 from flax_mesh.models import DecoderConfig
 from flax_mesh.models.attention import attend
 from flax_mesh.plan.forecast import Estimate, estimate
+from flax_mesh.recipe.target import chip_target
+from flax_mesh.step.attention import score_limit
 from tests.plan.cases import ViT, class_loss, decoder, images
 from tests.plan.compiled import figures_of
 
@@ -210,6 +212,12 @@ def test_attention_in_blocks_counts_the_blocks_that_the_device_with_most_of_them
     assert flops(found, "forward") == pytest.approx(2 * products, rel=0.05)
     assert flops(found, "backward") == pytest.approx(5 * products, rel=0.05)  # of which one computes the scores again
     assert all(operation.times_known for operation, _ in found.program.block.walk())
+
+
+@pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
+def test_a_plan_has_attention_in_blocks_where_the_run_has_it(chip):
+    limit = score_limit(chip_target({"fsdp": 2}, chip).abstract_mesh("auto"))
+    assert limit == (2**30 if chip.platform == "cpu" else int(chip.memory / 8))
 
 
 def test_other_kernels_of_pallas_are_lowered_as_they_are():
