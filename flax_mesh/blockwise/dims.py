@@ -31,7 +31,7 @@ def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | N
     """For every dim of an input, the dim of the output along which the equation is pointwise, or None if there is none.
 
     None in the place of the list: the equation is not known. With `major`, a dim that a reshape splits or merges
-    belongs to the first of the dims that it is split into: both can be cut into equal consecutive parts.
+    belongs to the first of the dims that it is reshaped to: both can be split into equal consecutive parts.
     """
     x, out = op.inputs[number].aval, op.outputs[0].aval
     name, params, rank = op.name, op.params, len(x.shape)

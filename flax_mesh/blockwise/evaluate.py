@@ -79,13 +79,13 @@ def evaluate_block(op: Op, labels: Labels, values: Sequence[Any], block: Block) 
         which, *cases = values
         values = [which if jnp.ndim(which) == 0 else jnp.broadcast_to(which, shape)]
         values += [jnp.broadcast_to(x, shape) for x in cases]
-    # Shardings of the whole arrays do not hold for blocks.
+    # Shardings of the arrays do not hold for their blocks.
     unplaced = {key: None for key in ("sharding", "out_sharding") if key in params}
     return op.eqn.primitive.bind(*values, **{**params, **unplaced})
 
 
 def _random_bits(key: Any, shape: Sequence[int], labels: Labels, block: Block) -> Any:
-    """The bits that threefry has at these places of the whole array: it counts them in the order of memory."""
+    """The bits of threefry in a block: it numbers the elements of the array in the order of memory."""
     place = jnp.zeros((), jnp.uint32)
     for d in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[d + 1 :]) % 2**32)

@@ -1,7 +1,7 @@
 """Finds attention: a softmax over one dim, whose result is contracted along that dim with other data.
 
-From each exp, forward: its sum gives the dim of the keys, its product the values. Then backward from the scores: the
-product above them gives the dim of the queries. What is between the products is evaluated, not recognized.
+From each exp, forward: its sum determines the dim of the keys, its product the values. Then backward from the scores:
+the product above them determines the dim of the queries. Equations between the products are evaluated, not recognized.
 """
 
 from collections.abc import Callable

@@ -196,7 +196,7 @@ def _layouts(in_specs: Any, args: Sequence[Any], kwargs: Any) -> list[Layout | N
 
 
 class Choice(NamedTuple):
-    """What is run in the place of a traced function, None for the function itself, and what is said about it."""
+    """The function to call in the place of a traced one, None for itself, and lines about its attention."""
 
     call: Callable[..., list[Any]] | None
     lines: tuple[str, ...]

@@ -52,26 +52,26 @@ class DecoderConfig:
     a token attends to that many tokens at most, itself included (Mistral). `rope_factor` above 1 and the three settings
     after it: see `RopeScaling` (Llama 3.1).
 
-    The settings from `layer_pattern` on are those in which other families differ, off by default:
+    The settings from `layer_pattern` on are switches of other families, off by default:
 
-    layer_pattern      kinds of layers, such as local:5,global; only local ones have the window (`models.pattern`)
-    norms              RMSNorms before each sub-layer, after it (OLMo 2), or both (Gemma 2, GLM-4)
-    zero_centered      the weights of norms are 1 + scale (Gemma)
-    qk_norm_all_heads  `qk_norm` over all heads together, with a scale for each (OLMo 2)
-    attention_scale    of the scores; 0: 1 / sqrt(head_dim) (Gemma, Granite)
-    attention_softcap, logit_softcap     limits of scores and logits; 0: none (Gemma 2; `ops.scores.soft_cap`)
-    attention_sinks    a learned score of no key for each head (gpt-oss)
-    embedding_scale, residual_scale      factors of embeddings, and of what a sub-layer adds (Gemma, Granite)
-    logits_scaling     logits are divided by it (Granite)
-    output_bias, mlp_bias                biases of the output projection of attention; of MLPs, experts and routers
-    activation         of the gate: silu, gelu, gelu_tanh (Gemma) or relu2; `swiglu_limit` above 0: `ops.activations`
-    rotary_dims        rotated dims of a head; 0: all (Phi-4-mini, GLM-4)
-    rope_interleaved   rotary positions of the dims 2i and 2i + 1 (GLM-4)
-    rope_kind and the settings after it  `RopeScaling`
-    local_rope_theta   rotary base of local layers, which then have no scaling; 0: as the others (Gemma 3, OLMo 3)
-    router_scores, normalize_router      `ops.router.Routing`
-    shared_expert_size, shared_expert_gate  an MLP that every token passes beside its experts; 0: none; its output
-                       multiplied by a sigmoid of the token (Qwen2-MoE)
+    - `layer_pattern`: kinds of layers, such as local:5,global; only local ones have the window (`models.pattern`).
+    - `norms`: RMSNorms before each sub-layer, after it (OLMo 2), or both (Gemma 2, GLM-4).
+    - `zero_centered`: the weights of norms are 1 + scale (Gemma).
+    - `qk_norm_all_heads`: `qk_norm` over all heads together, with a scale for each (OLMo 2).
+    - `attention_scale`: of the scores; 0 is 1 / sqrt(head_dim) (Gemma, Granite).
+    - `attention_softcap`, `logit_softcap`: limits of scores and logits; 0 is none (Gemma 2; `ops.scores.soft_cap`).
+    - `attention_sinks`: a learned score of no key for each head (gpt-oss).
+    - `embedding_scale`, `residual_scale`: factors of embeddings, and of the results of sub-layers (Gemma, Granite).
+    - `logits_scaling`: logits are divided by it (Granite).
+    - `output_bias`, `mlp_bias`: biases of the output projection of attention, and of MLPs, experts and routers.
+    - `activation`: of the gate: silu, gelu, gelu_tanh (Gemma) or relu2. `swiglu_limit` above 0: `ops.activations`.
+    - `rotary_dims`: rotated dims of a head; 0 is all (Phi-4-mini, GLM-4).
+    - `rope_interleaved`: rotary positions of the dims 2i and 2i + 1 (GLM-4).
+    - `rope_kind` and the settings after it: `RopeScaling`.
+    - `local_rope_theta`: rotary base of local layers, which then have no scaling; 0 is the base of all (Gemma 3).
+    - `router_scores`, `normalize_router`: `ops.router.Routing`.
+    - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
+      `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
     Kernels of attention compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`).
     """

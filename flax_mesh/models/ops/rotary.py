@@ -20,7 +20,7 @@ class RopeScaling(NamedTuple):
               linearly in the number of periods (`apply_scaling` in Meta's reference code of Llama 3.1).
     linear    Every frequency is divided by `factor` (Chen et al. 2023).
     yarn      As llama3, but interpolated linearly in the index of the frequency (Peng et al. 2023). Both factors are
-              the paper's beta_slow and beta_fast; with `truncate` the ends of the interpolation are whole indices.
+              the paper's beta_slow and beta_fast; with `truncate` the ends of the interpolation are integers.
     longrope  Every frequency is divided by a factor of its own: `short_factors` in sequences of at most
               `original_length` positions, `long_factors` in longer ones (Ding et al. 2024).
 

@@ -160,7 +160,7 @@ def _with_attention(
     batch: Batch,
     placed: Callable[[], Sequence[PartitionSpec]],
 ) -> tuple[Program, tuple[str, ...]]:
-    """The program with its attention in blocks if `option` asks for it, and what is said about it."""
+    """The program with its attention in blocks if `option` asks for it, and lines about it."""
     closed, unknown = closed_of(program), [None] * len(program.inputs)
     if option.rewrite(unknown, {})(closed) is None:
         return program, option.lines
