@@ -1,4 +1,4 @@
-"""A traced function as a graph that spans its loops, branches and remats: a walk follows values into and out of them."""
+"""A traced function as a graph that spans loops, branches and remats: a walk follows values into and out of them."""
 
 import math
 from collections.abc import Iterable, Sequence
