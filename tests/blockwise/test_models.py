@@ -1,0 +1,41 @@
+"""Attention in blocks of the unmodified models of tests/mpmd/zoo: all of it is found, and nothing else is changed."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from flax_mesh.blockwise import transform
+from tests.blockwise.compare import difference
+from tests.mpmd.zoo.models import BY_NAME
+
+# The number of attentions of a model; the last two have other softmaxes.
+ATTENTIONS = dict.fromkeys(("decoder", "decoder_scanned", "decoder_remat", "decoder_experts_scanned"), 4)
+ATTENTIONS |= dict.fromkeys(("dropout", "one_random_stream", "decoder_untied", "first_layer_bias"), 4)
+ATTENTIONS |= {
+    "vision_transformer": 4,
+    "caching_decoder": 5,
+    "encoder_decoder": 9,
+    "position_tables": 0,
+    "two_towers": 0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_all_attention_of_a_model_is_found_and_nothing_else(name, monkeypatch):
+    case = BY_NAME[name]
+    monkeypatch.setattr(transform, "FEWEST_KEYS", 2)
+    batch = jax.tree.map(jnp.asarray, case.batch(4))
+    graphdef, params, others = nnx.split(case.make(), case.wrt, ...)
+    lines = []
+
+    def loss(params):
+        model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
+        result = case.loss_fn(model, batch)
+        return result[0] if isinstance(result, tuple) else result
+
+    blockwise = transform.blockwise_attention(loss, block=4, say=lines.append)
+    assert difference(loss, blockwise, [params]) < 2e-5
+    found = [int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line]
+    assert sum(found) == ATTENTIONS[name]
