@@ -29,6 +29,7 @@ RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of what the
 BLOCK = 512  # of queries and of keys
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
+_MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of every pair
 
 
 class Attention:
@@ -287,7 +288,7 @@ def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:
     others = math.prod(size // parts.get(d, 1) for d, size in enumerate(region.shape) if d not in (region.q, region.k))
     while others * block * block > _MOST and block > _LEAST:
         block //= 2
-    sizes = [-(-length // -(-length // block)) for length in lengths]
+    sizes = [-(-length // min(-(-length // block), _MOST_BLOCKS)) for length in lengths]
     return Blocks(lengths[0], lengths[1], sizes[0], sizes[1], of_queries)
 
 

@@ -40,7 +40,7 @@ def explain(config: TrainConfig) -> Explanation:
     check(config)
     target, given = abstract_target(config.mesh, config.run.platform), config.model
     config = replace(config, model=method_of(given, "without_devices", lambda: given)())
-    recipe = derive(config, target, None if target.num_groups > 1 else {})
+    recipe = derive(config, target, None if target.num_groups > 1 or config.make_batches is None else {})
     notes = model_notes(given, recipe.mesh, sequence_length_of(config))
     rules = config.mesh.rules or config.rules  # None for the table of the model, whose unused rules are not reported
     layout = replace(recipe.layout, rules=rules, axes=None)
@@ -55,7 +55,7 @@ def explain(config: TrainConfig) -> Explanation:
 
 def _attention_lines(recipe: Recipe) -> tuple[str, ...]:
     """What run.attention does, from a trace of the step; shorter sequences than a block stay as they are."""
-    if recipe.batch is None or recipe.user_batches is not None or recipe.data.sequence_length < BLOCK:
+    if not recipe.batch or recipe.user_batches is not None or recipe.data.sequence_length < BLOCK:
         return ()
     program = train_program(recipe)
     with user_code("loss_fn", place_of(recipe.loss_fn)):
