@@ -223,9 +223,8 @@ def _value(config: Json, key: str, target: Key, family: Family, problems: list[s
 
 
 def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
-    dtype = (
-        config.get("dtype") or config.get("torch_dtype") or "float32"
-    )  # the name since transformers 5, and the one before
+    absent = "bfloat16" if config.get(QUANTIZATION) else "float32"
+    dtype = config.get("dtype") or config.get("torch_dtype") or absent  # the name since transformers 5, and before
     if dtype not in DTYPES:
         problems.append(f"torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     return {"dtype": dtype, "param_dtype": dtype}
