@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 import flax
 import jax
 import numpy as np
+from jax import core
+from jax.extend import core as jex
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -213,6 +215,15 @@ def empty_debug_info() -> Any:
     """
     info: Any = jax.make_jaxpr(lambda: ())().jaxpr.debug_info
     return info.with_unknown_names() if hasattr(info, "with_unknown_names") else info
+
+
+def evaluate(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """The outputs of one equation for the values of its inputs."""
+    # eval_jaxpr also handles primitives with functions as parameters, such as custom_jvp.
+    pairs = zip(eqn.invars, values, strict=True)
+    known = {atom: value for atom, value in pairs if isinstance(atom, jex.Var)}
+    jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn], debug_info=empty_debug_info())
+    return core.eval_jaxpr(jaxpr, (), *known.values())
 
 
 @_uses("the parameters ft_in, or num_consts and num_carry, of a scan")

@@ -36,6 +36,11 @@ def is_key(x: Shaped) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def num_bytes(x: Shaped) -> int:
+    """Bytes of an array. A random key counts as 8 bytes, the size of its two uint32 words."""
+    return math.prod(x.shape) * (8 if is_key(x) else x.dtype.itemsize)
+
+
 def check_dtype(dtype: DTypeLike | None) -> None:
     """Raise a TypeError for an argument `dtype` that is neither None nor a dtype of JAX."""
     try:

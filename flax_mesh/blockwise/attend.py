@@ -19,11 +19,12 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.evaluate import Block
-from flax_mesh.blockwise.graph import Value, num_bytes
+from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved, Values
 from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec
 from flax_mesh.blockwise.region import Region
 from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, needs_data, static_visits
+from flax_mesh.tree import num_bytes
 
 RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of what the backward pass reads
 BLOCK = 512  # of queries and of keys

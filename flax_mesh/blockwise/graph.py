@@ -1,14 +1,11 @@
 """A traced function as a graph that spans loops, branches and remats: a walk follows values into and out of them."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax import core
 from jax.extend import core as jex
 
-from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, scan_sizes
-from flax_mesh.tree import is_key
+from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 
 CLOSED = ("custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # their bodies are searched, and left as they are
 
@@ -182,17 +179,3 @@ def repeats(level: Level) -> tuple[int, bool]:
         inside |= op.name in REMAT
         level = op.level
     return times, inside
-
-
-def evaluate(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation for the values of its inputs."""
-    # eval_jaxpr also handles primitives with functions as parameters, such as custom_jvp.
-    pairs = zip(eqn.invars, values, strict=True)
-    known = {atom: value for atom, value in pairs if isinstance(atom, jex.Var)}
-    jaxpr = jex.Jaxpr((), tuple(known), eqn.outvars, [eqn], debug_info=empty_debug_info())
-    return core.eval_jaxpr(jaxpr, (), *known.values())
-
-
-def num_bytes(aval: Any) -> int:
-    """Bytes of an array. A random key counts as 8 bytes, the size of its two uint32 words."""
-    return math.prod(aval.shape) * (8 if is_key(aval) else aval.dtype.itemsize)

@@ -9,8 +9,8 @@ import numpy as np
 from jax import core, lax
 from jax.extend import core as jex
 
-from flax_mesh.blockwise.graph import Level, Literal, Op, Value, evaluate, source
-from flax_mesh.jax_compat import REMAT, in_source_of, scan_sizes
+from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
+from flax_mesh.jax_compat import REMAT, evaluate, in_source_of, scan_sizes
 from flax_mesh.tree import is_key
 
 Attend = Callable[[Op, Sequence[Any]], Any]  # (product with a region, values of its leaves) -> its result

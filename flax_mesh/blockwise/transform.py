@@ -13,13 +13,14 @@ from jax.sharding import PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
 from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
-from flax_mesh.blockwise.graph import Level, Op, all_levels, build, closed_around, num_bytes, repeats
+from flax_mesh.blockwise.graph import Level, Op, all_levels, build, closed_around, repeats
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
 from flax_mesh.text import array_text, bytes_text, count_text
+from flax_mesh.tree import num_bytes
 
 MODES = ("auto", "blockwise", "as_written")
 FEWEST_KEYS = 32  # a softmax over fewer is that of a router

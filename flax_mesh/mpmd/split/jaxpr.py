@@ -14,7 +14,7 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.tree_util import DictKey
 
-from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, in_source_of, scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, empty_debug_info, evaluate, in_source_of, scan_sizes
 from flax_mesh.text import array_text, listed
 from flax_mesh.tree import is_key
 
@@ -170,14 +170,6 @@ def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -
     return trace(lambda *args: interpret(program, args, opens), *shapes)[0]
 
 
-def evaluate(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    """The outputs of one equation for the values of its inputs."""
-    # eval_jaxpr also handles primitives with functions as parameters, such as custom_jvp.
-    known = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if is_var(atom)}
-    jaxpr = _jaxpr((), tuple(known), eqn.outvars, [eqn])
-    return core.eval_jaxpr(jaxpr, (), *known.values())
-
-
 def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:
     """Returns (indices of the equations that `required` depends on, `required` and the inputs of these equations).
 
@@ -190,12 +182,6 @@ def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -
             kept.append(index)
             live |= dict.fromkeys(variables(eqn.invars))
     return kept[::-1], list(live)
-
-
-def num_bytes(aval: Any) -> int:
-    """Bytes of an array. A random key counts as 8 bytes, the size of its two uint32 words."""
-    itemsize = 8 if is_key(aval) else aval.dtype.itemsize
-    return math.prod(aval.shape) * itemsize
 
 
 def flops(eqn: Eqn) -> int:

@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
-from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, num_bytes, variables
+from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
+from flax_mesh.tree import num_bytes
 
 # What B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED; "full": the
 # entire stage.

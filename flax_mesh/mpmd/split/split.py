@@ -25,7 +25,7 @@ from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, OUTSIDE, VARIABLES, CutError
 from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
-from flax_mesh.mpmd.split.jaxpr import Program, Var, flops, has_explicit_axes, num_bytes, variables
+from flax_mesh.mpmd.split.jaxpr import Program, Var, flops, has_explicit_axes, variables
 from flax_mesh.mpmd.split.problems import (
     check_effects,
     check_layers,
@@ -55,7 +55,7 @@ from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text, first_line, listed, shown
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import PyTree, num_bytes
 from flax_mesh.user_code import check_arguments
 
 

@@ -23,13 +23,12 @@ from typing import Any
 
 import jax
 
-from flax_mesh.jax_compat import REMAT, scan_sizes
+from flax_mesh.jax_compat import REMAT, evaluate, scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     Eqn,
     Program,
     Var,
     body,
-    evaluate,
     evaluate_with,
     inline,
     needed,

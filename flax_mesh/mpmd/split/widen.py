@@ -14,14 +14,13 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
-from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT, evaluate, scan_sizes
 from flax_mesh.mpmd.split.jaxpr import (
     ELEMENTWISE,
     Eqn,
     Program,
     bodies,
     body,
-    evaluate,
     evaluate_with,
     is_var,
     program_of,

@@ -13,23 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from flax_mesh.jax_compat import JIT, REMAT
+from flax_mesh.jax_compat import JIT, REMAT, evaluate
 from flax_mesh.mpmd.split.assign import is_expensive
 from flax_mesh.mpmd.split.jaxpr import (
     Chunks,
     bodies,
     body,
-    evaluate,
     flops,
     inline,
     interpret,
     is_var,
     needed,
-    num_bytes,
     trace,
     variables,
     whole,
 )
+from flax_mesh.tree import num_bytes
 
 DEPTH = 4  # layers of the stacks that are split into chunks
 
