@@ -41,6 +41,14 @@ model.num_heads=128 model.num_kv_heads=8 model.head_dim=128 model.mlp_size=53248
 # --- recipes ---
 
 
+def test_attention_in_blocks_is_reported_for_the_batch_of_the_recipe():
+    config = apply_overrides(
+        load_recipe(str(ROOT / "recipes" / "tiny.py")), ["run.platform=cpu:8", "data.sequence_length=1024"]
+    )
+    notes = [explain(apply_overrides(config, [f"run.attention={x}"])).note for x in ("blockwise", "as_written")]
+    assert [", q 1024 k 1024, 3 of 4 blocks, dim 1 over" in note for note in notes] == [True, False]
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_the_sharding_of_every_recipe_equals_its_golden_text(recipe, request):
