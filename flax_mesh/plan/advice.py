@@ -1,4 +1,4 @@
-"""The words of a plan: what does not fit, what is surprising, what limits the run and what would help."""
+"""The words of a plan: memory that does not fit, surprises, the limit of the run and changes that would help."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -70,8 +70,8 @@ def _is_weight(array: Array, depth: int = 8) -> bool:
     return array.producer is None
 
 
-# Errors of the step times of runs that no constant was fitted to, by what is in a forecast: the lowest, the highest and
-# their number. docs/plan.md has the runs.
+# Errors of the step times of runs that no constant was fitted to, by the content of a forecast: the lowest, the highest
+# and their number. docs/plan.md has the runs.
 ERRORS = {
     "experts": (-0.32, 0.12, 4),
     "several TPU slices": (-0.12, 0.23, 12),
@@ -103,7 +103,7 @@ HIDDEN = "model.axes.hidden_state_axis"
 
 
 class Given(NamedTuple):
-    """The settings that a plan has already, which are no advice; of a step without a recipe, none are known."""
+    """The settings that a plan has already, which are not advised; of a step without a recipe, none are known."""
 
     model: Any = None
     optimizer: OptimizerConfig | None = None
@@ -167,7 +167,7 @@ REPAIRS: dict[str, Callable[[Given], str]] = {
 
 
 def summary(topology: Topology, memory: Memory, time: Time, traffic: Sequence[Traffic], given: Given) -> str:
-    """What limits the run, and what would help."""
+    """The limit of the run, and changes that would help."""
     if memory.fits is False:
         finding = memory_findings(memory, given)[0]
         return f"It does not fit: {finding.problem}. {finding.repair}."

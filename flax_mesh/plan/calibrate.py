@@ -5,13 +5,13 @@ derived from the times. All devices compute at the same time, as in a training s
 cores. Every case is a loop inside of one program, without the time of its dispatch; the cases are interleaved, so that
 a disturbance reaches all of them, and the median of the repetitions counts.
 
-**Time** on accelerators is that of the clock. On CPUs other programs use the cores too, so it is the CPU time of this
+**Time** on accelerators is wall-clock time. On CPUs other programs use the cores too, so it is the CPU time of this
 process, over the number of cores that the case kept busy in its least disturbed repetition.
 
 **Figures**: the products have the median FLOP/s of their sizes. The memory has the geometric mean of the median bytes/s
 of copies and of normalizations: on CPUs kernels with reductions reach a fraction of the bytes/s of copies, and steps
 have both. Latency and bandwidth of the links are fitted to all collectives and sizes (`fit_links`), by the formulas of
-plan/topology.py that forecasts use. What is not measured is that of the base chip.
+plan/topology.py that forecasts use. Figures that are not measured are copied from the base chip.
 """
 
 import re
@@ -43,7 +43,7 @@ LEAST_LATENCY = 1e-9  # seconds, if none can be measured
 TOO_FAR, TOO_WIDE = 2.0, 0.5  # from the fit to a measurement: a factor; between the quartiles: a part of the median
 TARGET, LEAST_TIMES, MOST_TIMES = 0.1, 3, 1000  # seconds of a repetition, and executions in it
 ROUNDS = 7
-MIB, ROW = 2**20, 4096  # bytes; those of a normalized row
+MIB, ROW = 2**20, 4096  # bytes; bytes of a normalized row
 
 
 class Sizes(NamedTuple):
@@ -84,7 +84,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured on `count` devices, and the chip with the figures that follow from it.
+    """The measurements on `count` devices, and the chip with the figures that follow from it.
 
     `base` is the chip of the table that has all other figures; `findings` are measurements that contradict the model.
     """
@@ -98,7 +98,7 @@ class Calibration:
     findings: tuple[str, ...]
 
     def to_text(self) -> str:
-        """The measurements beside the forecasts, then the figures beside those of the base chip."""
+        """The measurements beside the forecasts, then the figures beside the base chip's figures."""
         heads = ["measured", "size", "time", "rate", "spread", "by the figures"]
         rows = [
             [s.kind, s.text, time_text(s.seconds), s.rate, f"{s.spread:.0%}", time_text(forecast)]
@@ -176,7 +176,7 @@ def unit_network(devices: Sequence[Any], chip: Chip) -> Network:
 def chip_of_samples(
     samples: Sequence[Sample], base: Chip, network: Callable[[Chip], Network], *, trusted: bool
 ) -> tuple[Chip, list[str]]:
-    """The chip, and findings. `trusted`: whether the peak of the base is that of the vendor for this kind of device."""
+    """The chip, and findings. `trusted`: whether the peak of the base is the vendor's for this kind of device."""
     rates = {d: [s.work / s.seconds for s in samples if s.kind == "matmul" and s.dtype == d] for d in DTYPES}
     typical, best = {d: median(found) for d, found in rates.items()}, max(rates[DTYPES[0]])
     peak, findings = base.peak(DTYPES[0]) if trusted else best, []
@@ -202,7 +202,7 @@ def chip_of_samples(
 def fit_links(rows: Iterable[tuple[float, float, float]]) -> tuple[float, float, list[str]]:
     """(latency, bandwidth, findings) of rows (a, b, seconds), where seconds should be a latency + b / bandwidth.
 
-    The fit is that of `_balanced`. A latency that is not positive is replaced by `LEAST_LATENCY`. If the seconds do not
+    `_balanced` computes the fit. A latency that is not positive is replaced by `LEAST_LATENCY`. If the seconds do not
     grow with b, all of them are latency, to which the bandwidth adds a tenth in the row with the largest b.
     """
     table = np.array(list(rows), dtype=float)
@@ -243,7 +243,7 @@ def forecast(sample: Sample, chip: Chip, network: Network) -> float:
 
 
 def deviations(samples: Sequence[Sample], forecasts: Sequence[float]) -> list[str]:
-    """Samples that differ much from what the figures forecast, and those whose repetitions differ much."""
+    """Samples that differ much from the forecasts by the figures, and samples whose repetitions differ much."""
     found = []
     for sample, seconds in zip(samples, forecasts, strict=True):
         factor = sample.seconds / seconds

@@ -35,7 +35,7 @@ Stated = tuple[int | None, float | None]  # tokens and FLOPs per step
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
-    """What one program needs: F, B or W of a stage, or an entire step."""
+    """The kernels and costs of one program: F, B or W of a stage, or an entire step."""
 
     program: Program
     exchanges: tuple[Exchange, ...]
@@ -145,7 +145,7 @@ def traffic_of(one: Estimate, topology: Topology, times: int = 1) -> list[Traffi
 
 @dataclass(frozen=True)
 class Roles:
-    """What the arguments of a step are, and how temporary values are recognized."""
+    """The categories of a step's arguments, and how temporary values are recognized."""
 
     kinds: tuple[str, ...]  # category of every argument
     shapes: frozenset[tuple[int, ...]]  # of parameters, and of one layer of a stack
@@ -207,7 +207,7 @@ def memory_of(
     limit: int | None = None,
     host: int = 0,
 ) -> Memory:
-    """`groups` are the peaks of the groups of a pipeline, `moments` those of the fullest one.
+    """`groups` are the peaks of the groups of a pipeline, `moments` the moments of the fullest one.
 
     `limit` is the capacity that the runtime reports, if the devices are here.
     """

@@ -27,7 +27,7 @@ class StageEstimate(NamedTuple):
     weights: Estimate | None  # None: B computes all gradients
     received: int
     residuals: int  # from F to B
-    lasting: int  # of the residuals, those that W needs; with what B passes on to W
+    lasting: int  # of the residuals that W needs, and of the values that B passes on to W
     sent: int  # bytes of an activation that is sent on
     returned: int  # bytes of the gradients that are sent back
     gradients: int  # bytes of the accumulators
@@ -41,7 +41,7 @@ class StageEstimate(NamedTuple):
 def estimate_stages(
     visit: Callable[[MakeProgram], Stages], mesh: AbstractMesh, shape: Mapping[str, int], platform: str
 ) -> list[StageEstimate]:
-    """The estimates of all stages that `visit` calls its argument for, on the `mesh` of one group of that of `shape`.
+    """The estimates of all stages that `visit` calls its argument for, on the `mesh` of one group of `shape`.
 
     Equal stages are estimated once. An activation has the sharding that the stage that sends it computes it with.
     """
@@ -83,7 +83,7 @@ def _abstract(x: Array, dtype: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
 
 
 def _moments(row: Sequence[Action], stages: Sequence[StageEstimate], base: Mapping[str, int]) -> list[Moment]:
-    """Bytes on one group during every action of its row of a schedule; `base` are those of its state and gradients."""
+    """Bytes on one group during every action of its row of a schedule; `base`: bytes of its state and gradients."""
     residuals = boundary = 0  # of the microbatches that are between F and B; boundary: activations of other stages
     found = []
     for action in row:
@@ -151,8 +151,8 @@ def update_part(
 ) -> Part:
     """The optimizer reads the gradients, and reads and writes its state and the parameters of its group once.
 
-    What is in the memory of the host is copied to the devices and back as well. `flops` are those of the products of
-    the update, as Muon's, on one device, if all devices share them equally.
+    Arrays in the memory of the host are copied to the devices and back as well. `flops` are the FLOPs of the products
+    of the update, as Muon's, on one device, if all devices share them equally.
     """
     found, copied = [], 2 * max(host)
     for group in range(schedule.num_groups):

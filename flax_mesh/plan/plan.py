@@ -1,4 +1,4 @@
-"""Plan: what a step needs and how long it takes, as numbers that can be printed, drawn and compared."""
+"""Plan: the memory and the time of a step, as numbers that can be printed, drawn and compared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,9 +28,9 @@ class Plan:
         memory: Bytes over the time of the step.
         time: Seconds per step and their parts.
         traffic: Collectives by kind and mesh axes, most seconds first.
-        findings: What is surprising or wrong: a subject, the problem and a repair.
-        summary: One sentence: what limits the run, and what would help.
-        notes: What the model config reports about this mesh, such as the kernel of its attention, and how far forecasts
+        findings: Surprises and errors: a subject, the problem and a repair.
+        summary: One sentence: the limit of the run, and changes that would help.
+        notes: Notes of the model config on this mesh, such as the kernel of its attention, and how far forecasts
             of this kind were from measured steps.
     """
 

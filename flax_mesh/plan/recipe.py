@@ -1,4 +1,4 @@
-"""`plan`: the forecast of a recipe on a topology; `plan_step`: that of a step of one's own."""
+"""`plan`: the forecast of a recipe on a topology; `plan_step`: the forecast of any jitted step."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +120,7 @@ def plan_step(
     tokens: int | None = None,
     flops: float | None = None,
 ) -> Plan:
-    """Forecast a jitted function, such as the step of a training loop of one's own.
+    """Forecast a jitted function, such as the step of a custom training loop.
 
     Args:
         step: A function with `trace`, as `jax.jit` returns it.
@@ -165,7 +165,7 @@ def _named(topology: Topology | str, hardware: str) -> Topology:
 
 
 def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Topology, dict[str, int], int | None]:
-    """(topology, mesh, capacity that the runtime reports). Without a topology those of a run on the devices here."""
+    """(topology, mesh, capacity that the runtime reports). Without a topology, for a run on the devices here."""
     if topology is not None:
         found = _named(topology, config.run.hardware)
         return found, resolve_mesh(found, without_groups(axis_sizes(config.mesh))), None
@@ -207,7 +207,7 @@ def _roles(arguments: Any, vocabulary: int) -> Roles:
                     tuple(sorted(leaf.shape[1:])),
                     tuple(sorted((1, *leaf.shape[1:]))),
                 }
-    if not shapes:  # a loop of one's own: what is as large as a parameter is not known
+    if not shapes:  # a custom loop: the shapes of parameters are not known
         state = [x for argument in arguments[:1] for x in jax.tree.leaves(argument)]
         kinds[: len(state)] = ["parameters"] * len(state)
         shapes = {tuple(sorted(x.shape)) for x in state}
@@ -344,7 +344,7 @@ def split_recipe(recipe: Recipe) -> Split:
 
 
 def _product_flops(recipe: Recipe, model: nnx.State) -> int:
-    """FLOPs of the matrix products of the optimizer's update, as those of Muon, over the whole model."""
+    """FLOPs of the matrix products of the optimizer's update, such as Muon's, over the whole model."""
     trained = nnx.filter_state(model, recipe.optimizer.trained)
     parameters = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trained)
     update = recipe.optimizer.transformation(model)

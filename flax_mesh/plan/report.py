@@ -55,7 +55,7 @@ def time_text(seconds: float) -> str:
 
 
 def unit_of_time(seconds: float) -> Unit:
-    """That of a single time: seconds from one second on."""
+    """The unit of a single time: seconds from one second on."""
     return TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)
 
 
@@ -66,7 +66,7 @@ def unit_of(values: Iterable[float], units: Sequence[Unit]) -> Unit:
 
 
 def of_capacity(used: int, capacity: int | None) -> str:
-    """`61.2 of 95.0 GiB`, `512 MiB of 95.0 GiB`, or only what is used if the capacity is unknown."""
+    """`61.2 of 95.0 GiB`, `512 MiB of 95.0 GiB`, or only the used bytes if the capacity is unknown."""
     if capacity is None:
         return bytes_text(used)
     (amount, unit), total = bytes_text(used).split(), bytes_text(capacity)
@@ -138,7 +138,7 @@ def forecast_line(memory: Memory, time: Time | None) -> str:
 
 
 def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds: float | None) -> list[str]:
-    """What was measured, as far as it is known, with the forecast and its error; an empty list if nothing is known."""
+    """The measurements, as far as they are known, with the forecast and its error; [] if nothing is known."""
     texts = []
     if device_bytes:
         error = f"{memory.peak / device_bytes - 1:+.1%}"
@@ -150,9 +150,9 @@ def measured_line(memory: Memory, time: Time, device_bytes: int | None, seconds:
 
 
 def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
-    """What XLA states about the compiled step, in bytes of one device, beside the forecast.
+    """XLA's sizes of the compiled step, in bytes of one device, beside the forecast.
 
-    The state includes what is in the memory of the host.
+    The state includes its arrays in the memory of the host.
     """
     state = memory.arguments + memory.host
     forecast = f"forecast {bytes_text(state)} and {bytes_text(memory.peak - memory.arguments)}"

@@ -8,7 +8,7 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Simulation
 from flax_mesh.text import grouped
 
-# What memory is used for, in the order in which it is drawn.
+# The uses of memory, in the order in which they are drawn.
 CATEGORIES: tuple[str, ...] = (
     "parameters",
     "optimizer",
@@ -98,7 +98,7 @@ class Part(NamedTuple):
 
     @property
     def limit(self) -> str:
-        """What takes most of the time: "compute", "memory", "network" or "host"."""
+        """The resource that takes most of the time: "compute", "memory", "network" or "host"."""
         found = {"compute": self.compute_seconds, "memory": self.memory_seconds}
         found |= {"network": self.network_seconds, "host": self.host_seconds}
         return max(found, key=lambda name: found[name])

@@ -18,7 +18,7 @@ MakeProgram = Callable[[str, int, Any, tuple[Any, ...]], tuple[Any, Any]]
 
 
 class Stages(NamedTuple):
-    """The stages, and what was made of their functions by (kind, stage), such as ("F", 0), in order."""
+    """The stages, and the programs of their functions by (kind, stage), such as ("F", 0), in order."""
 
     functions: Sequence[StageFunctions]
     programs: dict[tuple[str, int], Any]

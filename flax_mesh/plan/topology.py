@@ -4,7 +4,7 @@ A topology is a text: `v5p:4x4x8` (chips along x, y, z), `v5p:16x16x16*2` (two s
 `cpu:8` or `cpu:2x4` (two hosts), or the name of a slice in the cloud, `v6e-8` or `v5p-128` (mesh/torus/shapes.py).
 Nothing is created for single devices, so thousands of them cost no more than eight.
 
-**Placement** is that of `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
+**Placement** follows `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
 and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_assignment` factors the physical axes of
 the torus over the mesh axes (mesh/torus/assign.py); a switch connects the GPUs of a domain and the devices of a CPU
 host. The ring orders of small slices (mesh/torus/rings.py) are treated as the assignment that they replace.
@@ -60,7 +60,7 @@ class Topology:
     Attributes:
         chip: The figures of a device.
         text: As `parse_topology` accepts it.
-        num_devices: All JAX devices; those of a TPU chip of two cores count twice.
+        num_devices: All JAX devices; a TPU chip of two cores counts twice.
         num_slices: Number of TPU slices; 1 for GPUs and CPUs.
         slice_shape: Sides of the torus in chips, or (hosts, devices per host).
     """
@@ -107,7 +107,7 @@ class Network:
         return math.prod(phase.size for phase in self.phases)
 
     def seconds(self, kind: str, payload_bytes: float) -> float:
-        """Predicted time of one collective; kinds and payload are those of `hlo.collectives`."""
+        """Predicted time of one collective; kinds and payload are as in `hlo.collectives`."""
         if not self.phases:
             return 0.0
         if kind in POINT_TO_POINT:
@@ -327,7 +327,7 @@ def _topology(chip: Chip, shape: tuple[int, ...], slices: int) -> Topology:
     return Topology(chip, text, count, slices, shape)
 
 
-# Axes of the torus, or platform -> (how many numbers a topology has, what they are, an example).
+# Axes of the torus, or platform -> (how many numbers a topology has, their meaning, an example).
 _FORMS: dict[int | str, tuple[tuple[int, ...], str, str]] = {
     3: ((3,), "chips along x, y, z", "4x4x8"),
     2: ((2,), "chips along x, y", "4x8"),

@@ -1,4 +1,4 @@
-"""A process that compiles, and what it answers: progress, then the result."""
+"""A process that compiles, and its answers: progress, then the result."""
 
 import json
 import os

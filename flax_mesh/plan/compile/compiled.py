@@ -1,4 +1,4 @@
-"""Compiled: what XLA made of a step, as numbers that can be printed and compared with the plan."""
+"""Compiled: a step compiled by XLA, as numbers that can be printed and compared with the plan."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from flax_mesh.text import plain_data
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a step.
+    """A step compiled by XLA.
 
     Attributes:
         plan: The estimate without compiling.
@@ -22,8 +22,8 @@ class Compiled:
         peak: Bytes of the fullest device.
         groups: Peak of every group of a pipeline; one number without a pipeline.
         sent: Collectives of one device per step: of the busiest group of a pipeline, without its transfers.
-        cycles_seconds: The compiler's own estimate of the time of its kernels per step; None if it has none.
-        findings: What is surprising: a path, the problem and a repair.
+        cycles_seconds: The compiler's estimate of the time of its kernels per step; None if it has none.
+        findings: Surprises: a path, the problem and a repair.
         seconds: Wall time of the process that compiled.
         cpu_seconds: Its CPU time.
         rss: Its largest memory, in bytes.

@@ -16,7 +16,7 @@ from flax_mesh.text import grouped, listed
 
 MOST_ARRAYS = 10
 SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is no finding
+SHARE = 0.1  # of the bytes of all collectives: a smaller gather of an activation is not a finding
 WRAPPERS = re.compile(r"jit\((\w+)\)|(?:transpose|jvp|vmap)\(|[()]")
 REMATERIALIZED = re.compile(
     r"Involuntary full rematerialization.*?go from sharding (\{.*?\}) to (\{.*?\}) "
@@ -27,7 +27,7 @@ NONE_HOSTED: Mapping[str, int] = {}
 
 
 class Reading(NamedTuple):
-    """`fields` are those of a CompiledProgram, as data for `json.dumps`."""
+    """`fields` are the fields of a CompiledProgram, as data for `json.dumps`."""
 
     fields: dict[str, Any]
     findings: list[Finding]
@@ -78,7 +78,7 @@ def _over_slices(found: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
 
 
 def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
-    """On TPUs XLA states the peak. Elsewhere that number lacks what loops allocate; all temporary bytes are used.
+    """On TPUs XLA states the peak. Elsewhere that number lacks the allocations of loops; all temporary bytes are used.
 
     For CPUs XLA counts the `host` bytes among the arguments; for others it counts them separately.
     """

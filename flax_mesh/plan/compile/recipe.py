@@ -1,4 +1,4 @@
-"""`compile_recipe`: the step of a recipe, compiled in a process of its own.
+"""`compile_recipe`: the step of a recipe, compiled in a separate process.
 
 libtpu reads its environment when it is loaded, and may abort the process. So the other process builds the step
 from the name of the recipe and its overrides: the functions of a config cannot be passed to it.

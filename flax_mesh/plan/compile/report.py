@@ -56,7 +56,7 @@ def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> 
 
 
 def compared(sent: Sequence[Sent], plan: Plan) -> list[tuple[tuple[str, ...], float, float]]:
-    """(axes, operand bytes by XLA, those of the estimate), most bytes first. Transfers of a pipeline are left out."""
+    """(axes, operand bytes by XLA, bytes of the estimate), most bytes first. Transfers of a pipeline are left out."""
     rows = [(each.axes, each.operand_bytes, 0.0) for each in sent]
     rows += [(each.axes, 0.0, float(each.operand_bytes)) for each in plan.traffic if each.kind != "transfer"]
     groups = grouped(rows, lambda row: frozenset(row[0])).values()

@@ -1,4 +1,4 @@
-"""What the compiler reports for a program: memory, arrays, collectives and cycles."""
+"""The compiler's report of a program: memory, arrays, collectives and cycles."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

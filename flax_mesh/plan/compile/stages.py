@@ -12,8 +12,8 @@ from flax_mesh.plan.recipe import Split
 def compiled_stages(split: Split, mesh: Mesh, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """ "F0", "B0" and so on -> the compiled program; equal stages are one program, under the name of the first.
 
-    `mesh` is that of one group. Stages are compiled in order: the arguments of a program have the shardings with which
-    XLA returned them before.
+    `mesh` is the mesh of one group. Stages are compiled in order: the arguments of a program have the shardings with
+    which XLA returned them before.
     """
 
     def make(kind: str, number: int, function: Any, arguments: tuple[Any, ...]) -> tuple[Any, Any]:

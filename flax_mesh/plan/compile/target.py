@@ -1,4 +1,4 @@
-"""The devices that a program is compiled for, none of which need be here, and what a process needs to make them."""
+"""The devices that a program is compiled for, none of which need be here, and the environment that they need."""
 
 import importlib.util
 import math
@@ -66,7 +66,7 @@ def environment(topology: Topology, inherited: Mapping[str, str]) -> dict[str, s
 
 
 def devices_target(topology: Topology, sizes: Mapping[str, int]) -> Target:
-    """The topology's devices; with pp, the devices of one group, on a topology of its own shape."""
+    """The topology's devices; with pp, the devices of one group, on a topology of the group's shape."""
     if "pp" in sizes:
         topology = group_topology(topology, sizes)
     sizes = {name: size for name, size in sizes.items() if name != "pp"}

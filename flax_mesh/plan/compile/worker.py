@@ -47,7 +47,7 @@ OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED.*out of memory (on|in memory spac
 
 def main() -> None:
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a recipe prints is no line of the answer
+    os.dup2(2, 1)  # the output of a recipe is not part of the answer
 
     def say(key: str, value: Any) -> None:
         print(json.dumps({key: value}), file=output, flush=True)

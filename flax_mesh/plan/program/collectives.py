@@ -1,7 +1,7 @@
 """The collectives that follow from the shardings of operands and results.
 
-Shardy decides how every value is split; XLA then inserts the collectives. This module follows what XLA does, not
-Shardy's own pass, which chooses otherwise:
+Shardy decides how every value is split; XLA then inserts the collectives. This module follows XLA's choices, not
+Shardy's pass, which chooses otherwise:
 
 - a value that is needed with fewer axes on a dim is gathered over them; more axes on a dim cost nothing (a slice);
 - axes that move from one dim to another are an all-to-all, other changes of order a permute;
@@ -22,7 +22,7 @@ from flax_mesh.plan.program.rules import sharding_needs
 
 
 class Exchange(NamedTuple):
-    """One collective. `operand_bytes` is what one device passes to it, per execution."""
+    """One collective. `operand_bytes` are the bytes that one device passes to it, per execution."""
 
     kind: str
     axes: tuple[str, ...]  # mesh axes of several devices, in the order of the mesh
@@ -83,7 +83,7 @@ def _of_operation(
             seen.add((id(array), spec))
             bits = min(array.bits, operation.outputs[0].bits if operation.kind == "convert" else array.bits)
             for kind, axes, size in reshard(array, spec, program.axis_sizes):
-                # What is cast to a narrower type is cast first.
+                # A value that is cast to a narrower type is cast first.
                 yield (kind, axes, size if program.platform == "cpu" else size * bits // array.bits), array, spec
     for found in partial.reduce(operation, tuple(over)):
         yield found, None, ()

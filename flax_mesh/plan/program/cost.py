@@ -1,10 +1,10 @@
 """FLOPs and bytes of the memory (HBM) of every kernel, and the time of each on a chip.
 
-The time of a kernel is that of the roofline model (Williams et al. 2009): the greater of its FLOPs over the reachable
+The time of a kernel follows the roofline model (Williams et al. 2009): the greater of its FLOPs over the reachable
 peak and its bytes over the bandwidth of the memory. Matrix products, convolutions and attention are counted; the
 arithmetic of all other operations is cheaper than reading their operands. Attention fills a part of the matrix units if
-its head dim is no multiple of their side: on an H200 cuDNN reaches 0.45 of the FLOP/s of other products with a head dim
-of 64 (docs/benchmarks.md).
+its head dim is not a multiple of their side: on an H200 cuDNN reaches 0.45 of the FLOP/s of other products with a
+head dim of 64 (docs/benchmarks.md).
 """
 
 import math
@@ -42,7 +42,7 @@ class Grouped(NamedTuple):
     copied: int  # bytes of operands and results that XLA writes and reads once more, in another layout
 
     def padded(self, unit: int) -> float:
-        """The FLOPs of the tiles over those of the products."""
+        """The FLOPs of the tiles over the FLOPs of the products."""
         whole = [math.ceil(size / unit) * unit / size for size in (self.inner, self.columns)]
         return math.prod(whole) * (1 + unit * (self.groups - 1) / self.rows)
 
@@ -124,7 +124,7 @@ def _scattered(operation: Operation, program: Program) -> float:
 
 
 def _kernel_flops(operation: Operation) -> float:
-    """Attention: two products forward, five backward, half of each if causal. Others: what the kernel states."""
+    """Attention: two products forward, five backward, half of each if causal. Others: FLOPs that the kernel states."""
     text = operation.attributes.get("backend_config", "")
     if ATTENTION not in operation.attributes.get("call_target_name", ""):
         return float(stated[1]) if (stated := _STATED.search(text.replace('\\\\"', '"'))) else 0.0

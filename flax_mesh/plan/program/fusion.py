@@ -2,14 +2,14 @@
 
 Most operations are computed inside of those that use their results. These values are stored:
 
-- results of matrix products, convolutions, reductions, collectives, lookups, loops and kernels, and what they read;
+- results and operands of matrix products, convolutions, reductions, collectives, lookups, loops and kernels;
   but a reduction computes its operand itself, and on TPUs so does a product;
 - results that are expensive to compute (exp, tanh ...) and have several uses;
 - on accelerators, results with several uses that take fewer bytes to store and read than to compute again;
 - results of the program and of loops.
 
 On TPUs a product includes the operations that follow it elementwise; on GPUs, where cuBLAS computes most products, only
-a conversion of its result. On CPUs it reads operands whose last dims are not those of a matrix product from a
+a conversion of its result. On CPUs it reads operands whose last dims are not the dims of a matrix product from a
 transposed copy.
 """
 
@@ -110,7 +110,7 @@ class _Fusion:
         self.gathered: dict[object, Array] = {}
         self.results = set(map(id, block.results))
         self.uses = self._uses()
-        self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and what follows it
+        self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and the operations after it
         self.absorbed: set[int] = set()
         if not self.cpu:
             for operation in block.operations:
@@ -127,7 +127,7 @@ class _Fusion:
     # Which values are stored
 
     def _uses(self) -> dict[int, list[Operation]]:
-        """The operations that use each value. CPUs store what a loop reads, accelerators may compute it in its body."""
+        """The operations that use each value. CPUs store the inputs of loops; accelerators may compute them inside."""
         uses: dict[int, list[Operation]] = {}
         for operation in self.block.operations:
             for array in _carried_inputs(operation) if operation.kind == "while" else operation.inputs:
@@ -139,7 +139,7 @@ class _Fusion:
         return uses
 
     def _is_root(self, operation: Operation) -> bool:
-        """Whether an operation has a result of its own in memory. A gathered operand alone does not make it one."""
+        """Whether an operation has a separate result in memory. A gathered operand alone does not suffice."""
         found = self.exchanges.get(id(operation), ())
         return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in found)
 
@@ -194,7 +194,7 @@ class _Fusion:
             return not self.tpu and (not self.cpu or _matrix_order(use, array) is None)
         return use.kind == "optimization_barrier" or self._is_root(use)
 
-    # What a value is computed from
+    # The values that a value is computed from
 
     def leaves(self, array: Array) -> Leaves:
         waiting = [array]  # no recursion: a chain of cheap operations is as long as the model is deep
@@ -213,7 +213,7 @@ class _Fusion:
         return id(array) in self.buffers or array.producer is None or self._is_root(array.producer)
 
     def _leaves(self, array: Array) -> Leaves:
-        """From those of the operands, which are known."""
+        """From the leaves of the operands, which are known."""
         producer = array.producer
         if producer is None or self._is_leaf(array):
             return ((array, array.bytes),)
@@ -230,7 +230,7 @@ class _Fusion:
         return tuple(sizes.values())
 
     def _gathered(self, operation: Operation) -> list[Array]:
-        """The operands of a fused operation: what a collective changes is replaced by its result."""
+        """The operands of a fused operation: an array that a collective changes is replaced by its result."""
         found = list(operation.inputs)
         for exchange in self.exchanges.get(id(operation), ()):
             if exchange.array is None:
@@ -336,7 +336,7 @@ class _Fusion:
         return found
 
     def _copy(self, key: tuple[Any, ...], array: Array, size: int) -> Buffer:
-        """A copy of a value, made once. It is computed from what the value is computed from, if that is cheap."""
+        """A copy of a value, made once. It is computed from the operands of the value, if that is cheap."""
         found = self.buffers.get(key)
         if found is None:
             producer = array.producer
@@ -376,7 +376,7 @@ class _Fusion:
     def _hoisted(self, loop: Operation) -> dict[int, Read]:
         """CPUs store constants that JAX computes before a loop, such as masks of attention.
 
-        Shardy computes them in the body, for all that use them; the sharding is that of the one there.
+        Shardy computes them in the body, for all that use them; the sharding is the one in the body.
         """
         inside = {(x.shape, x.bits): x for each, _ in loop.bodies[0].walk() for x in each.outputs}
         found: dict[int, Read] = {}
@@ -412,7 +412,7 @@ def _matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
 
 
 def _carried_inputs(loop: Operation) -> list[Array]:
-    """The initial values of what a loop changes."""
+    """The initial values of the arguments that a loop changes."""
     body = loop.bodies[0]
     computed = {id(x) for operation in body.operations for x in operation.outputs} | set(map(id, body.arguments))
     triples = zip(loop.inputs, body.arguments, body.results, strict=True)

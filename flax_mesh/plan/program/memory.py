@@ -1,7 +1,7 @@
 """Bytes on one device over the time of a program: the order of its kernels, and how long each value is stored.
 
-An elementwise kernel reuses the memory of an operand that dies there and has the size of its result. A loop reuses that
-of the initial values of what it changes. Donated arguments are updated in place.
+An elementwise kernel reuses the memory of an operand that dies there and has the size of its result. A loop reuses the
+memory of the initial values that it changes. Donated arguments are updated in place.
 """
 
 import heapq
@@ -22,7 +22,7 @@ class Profile:
 
 
 def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str) -> Profile:
-    """Orders the kernels as XLA does on a platform, and measures what is alive while each of them runs.
+    """Orders the kernels as XLA does on a platform, and measures the bytes that are alive while each of them runs.
 
     CPUs run them breadth first. Accelerators run the one first that frees most memory, as XLA's list scheduler does.
     """

@@ -1,7 +1,7 @@
 """Converts a StableHLO module to the form in which XLA propagates shardings, because they depend on it.
 
-`ir` is the module `jaxlib.mlir.ir`. Calls are inlined, what a loop does not change is used directly in its body,
-operations that only move dims of size 1 become reshapes, and operations are ordered from the results back.
+`ir` is the module `jaxlib.mlir.ir`. Calls are inlined, values that a loop does not change are used directly in its
+body, operations that only move dims of size 1 become reshapes, and operations are ordered from the results back.
 """
 
 import re
@@ -52,7 +52,7 @@ def _order(operation: Any) -> None:
 
 
 def _operands(operation: Any) -> list[Any]:
-    """Operands of an operation, and those of the operations inside of it."""
+    """Operands of an operation and of the operations inside of it."""
     found = list(operation.operands)
     for region in operation.regions:
         for block in region.blocks:
@@ -72,7 +72,7 @@ def _replace(ir: Any, operation: Any) -> None:
     if operation.name in MOVES:
         before, after = ([size for size in array.type.shape if size > 1] for array in (value, result))
         dims = re.findall(r"\d+", str(operation.attributes["permutation"])) if operation.name == MOVES[1] else []
-        order = [int(d) for d in dims[1:] if value.type.shape[int(d)] > 1]  # the first number is that of i64
+        order = [int(d) for d in dims[1:] if value.type.shape[int(d)] > 1]  # the first number is from i64
         if before != after or order != sorted(order) or not value.type.shape:
             return
         name, attributes = "stablehlo.reshape", {}
@@ -120,8 +120,8 @@ def _inline(module: Any) -> Any:
 def _free_invariants(ir: Any, loop: Any, main: Any) -> None:
     """Use values that a loop does not change directly in its body, as XLA does before the pass.
 
-    A value with a sharding of its own gets an open constraint, so that the body may choose another one. Otherwise the
-    sharding of a stack of weights, and not that of the batch, could become that of the residuals.
+    A value with a sharding gets an open constraint, so that the body may choose another one. Otherwise the residuals
+    could get the sharding of a stack of weights instead of the sharding of the batch.
     """
     condition, body = (region.blocks[0] for region in loop.regions)
     *_, last = body.operations

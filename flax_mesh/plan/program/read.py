@@ -32,7 +32,7 @@ _NUMBER = re.compile(r"dense<(-?\d+)>")
 DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
 # Of an operand in the memory of the host, the result is there too.
 KEEP_MEMORY = frozenset({"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "broadcast_in_dim", "transpose"})
-TRANSFERS = frozenset({"to_device", "to_host"})  # between the memory of the host and that of the device
+TRANSFERS = frozenset({"to_device", "to_host"})  # between the memory of the host and of the device
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
 
 
@@ -333,7 +333,7 @@ def _set_phases(block: Block, outer: str) -> None:
     """The phase of every operation, by its name stack in JAX.
 
     Names inside of a loop or a shard_map are relative to it: there the phase of the loop counts, or the last one of the
-    operands. What is neither forward nor backward is the update.
+    operands. Operations that are neither forward nor backward are the update.
     """
     for operation in block.operations:
         found = [x.producer.phase for x in operation.inputs if x.producer is not None]

@@ -69,7 +69,7 @@ def _dot(operation: Operation) -> Needs:
 
 
 def _contracted(left: Axes, right: Axes, taken: frozenset[str]) -> Axes:
-    """The axes over which a contracted dim stays split. What only one operand splits may be taken by the result."""
+    """The axes over which a contracted dim stays split. Axes that split only one operand may be taken by the result."""
     both = _within(left, right)
     return both if left and right else _without((*left, *right), taken)
 
@@ -135,7 +135,7 @@ def _gather(operation: Operation) -> Needs:
 
 
 def _scatter(operation: Operation) -> Needs:
-    """Rows of updates are added where they belong; what they are split over is summed, or gathered first."""
+    """Rows of updates are added where they belong; the axes that split them are summed over, or gathered first."""
     count = len(operation.inputs) // 2
     updates, out = operation.inputs[count + 1], operation.outputs[0]
     window = dims_of(operation.attributes["scatter_dimension_numbers"], "update_window_dims")

@@ -13,7 +13,7 @@ MOST = 3  # layouts to compile
 
 
 class Confirmation(NamedTuple):
-    """A layout and what the compiler made of it; `problem` is the error of the compiler, "" if there is none."""
+    """A layout and its compiled step; `problem` is the error of the compiler, "" if there is none."""
 
     planned: Planned
     compiled: Compiled | None
@@ -35,7 +35,7 @@ def confirm(
 ) -> list[Confirmation]:
     """Compile the layouts of a search that fit by their plans, best first, until one fits by the compiler.
 
-    `settings` are those that the search was called with; `limit` is that of `compile_recipe`, for each layout.
+    `settings` are the settings that the search was called with; `limit` is passed to `compile_recipe` for each layout.
     """
     confirmed: list[Confirmation] = []
     for planned in [each for each in found.planned if each.plan.fits is not False][:most]:

@@ -19,7 +19,7 @@ HEADS = ["step", "mfu", "GiB", "settings", "compared with the first"]
 def to_text(
     found: LayoutSearch, command: Sequence[str], width: int = WIDTH, confirmed: Sequence[Confirmation] = ()
 ) -> str:
-    """The best layouts, what excludes others, and the command that runs the best; `command` are its first words.
+    """The best layouts, why others are excluded, and the command that runs the best; `command` are its first words.
 
     With `confirmed` the best layout is the one that fits by the compiler.
     """
@@ -101,7 +101,7 @@ def _cause(one: Planned, name: str, mine: float, best: float) -> str:
 
 
 def _seconds(one: Planned) -> dict[str, float]:
-    """Seconds per token of one device by what they are spent on; they may overlap."""
+    """Seconds per token of one device by resource, and of the bubble; they may overlap."""
     time = one.plan.time
     groups = time.schedule.num_groups if time.schedule else 1
     parts = [(part, part.times / groups / one.tokens) for part in time.parts]

@@ -65,7 +65,7 @@ class LayoutSearch:
         topology: The hardware.
         planned: The layouts that were planned, best first: those that fit by tokens/s, then the others by memory.
         num_layouts: Number of layouts of the space, planned or not.
-        excluded: What excluded further layouts without a plan -> how many.
+        excluded: Reason that excluded further layouts without a plan -> their number.
         axes: The mesh axes that were searched.
     """
 
@@ -94,7 +94,7 @@ def search_layouts(
 
     All layouts whose dims divide and whose state fits are candidates. A few are planned, then a regression of the time
     and the memory over the plans so far selects the next one, until `plans` are made. The same arguments have the same
-    plans, but for those of `pipeline.schedule=search`.
+    plans, except plans of `pipeline.schedule=search`.
 
     Args:
         config: A recipe's config.
@@ -156,7 +156,7 @@ class _Search:
     def __init__(self, space: Space, plans: int, say: Callable[[str], None]):
         self.space, self.plans, self.say = space, plans, say
         self.planned: list[Planned] = []
-        self.of_rows: dict[int, Planned] = {}  # those of `planned` that are in the space, by their rows
+        self.of_rows: dict[int, Planned] = {}  # layouts of `planned` that are in the space, by their rows
         self.failures = 0
         self.open = np.ones(len(space.layouts), bool)
         self.random = np.random.default_rng(0)

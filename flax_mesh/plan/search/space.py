@@ -1,4 +1,4 @@
-"""The layouts that a search chooses from: settings of a recipe on a number of devices, and what excludes others."""
+"""The layouts that a search chooses from: settings of a recipe on a number of devices, and reasons against others."""
 
 import dataclasses
 import math
@@ -72,10 +72,10 @@ class Space:
     """The layouts of a recipe on a topology.
 
     Attributes:
-        config: The recipe. Settings that are not searched, and those of `fixed`, stay as they are in it.
+        config: The recipe. Settings that are not searched, and the settings in `fixed`, stay as they are in it.
         batch: The shapes of a batch of the recipe as it is.
-        layouts: What may work, without duplicates.
-        excluded: What excludes other layouts -> how many.
+        layouts: The layouts that may work, without duplicates.
+        excluded: Reason that excludes other layouts -> their number.
         axes: The mesh axes that are searched.
     """
 
@@ -88,7 +88,7 @@ class Space:
     axes: tuple[str, ...]
 
     def settings(self, layout: Layout) -> Settings:
-        """The overrides of a layout: what differs from the config."""
+        """The overrides of a layout: the settings that differ from the config."""
         shape: dict[str, int] = dict(zip(AXIS_NAMES, layout.sizes, strict=True))
         found = {
             MESH: mesh_text(shape) if self.topology.num_devices > 1 else "fsdp:1",
@@ -143,7 +143,7 @@ class Space:
         batch, parts, virtual, shards = np.array([(x.batch, x.parts, x.virtual, x.shards) for x in layouts], float).T
         idle = (sizes[:, 0] - 1) / (virtual * parts) + 1
         count = self.topology.num_devices
-        scale = min(1.0, 3 / np.log2(max(2, count)))  # the axes of pods vary as much as those of 8 devices
+        scale = min(1.0, 3 / np.log2(max(2, count)))  # the axes of pods vary as much as the axes of 8 devices
         columns = [*scale * np.log2(sizes.T), np.log2(batch / count), np.log2(batch / shards / parts)]
         columns += [
             IDLE * np.log2(idle),
@@ -229,7 +229,7 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
 
 
 def changes(space: Space, settings: Settings) -> Iterator[Settings]:
-    """What is tried with the best layout only: activations over tp, more schedules, remat of stages, and scan."""
+    """Changes tried with the best layout only: activations over tp, more schedules, remat of stages, and scan."""
     config, fixed = space.apply(settings), space.fixed
     axes = getattr(config.model, "axes", None)
     if axis_sizes(config.mesh)["tp"] > 1 and getattr(axes, "hidden_state_axis", "tp") is None:
@@ -308,7 +308,7 @@ def _schedules(config: TrainConfig, shape: Mapping[str, int], fixed: Collection[
 
 
 def _problem(config: TrainConfig, mesh: AbstractMesh, rules: PartitionRules, batch: int, parts: int) -> str:
-    """What excludes all layouts of a mesh, a batch size and a number of microbatches; "" if nothing does."""
+    """The reason that excludes all layouts of a mesh, a batch size and a number of microbatches, or ""."""
     if batch % parts:
         return f"{BATCH} is not divisible by {MICROBATCHES}"
     data = dataclasses.replace(config.data, batch_size=batch)

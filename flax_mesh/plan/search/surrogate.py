@@ -1,7 +1,7 @@
 """Regression by a Gaussian process: which layouts that are not planned yet are probably fast, and probably fit.
 
 The kernel is a constant, a linear and a squared exponential part (Rasmussen and Williams 2006, chapters 2.2 and 4.2).
-The logarithms of time and memory are nearly linear in the features of a layout; the last part fits what bends them,
+The logarithms of time and memory are nearly linear in the features of a layout; the last part fits their bends,
 such as the step from a compute limit to a network limit.
 """
 
