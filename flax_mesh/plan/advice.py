@@ -15,40 +15,42 @@ from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
 
 
-def surprises(one: Estimate, topology: Topology) -> list[Finding]:
+def surprises(estimated: Estimate, topology: Topology) -> list[Finding]:
     """Loops and kernels that the estimate cannot count, and activations that are gathered."""
-    found = []
-    for operation, _ in one.program.block.walk():
+    findings = []
+    for operation, _ in estimated.program.block.walk():
         place = operation.source or operation.kind
         if operation.kind == "while" and not operation.times_known:
-            found.append(
+            findings.append(
                 Finding(place, "the trip count of this loop is not known; one trip is counted", "Use jax.lax.scan")
             )
         if operation.kind == "custom_call" and not _states_flops(operation):
             name = operation.attributes.get("call_target_name", "").strip('"')
             if name.endswith("custom_call") or "kernel" in name:
                 repair = "Pass cost_estimate= to pallas_call"
-                found.append(Finding(place, f"the FLOPs of this kernel ({name}) are not known; 0 are counted", repair))
-    total = math.fsum(seconds_of(e, one.program, topology) * e.times for e in one.exchanges)
+                findings.append(
+                    Finding(place, f"the FLOPs of this kernel ({name}) are not known; 0 are counted", repair)
+                )
+    total = math.fsum(seconds_of(e, estimated.program, topology) * e.times for e in estimated.exchanges)
     by_place: dict[str, tuple[float, Exchange]] = {}
-    for exchange in one.exchanges:
+    for exchange in estimated.exchanges:
         if exchange.kind not in ("all-gather", "all-to-all") or exchange.array is None or _is_weight(exchange.array):
             continue
         place = exchange.operation.source or exchange.operation.kind
-        seconds = seconds_of(exchange, one.program, topology) * exchange.times
+        seconds = seconds_of(exchange, estimated.program, topology) * exchange.times
         before = by_place.get(place, (0.0, exchange))
         by_place[place] = (before[0] + seconds, exchange)
     for place, (seconds, exchange) in sorted(by_place.items(), key=lambda item: -item[1][0])[:4]:
         if seconds > 0.1 * total:
             share = f"{seconds / total:.0%} of the time of all collectives"
-            found.append(
+            findings.append(
                 Finding(
                     place,
                     f"an activation is exchanged here ({exchange.kind} over {', '.join(exchange.axes)}): {share}",
                     "Constrain its sharding where it is made",
                 )
             )
-    return found
+    return findings
 
 
 def _states_flops(operation: Operation) -> bool:
@@ -138,12 +140,12 @@ def _more_shards(given: Given) -> str:
 
 
 def _less_optimizer(given: Given) -> str:
-    found, optimizer = [_more_shards(given)], given.optimizer
+    repairs, optimizer = [_more_shards(given)], given.optimizer
     if optimizer is not None and "dp" not in shard_over(optimizer) and given.mesh.get("dp", 1) > 1:
-        found.append("set optimizer.shard_over=dp")
+        repairs.append("set optimizer.shard_over=dp")
     if optimizer is not None and optimizer.memory == "device":
-        found.append("set optimizer.memory=pinned_host")
-    return ", or ".join(found)
+        repairs.append("set optimizer.memory=pinned_host")
+    return ", or ".join(repairs)
 
 
 def _fewer_logits(given: Given) -> str:

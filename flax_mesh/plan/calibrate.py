@@ -156,12 +156,12 @@ def calibrate(devices: Sequence[Any], sizes: Sizes | None = None, rounds: int = 
 def base_of(device_kind: str, platform: str) -> Chip:
     """The chip of the table whose figures are used where nothing is measured."""
     names = {"gpu": "H100", "cpu": "cpu"}
-    found = chip_of(device_kind) or next((chip for chip in CHIPS if chip.name == names.get(platform)), None)
-    if found is None:
+    base = chip_of(device_kind) or next((chip for chip in CHIPS if chip.name == names.get(platform)), None)
+    if base is None:
         raise ConfigError(
             f"no figures are known for {device_kind!r}, so the torus of its chips is not; write a TOML file with base="
         )
-    return found
+    return base
 
 
 def unit_network(devices: Sequence[Any], chip: Chip) -> Network:
@@ -178,7 +178,7 @@ def chip_of_samples(
 ) -> tuple[Chip, list[str]]:
     """The chip, and findings. `trusted`: whether the peak of the base is the vendor's for this kind of device."""
     rates = {d: [s.work / s.seconds for s in samples if s.kind == "matmul" and s.dtype == d] for d in DTYPES}
-    typical, best = {d: median(found) for d, found in rates.items()}, max(rates[DTYPES[0]])
+    typical, best = {d: median(values) for d, values in rates.items()}, max(rates[DTYPES[0]])
     peak, findings = base.peak(DTYPES[0]) if trusted else best, []
     if typical[DTYPES[0]] > peak:
         findings.append(f"{DTYPES[0]} products reach more than the peak of {base.name}; the measured rate is its peak")
@@ -244,14 +244,14 @@ def forecast(sample: Sample, chip: Chip, network: Network) -> float:
 
 def deviations(samples: Sequence[Sample], forecasts: Sequence[float]) -> list[str]:
     """Samples that differ much from the forecasts by the figures, and samples whose repetitions differ much."""
-    found = []
+    findings = []
     for sample, seconds in zip(samples, forecasts, strict=True):
         factor = sample.seconds / seconds
         if not 1 / TOO_FAR <= factor <= TOO_FAR:
-            found.append(f"{sample.kind}, {sample.text}: takes {number(factor)} times what the figures forecast")
+            findings.append(f"{sample.kind}, {sample.text}: takes {number(factor)} times what the figures forecast")
         if sample.spread > TOO_WIDE:
-            found.append(f"{sample.kind}, {sample.text}: repetitions differ by {sample.spread:.0%}; measure again")
-    return found
+            findings.append(f"{sample.kind}, {sample.text}: repetitions differ by {sample.spread:.0%}; measure again")
+    return findings
 
 
 # --- measurement ---

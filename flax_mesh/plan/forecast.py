@@ -61,23 +61,23 @@ def estimate(step: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int],
     program = read_program(module, axis_sizes, platform)
     exchanges = find_exchanges(program)
     kernels, results = fuse(program, exchanges)
-    found = profile(kernels, results, platform)
-    return Estimate(program, tuple(exchanges), tuple(kernels), found, tuple(costs(kernels, program)))
+    memory = profile(kernels, results, platform)
+    return Estimate(program, tuple(exchanges), tuple(kernels), memory, tuple(costs(kernels, program)))
 
 
 # Time
 
 
-def parts_of(one: Estimate, topology: Topology, name: str = "", times: int = 1) -> list[Part]:
+def parts_of(estimated: Estimate, topology: Topology, name: str = "", times: int = 1) -> list[Part]:
     """One part per phase; with `name` one part for all of them."""
     groups = [(name, PHASES)] if name else [(phase, (phase,)) for phase in PHASES]
-    found = []
+    parts = []
     for title, phases in groups:
-        chosen = [cost for cost in one.costs if cost.phase in phases]
-        network = _exchange_seconds([x for x in one.exchanges if x.phase in phases], one.program, topology)
+        chosen = [cost for cost in estimated.costs if cost.phase in phases]
+        network = _exchange_seconds([x for x in estimated.exchanges if x.phase in phases], estimated.program, topology)
         if chosen or network or name:
-            found.append(_part(title, chosen, network, topology, times))
-    return found
+            parts.append(_part(title, chosen, network, topology, times))
+    return parts
 
 
 def _part(name: str, chosen: Sequence[Cost], network: float, topology: Topology, times: int) -> Part:
@@ -107,10 +107,10 @@ def waiting(topology: Topology, seconds: float) -> list[Part]:
     return [Part("wait for slices", 1, 0.0, 0.0, 0.0, 0.0, wait, wait)] if wait else []
 
 
-def _exchange_seconds(found: Sequence[Exchange], program: Program, topology: Topology) -> float:
+def _exchange_seconds(exchanges: Sequence[Exchange], program: Program, topology: Topology) -> float:
     """Seconds of collectives. XLA combines small ones of one kind over the same devices: they share their latency."""
     seconds, small = 0.0, dict[tuple[str, tuple[str, ...], int], float]()
-    for exchange in found:
+    for exchange in exchanges:
         if exchange.payload_bytes < SMALL:
             key = exchange.kind, exchange.axes, exchange.times
             small[key] = small.get(key, 0.0) + exchange.payload_bytes
@@ -126,18 +126,18 @@ def seconds_of(exchange: Exchange, program: Program, topology: Topology) -> floa
     return network.seconds(exchange.kind, exchange.payload_bytes)
 
 
-def traffic_of(one: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
+def traffic_of(estimated: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
     """The collectives of a program by kind and axes."""
-    found = []
-    for exchange in one.exchanges:
-        network = network_of(topology, one.program.axis_sizes, exchange.axes)
-        sent = ring_bytes(exchange.kind, exchange.payload_bytes, one.program.group_size(exchange.axes))
+    traffic = []
+    for exchange in estimated.exchanges:
+        network = network_of(topology, estimated.program.axis_sizes, exchange.axes)
+        sent = ring_bytes(exchange.kind, exchange.payload_bytes, estimated.program.group_size(exchange.axes))
         count = exchange.times * times
         fast, slow = (round(part * count) for part in network.split(sent, exchange.kind))
         seconds = network.seconds(exchange.kind, exchange.payload_bytes) * count
         amounts = count, exchange.operand_bytes * count, fast, slow, seconds
-        found.append(Traffic(exchange.kind, exchange.axes, *amounts))
-    return summed(found)
+        traffic.append(Traffic(exchange.kind, exchange.axes, *amounts))
+    return summed(traffic)
 
 
 # Memory
@@ -167,22 +167,22 @@ class Roles:
         return "activations"
 
 
-def timeline(one: Estimate, roles: Roles) -> list[Moment]:
+def timeline(estimated: Estimate, roles: Roles) -> list[Moment]:
     """Bytes by category while each kernel runs; one trip of every loop."""
-    fixed, given, kinds = dict.fromkeys(CATEGORIES, 0), one.program.block.arguments, roles.kinds
+    fixed, given, kinds = dict.fromkeys(CATEGORIES, 0), estimated.program.block.arguments, roles.kinds
     if len(kinds) != len(given):  # JAX drops arguments that a step does not use
-        kinds = ["parameters" if index in one.program.donated else "batch" for index in range(len(given))]
+        kinds = ["parameters" if index in estimated.program.donated else "batch" for index in range(len(given))]
     for kind, x in zip(kinds, given, strict=True):
         fixed[kind] += x.bytes
-    found: list[Moment] = []
-    _moments(one.profile, one.program.platform, roles, fixed, found)
-    return found or [Moment("", fixed)]
+    moments: list[Moment] = []
+    _moments(estimated.profile, estimated.program.platform, roles, fixed, moments)
+    return moments or [Moment("", fixed)]
 
 
-def _moments(found: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
-    later = [read.buffer for kernel, _ in found.steps if kernel.phase != "forward" for read in kernel.reads.values()]
+def _moments(memory: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
+    later = [read.buffer for kernel, _ in memory.steps if kernel.phase != "forward" for read in kernel.reads.values()]
     residuals = {id(buffer) for buffer in later if buffer.phase == "forward"}
-    for kernel, alive in found.steps:
+    for kernel, alive in memory.steps:
         now = dict(before)
         for buffer in alive.values():
             now[roles.of(buffer, kernel.phase, residuals)] += buffer.bytes
@@ -230,8 +230,8 @@ def memory_of(
     )
 
 
-def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: Stated, **more: Any) -> Time:
-    """`more` are the fields of a pipeline."""
+def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: Stated, **fields: Any) -> Time:
+    """`fields` are the fields of a pipeline."""
     tokens, flops = stated
     count, peak = topology.num_devices, topology.chip.peak("bfloat16")
     return Time(
@@ -240,5 +240,5 @@ def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: S
         tokens_per_s=tokens / seconds if tokens and seconds else None,
         mfu=flops / (seconds * count * peak) if flops and seconds else None,
         flops=math.fsum(part.flops * part.times for part in parts),
-        **more,
+        **fields,
     )

@@ -156,14 +156,14 @@ def _draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     left, right, low, high = min(xs) / 4, max(xs) * 4, min(ys) / 3, peak * 2
     scale_x = _Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
     scale_y = _Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
-    found = [*_decades(scale_x, scale_y)]
+    elements = [*_decades(scale_x, scale_y)]
     start = max(left, low / bandwidth)
     corners = [(start, bandwidth * start), (peak / bandwidth, peak), (right, peak)]
     points = [(scale_x(math.log10(x)), scale_y(math.log10(y))) for x, y in corners]
     line = "L".join(f"{_text(x)} {_text(y)}" for x, y in points)
-    found.append(element("path", class_="roof", d=f"M{line}"))
+    elements.append(element("path", class_="roof", d=f"M{line}"))
     text = f"{chip.name}: {report.number(peak / 1e12)} TFLOP/s bfloat16, {report.number(bandwidth / 1e9)} GB/s"
-    found.append(svg_text(ROOFLINE_WIDTH - RIGHT, TOP - 4, text, size=12, anchor="end", class_="ink"))
+    elements.append(svg_text(ROOFLINE_WIDTH - RIGHT, TOP - 4, text, size=12, anchor="end", class_="ink"))
     dots: list[tuple[float, float, str, list[str]]] = []  # x, y, look, lines of the legend
     for (name, part), (x, y) in zip(groups, places, strict=True):
         at, look = (scale_x(math.log10(x)), scale_y(math.log10(y))), f"limit-{part.limit}"
@@ -174,33 +174,33 @@ def _draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
     row = TOP + 12
     for i, (x, y, look, texts) in enumerate(dots, start=1):
         dot = element("circle", class_=look, cx=_text(x), cy=_text(y), r=DOT)
-        found.append(_with_title(dot, "\n".join(texts)))
-        found.append(svg_text(_text(x), _text(y + 4), str(i), size=11, anchor="middle", class_="on"))
-        found.append(svg_text(ROOFLINE_WIDTH + 24, row, str(i), size=12, anchor="end", class_="dim"))
+        elements.append(_with_title(dot, "\n".join(texts)))
+        elements.append(svg_text(_text(x), _text(y + 4), str(i), size=11, anchor="middle", class_="on"))
+        elements.append(svg_text(ROOFLINE_WIDTH + 24, row, str(i), size=12, anchor="end", class_="dim"))
         for text in texts:
-            found.append(svg_text(ROOFLINE_WIDTH + 34, row, _short(text, 50), size=12, class_="ink"))
+            elements.append(svg_text(ROOFLINE_WIDTH + 34, row, _short(text, 50), size=12, class_="ink"))
             row += LINE
     keys = [(f"limit-{limit}", f"limited by {limit}") for limit in LIMITS]
     legend, height = _legend(keys, ROOFLINE_HEIGHT)
-    return _drawing(height, [*found, *legend], "roofline")
+    return _drawing(height, [*elements, *legend], "roofline")
 
 
 def _decades(scale_x: "_Linear", scale_y: "_Linear") -> list[str]:
     """The grid of a drawing with logarithmic axes."""
-    found, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
+    elements, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
     for power in range(math.ceil(scale_x.first), math.floor(scale_x.last) + 1):
         x = _text(scale_x(power))
-        found.append(element("path", class_="grid", d=f"M{x} {TOP}V{_text(bottom)}"))
-        found.append(svg_text(x, _text(bottom + 16), f"{10.0**power:,g}", size=12, anchor="middle", class_="dim"))
+        elements.append(element("path", class_="grid", d=f"M{x} {TOP}V{_text(bottom)}"))
+        elements.append(svg_text(x, _text(bottom + 16), f"{10.0**power:,g}", size=12, anchor="middle", class_="dim"))
     for power in range(math.ceil(scale_y.first), math.floor(scale_y.last) + 1):
         y = scale_y(power)
-        found.append(element("path", class_="grid", d=f"M{LEFT} {_text(y)}H{_text(right)}"))
+        elements.append(element("path", class_="grid", d=f"M{LEFT} {_text(y)}H{_text(right)}"))
         label = f"{10.0 ** (power - 12):,g}"
-        found.append(svg_text(LEFT - 8, _text(y + 4), label, size=12, anchor="end", class_="dim"))
+        elements.append(svg_text(LEFT - 8, _text(y + 4), label, size=12, anchor="end", class_="dim"))
     middle = (LEFT + right) / 2
-    found.append(svg_text(4, TOP - 4, "TFLOP/s", size=12, class_="dim"))
+    elements.append(svg_text(4, TOP - 4, "TFLOP/s", size=12, class_="dim"))
     label = "FLOPs per byte of memory"
-    return [*found, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
+    return [*elements, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
 
 
 def _draw_traffic(traffic: Sequence[Traffic]) -> str:
@@ -210,17 +210,17 @@ def _draw_traffic(traffic: Sequence[Traffic]) -> str:
     left, right = 120, 280
     scale = (WIDTH - left - right) / (_seconds(axes[0][1]) or 1)
     parts, y = [], TOP
-    for name, own in axes:
+    for name, items in axes:
         x = float(left)
         parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
         for kind in kinds:
-            if seconds := _seconds(item for item in own if item.kind == kind):
+            if seconds := _seconds(item for item in items if item.kind == kind):
                 size = {"x": _text(x), "y": y, "width": _text(seconds * scale), "height": BAR}
                 box = element("rect", class_=f"k{kinds.index(kind) % 8}", rx=2, **size)
                 parts.append(_with_title(box, f"{kind}: {report.time_text(seconds)}"))
                 x += seconds * scale
-        sizes = [(sum(item.ici_bytes for item in own), "fast links"), (sum(item.dcn_bytes for item in own), "DCN")]
-        texts = [report.time_text(_seconds(own)), *(f"{bytes_text(size)} {where}" for size, where in sizes if size)]
+        sizes = [(sum(item.ici_bytes for item in items), "fast links"), (sum(item.dcn_bytes for item in items), "DCN")]
+        texts = [report.time_text(_seconds(items)), *(f"{bytes_text(size)} {where}" for size, where in sizes if size)]
         parts.append(svg_text(_text(x + 8), y + 16, ", ".join(texts), size=12, class_="dim"))
         y += BAR + 10
     legend, height = _legend([(f"k{i % 8}", kind) for i, kind in enumerate(kinds)], y)

@@ -34,8 +34,8 @@ class StageEstimate(NamedTuple):
 
     @property
     def programs(self) -> Mapping[str, Estimate]:
-        found = {"F": self.forward, "B": self.backward}
-        return found if self.weights is None else found | {"W": self.weights}
+        programs = {"F": self.forward, "B": self.backward}
+        return programs if self.weights is None else programs | {"W": self.weights}
 
 
 def estimate_stages(
@@ -47,26 +47,26 @@ def estimate_stages(
     """
 
     def make(kind: str, number: int, function: Any, arguments: tuple[Any, ...]) -> tuple[Estimate, Any]:
-        one = estimate(function, arguments, dict(mesh.shape), platform)
+        estimated = estimate(function, arguments, dict(mesh.shape), platform)
         types, tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
-        results = [_abstract(x, t.dtype, mesh) for x, t in zip(one.program.block.results, types, strict=True)]
+        results = [_abstract(x, t.dtype, mesh) for x, t in zip(estimated.program.block.results, types, strict=True)]
         # The mesh of all groups, for the networks of its axes.
-        return replace(one, program=replace(one.program, axis_sizes=shape)), tree.unflatten(results)
+        return replace(estimated, program=replace(estimated.program, axis_sizes=shape)), tree.unflatten(results)
 
-    found = visit(make)
-    return [_stage_estimate(stage, found) for stage in found.functions]
+    stages = visit(make)
+    return [_stage_estimate(stage, stages) for stage in stages.functions]
 
 
-def _stage_estimate(stage: StageFunctions, found: Stages) -> StageEstimate:
-    forward, backward = (found.programs[kind, stage.stage] for kind in "FB")
-    *_, received, residuals, _, grads = found.arguments["B", stage.stage]
-    out, back = ([x.bytes for x in one.program.block.results] for one in (forward, backward))
+def _stage_estimate(stage: StageFunctions, stages: Stages) -> StageEstimate:
+    forward, backward = (stages.programs[kind, stage.stage] for kind in "FB")
+    *_, received, residuals, _, grads = stages.arguments["B", stage.stage]
+    out, back = ([x.bytes for x in estimated.program.block.results] for estimated in (forward, backward))
     stored = out[len(stage.sent) :][: len(residuals)]
     carried = back[len(stage.floats_in) + len(grads) :] if stage.has_weights else []
     return StageEstimate(
         forward,
         backward,
-        found.programs.get(("W", stage.stage)),
+        stages.programs.get(("W", stage.stage)),
         received=sum(map(shard_bytes, received)),
         residuals=sum(stored),
         lasting=sum(carried) + sum(size for i, size in enumerate(stored) if i in stage.lasting),
@@ -85,14 +85,14 @@ def _abstract(x: Array, dtype: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
 def _moments(row: Sequence[Action], stages: Sequence[StageEstimate], base: Mapping[str, int]) -> list[Moment]:
     """Bytes on one group during every action of its row of a schedule; `base`: bytes of its state and gradients."""
     residuals = boundary = 0  # of the microbatches that are between F and B; boundary: activations of other stages
-    found = []
+    moments = []
     for action in row:
         stage = stages[action.stage]
         program = stage.programs.get(action.kind)
         temporary = program.profile.peak if program is not None else 0
         used = {"residuals": residuals, "boundary": boundary, "activations": temporary}
         kind, number, microbatch = action
-        found.append(Moment(f"{kind} of stage {number}, microbatch {microbatch}", {**base, **used}))
+        moments.append(Moment(f"{kind} of stage {number}, microbatch {microbatch}", {**base, **used}))
         if kind == "F":
             residuals, boundary = residuals + stage.residuals, boundary + stage.received
         elif kind == "B" and stage.weights is not None:
@@ -101,7 +101,7 @@ def _moments(row: Sequence[Action], stages: Sequence[StageEstimate], base: Mappi
             residuals, boundary = residuals - stage.residuals, boundary - stage.received
         elif kind == "W":
             residuals, boundary = residuals - stage.lasting, boundary - stage.received
-    return found
+    return moments
 
 
 def pipeline_memory(
@@ -113,16 +113,16 @@ def pipeline_memory(
     host: Sequence[int] = (),
 ) -> Memory:
     """`sizes` has the bytes of every group by category of the state, `host` those in the memory of the host."""
-    found: list[list[Moment]] = []
+    timelines: list[list[Moment]] = []
     for group, row in enumerate(schedule.rows):
         base = dict.fromkeys(CATEGORIES, 0) | {kind: of[group] for kind, of in sizes.items()}
-        own = [stage for k, stage in enumerate(stages) if schedule.stage_to_group[k] == group]
-        base["gradients"] = sum(stage.gradients for stage in own)
-        found.append(_moments(row, stages, base))
-    peaks = tuple(max(moment.total for moment in moments) for moments in found)
+        members = [stage for k, stage in enumerate(stages) if schedule.stage_to_group[k] == group]
+        base["gradients"] = sum(stage.gradients for stage in members)
+        timelines.append(_moments(row, stages, base))
+    peaks = tuple(max(moment.total for moment in moments) for moments in timelines)
     fullest = peaks.index(max(peaks))
     arguments = sum(of[fullest] for of in sizes.values())
-    return memory_of(topology, found[fullest], arguments, peaks, limit, max(host, default=0))
+    return memory_of(topology, timelines[fullest], arguments, peaks, limit, max(host, default=0))
 
 
 def stage_parts(
@@ -132,8 +132,8 @@ def stage_parts(
     link = network_of(topology, shape, ("pp",))
     for number, stage in enumerate(stages):
         seconds = dict.fromkeys("FBW", 0.0)
-        for kind, one in stage.programs.items():
-            (part,) = parts_of(one, topology, f"stage {number} {kind}", schedule.num_microbatches)
+        for kind, estimated in stage.programs.items():
+            (part,) = parts_of(estimated, topology, f"stage {number} {kind}", schedule.num_microbatches)
             parts.append(part)
             seconds[kind] = part.seconds
         transfer = link.seconds("collective-permute", stage.sent) if stage.sent else 0.0
@@ -154,11 +154,11 @@ def update_part(
     Arrays in the memory of the host are copied to the devices and back as well. `flops` are the FLOPs of the products
     of the update, as Muon's, on one device, if all devices share them equally.
     """
-    found, copied = [], 2 * max(host)
+    totals, copied = [], 2 * max(host)
     for group in range(schedule.num_groups):
         gradients = sum(s.gradients for k, s in enumerate(stages) if schedule.stage_to_group[k] == group)
-        found.append(2 * (sizes["parameters"][group] + sizes["optimizer"][group] + host[group]) + gradients)
-    moved = float(max(found))
+        totals.append(2 * (sizes["parameters"][group] + sizes["optimizer"][group] + host[group]) + gradients)
+    moved = float(max(totals))
     if topology.chip.platform == "cpu":
         copied = 0  # as in the programs of stages
     chip = topology.chip
@@ -174,16 +174,16 @@ def stage_traffic(
     link, count = network_of(topology, shape, ("pp",)), schedule.num_microbatches
     best: list[Traffic] = []
     for group in range(schedule.num_groups):
-        found: list[Traffic] = []
+        traffic: list[Traffic] = []
         for number, stage in enumerate(stages):
             if schedule.stage_to_group[number] != group:
                 continue
-            found += [x for one in stage.programs.values() for x in traffic_of(one, topology, count)]
+            traffic += [x for estimated in stage.programs.values() for x in traffic_of(estimated, topology, count)]
             for size in filter(None, (stage.sent, stage.returned)):
                 fast, slow = link.split(size * count, "collective-permute")
                 seconds = link.seconds("collective-permute", size) * count
-                found.append(Traffic("transfer", ("pp",), count, size * count, round(fast), round(slow), seconds))
-        own = summed(found)
-        if math.fsum(x.seconds for x in own) > math.fsum(x.seconds for x in best):
-            best = own
+                traffic.append(Traffic("transfer", ("pp",), count, size * count, round(fast), round(slow), seconds))
+        total = summed(traffic)
+        if math.fsum(x.seconds for x in total) > math.fsum(x.seconds for x in best):
+            best = total
     return best

@@ -100,10 +100,10 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
         program, arguments = step_of(recipe)
         with user_code("loss_fn", place_of(recipe.loss_fn)):
             program.step.eval_shape(*arguments)  # `estimate` reuses the trace
-        one = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
+        estimated = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
-    found = _assemble(topology, recipe.target.sizes, one, roles, stated, _given(recipe), limit)
-    return replace(found, notes=_notes(recipe, topology, found.time))
+    forecast = _assemble(topology, recipe.target.sizes, estimated, roles, stated, _given(recipe), limit)
+    return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 
 def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
@@ -143,7 +143,7 @@ def plan_step(
         524288
     """
     devices = jax.devices() if hardware is None else []
-    found = topology_of_devices(devices) if hardware is None else _named(hardware, "")
+    topology = topology_of_devices(devices) if hardware is None else _named(hardware, "")
     leaves = jax.tree.leaves(arguments)
     meshes = {x.sharding.mesh.abstract_mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
     if len(meshes) != 1:
@@ -152,10 +152,10 @@ def plan_step(
             "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))"
         )
     (mesh,) = meshes
-    sizes = resolve_mesh(found, dict(mesh.shape))
-    one = estimate(step, arguments, dict(mesh.shape), found.chip.platform)
+    sizes = resolve_mesh(topology, dict(mesh.shape))
+    estimated = estimate(step, arguments, dict(mesh.shape), topology.chip.platform)
     limit = _limit(devices) if devices else None
-    return _assemble(found, sizes, one, _roles(arguments, 0), (tokens, flops), Given(), limit)
+    return _assemble(topology, sizes, estimated, _roles(arguments, 0), (tokens, flops), Given(), limit)
 
 
 def _named(topology: Topology | str, hardware: str) -> Topology:
@@ -167,13 +167,13 @@ def _named(topology: Topology | str, hardware: str) -> Topology:
 def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Topology, dict[str, int], int | None]:
     """(topology, mesh, capacity that the runtime reports). Without a topology, for a run on the devices here."""
     if topology is not None:
-        found = _named(topology, config.run.hardware)
-        return found, resolve_mesh(found, without_groups(axis_sizes(config.mesh))), None
+        hardware = _named(topology, config.run.hardware)
+        return hardware, resolve_mesh(hardware, without_groups(axis_sizes(config.mesh))), None
     target = local_target(config.mesh, config.run.platform)
     mesh = target.device_mesh(config.mesh.axis_types)
     devices = list(mesh.devices.flat)
-    found = topology_of_devices(devices, load_chip(config.run.hardware) if config.run.hardware else None)
-    return found, dict(mesh.shape), _limit(devices)
+    hardware = topology_of_devices(devices, load_chip(config.run.hardware) if config.run.hardware else None)
+    return hardware, dict(mesh.shape), _limit(devices)
 
 
 def _limit(devices: Sequence[Any]) -> int | None:
@@ -229,21 +229,26 @@ def _given(recipe: Recipe) -> Given:
 def _assemble(
     topology: Topology,
     shape: Mapping[str, int],
-    one: Estimate,
+    estimated: Estimate,
     roles: Roles,
     stated: Stated,
     given: Given,
     limit: int | None,
 ) -> Plan:
-    moments = timeline(one, roles)
+    moments = timeline(estimated, roles)
     memory = memory_of(
-        topology, moments, one.argument_bytes, (one.argument_bytes + one.profile.peak,), limit, one.host_bytes
+        topology,
+        moments,
+        estimated.argument_bytes,
+        (estimated.argument_bytes + estimated.profile.peak,),
+        limit,
+        estimated.host_bytes,
     )
-    parts = parts_of(one, topology)
+    parts = parts_of(estimated, topology)
     parts += waiting(topology, math.fsum(part.seconds for part in parts))
     time = time_of(topology, math.fsum(part.seconds for part in parts), parts, stated)
-    traffic = tuple(traffic_of(one, topology))
-    findings = (*memory_findings(memory, given), *surprises(one, topology))
+    traffic = tuple(traffic_of(estimated, topology))
+    findings = (*memory_findings(memory, given), *surprises(estimated, topology))
     return Plan(topology, shape, memory, time, traffic, findings, summary(topology, memory, time, traffic, given))
 
 
@@ -354,7 +359,7 @@ def _product_flops(recipe: Recipe, model: nnx.State) -> int:
 
 def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) -> Schedule:
     """The schedule that a run with `pipeline.schedule=search` would find, if its stages took the predicted times."""
-    found = search_schedule(
+    result = search_schedule(
         costs,
         memory_limit,
         num_microbatches=first.num_microbatches,
@@ -362,4 +367,4 @@ def _searched(first: Schedule, costs: Sequence[StageCost], memory_limit: int) ->
         stage_to_group=first.stage_to_group,
         seconds=1.0,
     )
-    return replace(found.schedule, name=SEARCHED)
+    return replace(result.schedule, name=SEARCHED)

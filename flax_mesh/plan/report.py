@@ -107,19 +107,19 @@ def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
 
 def memory_notes(memory: Memory) -> list[str]:
     """Where the peak is: its moment, and its group of a pipeline."""
-    found = [f"state and batch, the arguments of the step, are {bytes_text(memory.arguments)}"]
+    notes = [f"state and batch, the arguments of the step, are {bytes_text(memory.arguments)}"]
     if memory.host:
-        found.append(f"{bytes_text(memory.host)} of the optimizer per device are in the memory of the host")
+        notes.append(f"{bytes_text(memory.host)} of the optimizer per device are in the memory of the host")
     if memory.timeline:
         moment = max(memory.timeline, key=lambda moment: moment.total)
-        found.append(f"the peak is during {moment.label}")
+        notes.append(f"the peak is during {moment.label}")
     if len(memory.groups) > 1:
         fullest = max(range(len(memory.groups)), key=memory.groups.__getitem__)
         peaks = [bytes_text(size) for size in memory.groups]
         if len(peaks) > MOST_ROWS:
             peaks = [*peaks[: MOST_ROWS - 2], "...", peaks[-1]]
-        found.append(f"group {fullest} of the pipeline is the fullest; peaks of all groups: {listed(peaks)}")
-    return found
+        notes.append(f"group {fullest} of the pipeline is the fullest; peaks of all groups: {listed(peaks)}")
+    return notes
 
 
 def findings_text(findings: Sequence[Finding], width: int = UNLIMITED) -> str:
@@ -164,16 +164,16 @@ def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
 
 def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:
     """Pairs (label, value): the numbers that are read first."""
-    found = [("peak per device", of_capacity(memory.peak, memory.capacity)), ("step", time_text(time.seconds))]
+    pairs = [("peak per device", of_capacity(memory.peak, memory.capacity)), ("step", time_text(time.seconds))]
     if time.tokens_per_s is not None:
-        found.append(("tokens/s", f"{time.tokens_per_s:,.0f}"))
-        found.append(("tokens/s per device", number(time.tokens_per_s / num_devices)))
+        pairs.append(("tokens/s", f"{time.tokens_per_s:,.0f}"))
+        pairs.append(("tokens/s per device", number(time.tokens_per_s / num_devices)))
     if time.mfu is not None:
-        found.append(("MFU", f"{time.mfu:.1%}"))
+        pairs.append(("MFU", f"{time.mfu:.1%}"))
     if time.bubble:
-        found.append(("bubble", f"{time.bubble:.1%}"))
+        pairs.append(("bubble", f"{time.bubble:.1%}"))
     verdict = {True: "yes", False: "no", None: "unknown"}[memory.fits]
-    return [("fits", verdict), *found]
+    return [("fits", verdict), *pairs]
 
 
 # --- tables, for text and HTML ---

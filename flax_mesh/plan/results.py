@@ -76,11 +76,11 @@ class Traffic(NamedTuple):
 
 def summed(traffic: Iterable[Traffic]) -> list[Traffic]:
     """The sums per kind and axes, those with the most seconds first."""
-    found = []
-    for (kind, axes), own in grouped(traffic, lambda each: (each.kind, each.axes)).items():
-        amounts: Any = map(sum, zip(*(each[2:] for each in own), strict=True))
-        found.append(Traffic(kind, axes, *amounts))
-    return sorted(found, key=lambda each: -each.seconds)
+    sums = []
+    for (kind, axes), group in grouped(traffic, lambda each: (each.kind, each.axes)).items():
+        amounts: Any = map(sum, zip(*(each[2:] for each in group), strict=True))
+        sums.append(Traffic(kind, axes, *amounts))
+    return sorted(sums, key=lambda each: -each.seconds)
 
 
 class Part(NamedTuple):
@@ -99,9 +99,9 @@ class Part(NamedTuple):
     @property
     def limit(self) -> str:
         """The resource that takes most of the time: "compute", "memory", "network" or "host"."""
-        found = {"compute": self.compute_seconds, "memory": self.memory_seconds}
-        found |= {"network": self.network_seconds, "host": self.host_seconds}
-        return max(found, key=lambda name: found[name])
+        seconds = {"compute": self.compute_seconds, "memory": self.memory_seconds}
+        seconds |= {"network": self.network_seconds, "host": self.host_seconds}
+        return max(seconds, key=lambda name: seconds[name])
 
 
 @dataclass(frozen=True)

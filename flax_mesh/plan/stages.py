@@ -53,7 +53,7 @@ def visit_stages(
         remat="full" if staged.needs_full_remat else remat,
         split=schedule.splits_backward,
     )
-    found, cache = Stages(stages, {}, {}), {}
+    result, cache = Stages(stages, {}, {}), {}
 
     def run(stage: StageFunctions, kind: str, function: Any, *arguments: Any) -> Any:
         shapes = [(x.shape, str(x.dtype), str(x.sharding)) for x in jax.tree.leaves(arguments)]
@@ -61,8 +61,8 @@ def visit_stages(
         if key not in cache:
             cache[key] = make(kind, stage.stage, function, arguments)
         at = kind, stage.stage
-        found.arguments[at] = arguments
-        found.programs[at], results = cache[key]
+        result.arguments[at] = arguments
+        result.programs[at], results = cache[key]
         return results
 
     def abstract(shape: Sequence[int], dtype: Any, spec: Iterable[Any] = ()) -> jax.ShapeDtypeStruct:
@@ -93,4 +93,4 @@ def visit_stages(
             cotangents.setdefault(stage.received[i], []).append(x)
         if stage.has_weights:
             run(stage, "W", stage.weights, *first, summed, carry, grads)
-    return found
+    return result

@@ -169,11 +169,11 @@ def parse_topology(text: str, chip: Chip | None = None) -> Topology:
             f"topology {shown}: unknown chip {shortened(name, 40)!r}; known: {listed(known)}. "
             "Describe another one in a TOML file: run.hardware=FILE"
         )
-    found = known[name]
-    problems = _problems(found, dims, slices, has_slices=match[3] is not None)
+    kind = known[name]
+    problems = _problems(kind, dims, slices, has_slices=match[3] is not None)
     if problems:
         raise ConfigError(f"topology {shown}: {'; '.join(problems)}")
-    return _topology(found, (1, *dims) if len(dims) == 1 else dims, slices)
+    return _topology(kind, (1, *dims) if len(dims) == 1 else dims, slices)
 
 
 def topology_of_devices(devices: Sequence[Any], chip: Chip | None = None) -> Topology:
@@ -182,30 +182,30 @@ def topology_of_devices(devices: Sequence[Any], chip: Chip | None = None) -> Top
     Raises a ConfigError if no figures are known, or the devices do not form equal slices, domains or a torus.
     """
     first = devices[0]
-    found = chip or chip_of(first.device_kind)
-    if found is None:
+    kind = chip or chip_of(first.device_kind)
+    if kind is None:
         raise ConfigError(
             f"no figures are known for {first.device_kind!r}; describe it in a TOML file: run.hardware=FILE"
         )
-    if found.platform != first.platform:
-        raise ConfigError(f"{found.name} is a chip of {found.platform}, but the devices are {first.platform} devices")
+    if kind.platform != first.platform:
+        raise ConfigError(f"{kind.name} is a chip of {kind.platform}, but the devices are {first.platform} devices")
     granules, granule = find_granules(devices)
     sizes = sorted({len(group) for group in granules})
     if len(sizes) > 1:
         raise ConfigError(f"the devices must form {granule}s of equal size, but they have {listed(sizes)} devices")
-    if not found.torus:
-        return _topology(found, (len(granules), sizes[0]), 1)
+    if not kind.torus:
+        return _topology(kind, (len(granules), sizes[0]), 1)
     try:
         shape = physical_mesh(granules[0])[1].shape
     except ValueError as error:
         raise ConfigError(f"the devices do not form a torus: {error}") from error
-    chips = (*shape, 1, 1)[: found.torus]
-    if math.prod(chips) * found.devices_per_chip != sizes[0]:
+    chips = (*shape, 1, 1)[: kind.torus]
+    if math.prod(chips) * kind.devices_per_chip != sizes[0]:
         raise ConfigError(
-            f"{found.name} must have {count_text(found.devices_per_chip, 'device')} per chip, but {sizes[0]} devices "
+            f"{kind.name} must have {count_text(kind.devices_per_chip, 'device')} per chip, but {sizes[0]} devices "
             f"form a torus of {'x'.join(map(str, shape))}"
         )
-    return _topology(found, chips, len(granules))
+    return _topology(kind, chips, len(granules))
 
 
 def resolve_mesh(topology: Topology, mesh_shape: Mapping[str, int]) -> dict[str, int]:
@@ -342,13 +342,13 @@ def _problems(chip: Chip, dims: tuple[int, ...], slices: int, *, has_slices: boo
     counts, what, example = _FORMS[chip.torus or chip.platform]
     if len(dims) not in counts:
         return [f"{name} needs {count_text(counts[0], 'number')} ({what}), such as {name}:{example}; got {shape}"]
-    found = []
+    problems = []
     if 0 in (*dims, slices):
-        found.append("all numbers must be at least 1")
+        problems.append("all numbers must be at least 1")
     if has_slices and not chip.torus:
-        found.append(f"*{slices} is the number of TPU slices; write more hosts instead")
+        problems.append(f"*{slices} is the number of TPU slices; write more hosts instead")
     if math.prod(dims) * slices * chip.devices_per_chip > MAX_SIZE:
-        found.append(f"at most {MAX_SIZE:,} devices are possible")
+        problems.append(f"at most {MAX_SIZE:,} devices are possible")
     largest = "x".join(map(str, chip.pod))
     too_large = (
         any(a > b for a, b in zip(sorted(dims), sorted(chip.pod), strict=True))
@@ -356,14 +356,14 @@ def _problems(chip: Chip, dims: tuple[int, ...], slices: int, *, has_slices: boo
         else (chip.torus and math.prod(dims) > math.prod(chip.pod))
     )
     if too_large:
-        found.append(
+        problems.append(
             f"{shape} is larger than a pod of {name}, {largest} chips; use several slices, such as {name}:{largest}*2"
         )
     elif chip.torus and (problem := side_problem(chip, dims)):
-        found.append(problem)
+        problems.append(problem)
     if chip.platform == "gpu" and chip.domain and dims[1] and chip.domain % dims[1]:
         sizes = [size for size in range(1, chip.domain + 1) if chip.domain % size == 0]
-        found.append(
+        problems.append(
             f"{dims[1]} GPUs per host do not divide the {chip.domain} of an NVLink domain; use {listed(sizes)}"
         )
-    return found
+    return problems

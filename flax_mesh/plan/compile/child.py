@@ -100,11 +100,11 @@ def how_it_ended(code: int, messages: str) -> str:
     """`by SIGABRT: Check failed ...`, with the first message that names a reason."""
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     lines = [line for line in messages.splitlines() if line.strip()]
-    found = next((line for line in lines if FATAL.match(line)), lines[-1] if lines else "it printed no reason")
-    return f"{how}: {shortened(found.strip(), MOST)}"
+    reason = next((line for line in lines if FATAL.match(line)), lines[-1] if lines else "it printed no reason")
+    return f"{how}: {shortened(reason.strip(), MOST)}"
 
 
 def first_message(text: str) -> str:
     """A compiler's error from its code of libtpu on, or else its first line."""
-    found = CODE.search(text)
-    return shortened(" ".join((text[found.start() :] if found else text.strip().split("\n", 1)[0]).split()), MOST)
+    match = CODE.search(text)
+    return shortened(" ".join((text[match.start() :] if match else text.strip().split("\n", 1)[0]).split()), MOST)

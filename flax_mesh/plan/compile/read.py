@@ -47,10 +47,10 @@ def read_program(
 
     `hosted` has the paths and bytes of the arguments that are stored in the memory of the host.
     """
-    found, (inner, outer) = read_hlo(program), slice_mesh(mesh)
-    collectives = [*read_collectives(found, inner), *_over_slices(found, outer)]
-    walked, host = walk(found), sum(hosted.values())
-    live = [_live(group, size, found, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
+    hlo, (inner, outer) = read_hlo(program), slice_mesh(mesh)
+    collectives = [*read_collectives(hlo, inner), *_over_slices(hlo, outer)]
+    walked, host = walk(hlo), sum(hosted.values())
+    live = [_live(group, size, hlo, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     fields = {
         "name": name,
         "times": times,
@@ -58,22 +58,26 @@ def read_program(
         "walked": walked.peak - host,
         "live": [each for each in live if each["operation"] not in hosted][:MOST_ARRAYS],
         "sent": _sums(collectives),
-        "cycles": found.cycles,
+        "cycles": hlo.cycles,
     }
-    return Reading(fields, gathers(collectives, walked.weights, found), found)
+    return Reading(fields, gathers(collectives, walked.weights, hlo), hlo)
 
 
-def _over_slices(found: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
+def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
     """Collectives between slices: the program of a slice sends their operands to its host."""
     sends = []
-    for name, instructions in found.computations.items():
-        for one in instructions:
-            if one.opcode != "send" or not (kind := SLICES.search(one.text)) or isinstance(one.shape, Array):
+    for name, instructions in program.computations.items():
+        for instruction in instructions:
+            if (
+                instruction.opcode != "send"
+                or not (kind := SLICES.search(instruction.text))
+                or isinstance(instruction.shape, Array)
+            ):
                 continue
-            sent, counts = one.shape[0], found.executions[name]
+            sent, counts = instruction.shape[0], program.executions[name]
             if isinstance(sent, Array):
                 text = kind[1].lower().replace("_", "-")
-                sends.append(Collective(text, axes, 2, sent.bytes, *counts, one.source, one.name))
+                sends.append(Collective(text, axes, 2, sent.bytes, *counts, instruction.source, instruction.name))
     return sends
 
 
@@ -92,7 +96,7 @@ def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
     return {"arguments": memory.argument_size_in_bytes - host, "peak": total - host}
 
 
-def _live(group: Sequence[Buffer], size: int, found: HloProgram, paths: Paths) -> dict[str, Any]:
+def _live(group: Sequence[Buffer], size: int, program: HloProgram, paths: Paths) -> dict[str, Any]:
     first = group[0]
     while first.maker is not None and not first.maker.source and first.origin is not None:  # a copy by the compiler
         first = first.origin
@@ -100,8 +104,8 @@ def _live(group: Sequence[Buffer], size: int, found: HloProgram, paths: Paths) -
     if first.maker is not None:
         target = re.search(r'custom_call_target="([^"]*)"', first.maker.text)
         unnamed = target[1] if target else first.maker.opcode
-        operation, place = operation_text(first.maker.source) or unnamed, found.place(first.maker.text)
-    elif argument := next((x for x in found.computations[found.entry] if x.number == first.number), None):
+        operation, place = operation_text(first.maker.source) or unnamed, program.place(first.maker.text)
+    elif argument := next((x for x in program.computations[program.entry] if x.number == first.number), None):
         operation, place = argument.source, "argument"
         if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
             operation = paths(leaf[1], *(int(number) for number in leaf.groups()[1:] if number)) or operation
@@ -122,27 +126,28 @@ def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
         {
             "kind": kind,
             "axes": list(axes),
-            "times": sum(one.times for one in group),
-            "operand_bytes": float(sum(operand_bytes(one) * one.times for one in group)),
+            "times": sum(collective.times for collective in group),
+            "operand_bytes": float(sum(operand_bytes(collective) * collective.times for collective in group)),
         }
-        for (kind, axes), group in grouped(collectives, lambda one: (one.kind, one.axes)).items()
+        for (kind, axes), group in grouped(collectives, lambda collective: (collective.kind, collective.axes)).items()
     ]
 
 
-def operand_bytes(one: Collective) -> float:
-    return one.payload_bytes / (one.group_size if one.kind == "all-gather" else 1)
+def operand_bytes(collective: Collective) -> float:
+    return collective.payload_bytes / (collective.group_size if collective.kind == "all-gather" else 1)
 
 
 def gathers(collectives: Sequence[Collective], weights: frozenset[str], program: HloProgram) -> list[Finding]:
     """Gathers of values that the model computes, not of its weights, that are a large part of all traffic."""
-    places = {one.source: place for one in program.instructions() if (place := program.place(one.text))}
-    total = sum(one.sent_bytes * one.times for one in collectives)
+    places = {each.source: place for each in program.instructions() if (place := program.place(each.text))}
+    total = sum(collective.sent_bytes * collective.times for collective in collectives)
     sums: dict[tuple[str, str, tuple[str, ...]], float] = {}
-    for one in collectives:
-        asked = one.source.rsplit("/", 1)[-1] in ("all_gather", "all_to_all", "ragged_all_to_all")  # by the model
-        if one.kind in ("all-gather", "all-to-all") and one.name not in weights and "jvp" in one.source and not asked:
-            key = one.source, one.kind, one.axes
-            sums[key] = sums.get(key, 0.0) + one.sent_bytes * one.times
+    for collective in collectives:
+        kind, source = collective.kind, collective.source
+        asked = source.rsplit("/", 1)[-1] in ("all_gather", "all_to_all", "ragged_all_to_all")  # by the model
+        if kind in ("all-gather", "all-to-all") and collective.name not in weights and "jvp" in source and not asked:
+            key = source, kind, collective.axes
+            sums[key] = sums.get(key, 0.0) + collective.sent_bytes * collective.times
     return [
         Finding(
             f"{places.get(source, '')} {operation_text(source)}".strip(),
@@ -161,12 +166,12 @@ def rematerialized(messages: str, programs: Sequence[HloProgram]) -> list[Findin
     def place(metadata: str) -> str:
         return programs[0].place(metadata) if len(programs) == 1 else ""
 
-    found = dict.fromkeys(REMATERIALIZED.findall(messages))
+    warnings = dict.fromkeys(REMATERIALIZED.findall(messages))
     return [
         Finding(
             f"{place(metadata)} {operation_text(source_of(metadata))}".strip(),
             f"involuntary full rematerialization: every device gathers the complete array, from {before} to {after}",
             "Constrain the value to a sharding in between, or let both sides split the same dims",
         )
-        for before, after, metadata, _ in found
+        for before, after, metadata, _ in warnings
     ]

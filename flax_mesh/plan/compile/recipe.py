@@ -87,29 +87,29 @@ def topology_of(config: TrainConfig, text: str) -> Topology:
     return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
 
 
-def _compiled(estimated: Plan, found: dict[str, Any]) -> Compiled:
-    programs, sent, peak = tuple(map(program_of, found["programs"])), sent_of(found["sent"]), found["peak"]
+def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
+    programs, sent, peak = tuple(map(program_of, answer["programs"])), sent_of(answer["sent"]), answer["peak"]
     clock = estimated.topology.chip.clock
-    findings = [*(Finding(*each) for each in found["findings"]), *estimate_findings(peak, sent, estimated)]
+    findings = [*(Finding(*each) for each in answer["findings"]), *estimate_findings(peak, sent, estimated)]
     return Compiled(
         estimated,
         programs,
         peak,
-        tuple(found["groups"]),
+        tuple(answer["groups"]),
         sent,
-        found["cycles"] / clock if clock and found["cycles"] else None,
+        answer["cycles"] / clock if clock and answer["cycles"] else None,
         tuple(findings),
-        found["seconds"],
-        found["cpu_seconds"],
-        found["rss"],
+        answer["seconds"],
+        answer["cpu_seconds"],
+        answer["rss"],
     )
 
 
-def _refused(estimated: Plan, found: dict[str, Any]) -> Compiled:
+def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     """The compiler for TPUs has no program for a step that does not fit, but states how much it would use."""
-    used = USED.search(found["text"])
+    used = USED.search(answer["text"])
     peak = round(float(used[1]) * UNITS[used[2]]) if used else 0
-    text = " ".join(found["text"].split())[:300]
+    text = " ".join(answer["text"].split())[:300]
     finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
-    cost = found["seconds"], found["cpu_seconds"], found["rss"]
+    cost = answer["seconds"], answer["cpu_seconds"], answer["rss"]
     return Compiled(estimated, (), peak, (peak,), (), None, (finding,), *cost)

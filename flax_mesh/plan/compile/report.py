@@ -60,8 +60,8 @@ def compared(sent: Sequence[Sent], plan: Plan) -> list[tuple[tuple[str, ...], fl
     rows = [(each.axes, each.operand_bytes, 0.0) for each in sent]
     rows += [(each.axes, 0.0, float(each.operand_bytes)) for each in plan.traffic if each.kind != "transfer"]
     groups = grouped(rows, lambda row: frozenset(row[0])).values()
-    found = [(group[0][0], sum(row[1] for row in group), sum(row[2] for row in group)) for group in groups]
-    return sorted(found, key=lambda row: -max(row[1:]))
+    totals = [(group[0][0], sum(row[1] for row in group), sum(row[2] for row in group)) for group in groups]
+    return sorted(totals, key=lambda row: -max(row[1:]))
 
 
 def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> str:
@@ -94,16 +94,16 @@ def cycles_text(seconds: float | None, plan: Plan, width: int = UNLIMITED) -> st
 
 def estimate_findings(peak: int, sent: Sequence[Sent], plan: Plan) -> list[Finding]:
     """Where the estimate was off."""
-    found = []
+    findings = []
     repair = "Rely on the compiler's number here"
     if abs(plan.memory.peak / peak - 1) > OFF:
         sizes = f"{bytes_text(plan.memory.peak)}, XLA's peak {bytes_text(peak)}"
-        found.append(Finding("estimate of the memory", f"it is {sizes}: {plan.memory.peak / peak - 1:+.0%}", repair))
+        findings.append(Finding("estimate of the memory", f"it is {sizes}: {plan.memory.peak / peak - 1:+.0%}", repair))
     rows = compared(sent, plan)
     total = max(sum(row[1] for row in rows), sum(row[2] for row in rows))
     for axes, by_xla, estimated in rows:
         if max(by_xla, estimated) >= SMALL * total and abs(estimated - by_xla) > OFF * by_xla:
             error = f": {estimated / by_xla - 1:+.0%}" if by_xla else ""
             sizes = f"{bytes_text(estimated)} per step, XLA's program has {bytes_text(by_xla)}{error}"
-            found.append(Finding(f"estimate of collectives over {listed(axes)}", f"it is {sizes}", repair))
-    return found
+            findings.append(Finding(f"estimate of collectives over {listed(axes)}", f"it is {sizes}", repair))
+    return findings

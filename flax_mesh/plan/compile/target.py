@@ -52,17 +52,17 @@ def check_target(topology: Topology) -> None:
 
 def environment(topology: Topology, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment of the process that compiles. Settings of JAX and XLA for this process do not apply to it."""
-    found = {name: text for name, text in inherited.items() if not name.startswith(("JAX_", "XLA_"))}
-    found |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
+    variables = {name: text for name, text in inherited.items() if not name.startswith(("JAX_", "XLA_"))}
+    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path)}
     if topology.chip.platform == "tpu":
-        found |= TPU_ENVIRONMENT
+        variables |= TPU_ENVIRONMENT
     if topology.chip.platform == "gpu" and (spec := _spec(NVCC)) is not None:
         folder = next(iter(spec.submodule_search_locations or ()))
-        found |= {
-            "PATH": f"{folder}/bin{os.pathsep}{found.get('PATH', '')}",
+        variables |= {
+            "PATH": f"{folder}/bin{os.pathsep}{variables.get('PATH', '')}",
             "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={folder}",
         }
-    return found
+    return variables
 
 
 def devices_target(topology: Topology, sizes: Mapping[str, int]) -> Target:
@@ -97,10 +97,10 @@ def group_topology(topology: Topology, shape: Mapping[str, int]) -> Topology:
     sides = [side // row[at] for side, row in zip(topology.slice_shape, rows, strict=False)]
     slices = topology.num_slices // splits[at]
     text = f"{topology.chip.name}:{'x'.join(map(str, sides))}" + (f"*{slices}" if slices > 1 else "")
-    found = parse_topology(text, topology.chip)
-    if found.num_devices * shape["pp"] != topology.num_devices:
+    group = parse_topology(text, topology.chip)
+    if group.num_devices * shape["pp"] != topology.num_devices:
         raise ConfigError(f"{topology.text}: pp splits the devices of a chip, so no topology has the shape of a group")
-    return found
+    return group
 
 
 def _devices(topology: Topology) -> Sequence[Any]:

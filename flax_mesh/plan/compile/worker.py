@@ -56,8 +56,8 @@ def main() -> None:
     threading.Thread(target=_end_with_input, daemon=True).start()
     start = time.monotonic()
     try:
-        found = compile_request(request, lambda text: say("progress", text))
-        say("result", found | _usage(start))
+        answer = compile_request(request, lambda text: say("progress", text))
+        say("result", answer | _usage(start))
     except ConfigError as error:
         say("error", error.lines)
     except jax.errors.JaxRuntimeError as error:
@@ -81,13 +81,13 @@ def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]
     target = devices_target(topology, sizes)
     if "pp" in sizes:
         recipe = derive(config, chip_target(sizes, topology.chip))
-        readings, found = _pipeline(recipe, topology, target.device_mesh(config.mesh.axis_types), progress)
+        readings, figures = _pipeline(recipe, topology, target.device_mesh(config.mesh.axis_types), progress)
     else:
-        readings, found = _step(derive(config, target), topology, progress)
+        readings, figures = _step(derive(config, target), topology, progress)
     messages = Path(request["messages"]).read_text(encoding="utf-8", errors="replace")
     findings = rematerialized(messages, [reading.program for reading in readings])
     findings += [each for reading in readings for each in reading.findings]
-    return found | {
+    return figures | {
         "programs": [reading.fields for reading in readings],
         "findings": list(dict.fromkeys(findings)),
     }
@@ -120,8 +120,8 @@ def _step(recipe: Recipe, topology: Topology, progress: Any) -> tuple[list[Readi
     hosted = {path: shard_bytes(x) for path, x in layout if is_on_host(x)}
     reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
     fields = reading.fields
-    found = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
-    return [reading], found
+    figures = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
+    return [reading], figures
 
 
 def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Any) -> tuple[list[Reading], dict[str, Any]]:
@@ -130,27 +130,31 @@ def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Any) -> 
     estimates = split.estimates(topology.chip.platform)
     compiled = compiled_stages(split, mesh, progress)
     progress("reading the programs")
-    names: dict[int, list[str]] = {}
+    names_of: dict[int, list[str]] = {}
     for name, program in compiled.items():
-        names.setdefault(id(program), []).append(name)
+        names_of.setdefault(id(program), []).append(name)
     readings = {
         key: read_program(
-            compiled[own[0]], *_named(own, split), mesh, topology.chip.platform, partial(_argument_of_stage, own[0][0])
+            compiled[names[0]],
+            *_named(names, split),
+            mesh,
+            topology.chip.platform,
+            partial(_argument_of_stage, names[0][0]),
         )
-        for key, own in names.items()
+        for key, names in names_of.items()
     }
     fields = {name: readings[id(program)].fields for name, program in compiled.items()}
     stages = [_with_xla(stage, k, fields) for k, stage in enumerate(estimates)]
     memory = pipeline_memory(topology, split.schedule, stages, split.sizes, None)
-    busiest = max(_groups(split, fields), key=lambda own: sum(x["operand_bytes"] for x in _sent(own, split)))
-    cycles = max(sum(each["cycles"] for each in own) for own in _groups(split, fields))
-    found = {
+    busiest = max(_groups(split, fields), key=lambda group: sum(x["operand_bytes"] for x in _sent(group, split)))
+    cycles = max(sum(each["cycles"] for each in group) for group in _groups(split, fields))
+    figures = {
         "peak": memory.peak,
         "groups": list(memory.groups),
         "sent": _sent(busiest, split),
         "cycles": cycles * split.schedule.num_microbatches,
     }
-    return list(readings.values()), found
+    return list(readings.values()), figures
 
 
 def _named(names: Sequence[str], split: Split) -> tuple[str, int]:
@@ -177,9 +181,9 @@ def _argument_of_stage(kind: str, name: str, at: int, number: int = 0) -> str:
 def _with_xla(stage: StageEstimate, number: int, fields: Mapping[str, Any]) -> StageEstimate:
     """The estimate of a stage with the temporary bytes of its compiled programs."""
 
-    def corrected(kind: str, one: Estimate) -> Estimate:
-        found = fields[f"{kind}{number}"]
-        return replace(one, profile=replace(one.profile, peak=found["peak"] - found["arguments"]))
+    def corrected(kind: str, estimated: Estimate) -> Estimate:
+        compiled = fields[f"{kind}{number}"]
+        return replace(estimated, profile=replace(estimated.profile, peak=compiled["peak"] - compiled["arguments"]))
 
     return stage._replace(
         forward=corrected("F", stage.forward),
@@ -192,20 +196,20 @@ def _groups(split: Split, fields: Mapping[str, Any]) -> list[list[Any]]:
     """The programs of every group, one entry for each of its stages."""
     owner = split.schedule.stage_to_group
     return [
-        [found for name, found in fields.items() if owner[int(name[1:])] == group]
+        [program for name, program in fields.items() if owner[int(name[1:])] == group]
         for group in range(split.schedule.num_groups)
     ]
 
 
 def _sent(programs: Sequence[Any], split: Split) -> list[dict[str, Any]]:
     """The collectives of a group per step."""
-    keys = {(each["kind"], tuple(each["axes"])) for found in programs for each in found["sent"]}
+    keys = {(each["kind"], tuple(each["axes"])) for program in programs for each in program["sent"]}
     count = split.schedule.num_microbatches
     rows = []
     for kind, axes in sorted(keys):
-        own = [x for found in programs for x in found["sent"] if (x["kind"], tuple(x["axes"])) == (kind, axes)]
-        size = math.fsum(x["operand_bytes"] for x in own) * count
-        times = sum(x["times"] for x in own) * count
+        sends = [x for program in programs for x in program["sent"] if (x["kind"], tuple(x["axes"])) == (kind, axes)]
+        size = math.fsum(x["operand_bytes"] for x in sends) * count
+        times = sum(x["times"] for x in sends) * count
         rows.append({"kind": kind, "axes": list(axes), "times": times, "operand_bytes": size})
     return rows
 

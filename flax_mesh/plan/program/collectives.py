@@ -85,8 +85,8 @@ def _of_operation(
             for kind, axes, size in reshard(array, spec, program.axis_sizes):
                 # A value that is cast to a narrower type is cast first.
                 yield (kind, axes, size if program.platform == "cpu" else size * bits // array.bits), array, spec
-    for found in partial.reduce(operation, tuple(over)):
-        yield found, None, ()
+    for exchange in partial.reduce(operation, tuple(over)):
+        yield exchange, None, ()
 
 
 def _axes_of_groups(operation: Operation, sizes: Mapping[str, int]) -> tuple[str, ...]:

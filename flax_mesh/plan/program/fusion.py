@@ -121,8 +121,8 @@ class _Fusion:
             self._visit(operation)
 
     def buffers_of(self, arrays: Iterable[Array]) -> list[Buffer]:
-        found = {id(read.buffer): read.buffer for x in arrays for read in self.read(x).values()}
-        return list(found.values())
+        buffers = {id(read.buffer): read.buffer for x in arrays for read in self.read(x).values()}
+        return list(buffers.values())
 
     # Which values are stored
 
@@ -140,8 +140,8 @@ class _Fusion:
 
     def _is_root(self, operation: Operation) -> bool:
         """Whether an operation has a separate result in memory. A gathered operand alone does not suffice."""
-        found = self.exchanges.get(id(operation), ())
-        return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in found)
+        exchanges = self.exchanges.get(id(operation), ())
+        return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in exchanges)
 
     def _extend(self, product: Operation) -> None:
         """Find the operations that follow a product elementwise, one after another."""
@@ -231,7 +231,7 @@ class _Fusion:
 
     def _gathered(self, operation: Operation) -> list[Array]:
         """The operands of a fused operation: an array that a collective changes is replaced by its result."""
-        found = list(operation.inputs)
+        operands = list(operation.inputs)
         for exchange in self.exchanges.get(id(operation), ()):
             if exchange.array is None:
                 continue
@@ -242,18 +242,18 @@ class _Fusion:
                 result = self.gathered[key] = Array(x.shape, x.bits, x.kind, exchange.wanted, local, None)
                 self._add(operation, self.read(x), (result,))
                 self.buffers[id(result)].gathered = True
-            found = [self.gathered[key] if x is exchange.array else x for x in found]
-        return found
+            operands = [self.gathered[key] if x is exchange.array else x for x in operands]
+        return operands
 
     def read(self, *arrays: Array) -> dict[int, Read]:
         """The buffers that are read to compute values."""
-        found: dict[int, Read] = {}
+        reads: dict[int, Read] = {}
         for array in arrays:
             for x, size in self.leaves(array):
                 if (buffer := self.buffers.get(id(x))) is not None:
-                    before = found[id(buffer)].bytes if id(buffer) in found else 0
-                    found[id(buffer)] = Read(buffer, max(size, before))
-        return found
+                    before = reads[id(buffer)].bytes if id(buffer) in reads else 0
+                    reads[id(buffer)] = Read(buffer, max(size, before))
+        return reads
 
     # Kernels
 
@@ -315,7 +315,7 @@ class _Fusion:
 
     def _operands(self, operation: Operation, arrays: Sequence[Array]) -> dict[int, Read]:
         """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
-        found: dict[int, Read] = {}
+        reads: dict[int, Read] = {}
         gathered = {
             id(exchange.array): exchange
             for exchange in self.exchanges.get(id(operation), ())
@@ -324,29 +324,29 @@ class _Fusion:
         for array in arrays:
             if (exchange := gathered.get(id(array))) is not None:
                 copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
-                found[id(copy)] = Read(copy, copy.bytes)
+                reads[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind in PRODUCTS and self.cpu and (order := _matrix_order(operation, array)) is not None:
                 copy = self._copy(("transposed", id(array), order), array, array.bytes)
-                found[id(copy)] = Read(copy, copy.bytes)
+                reads[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind == "gather" and array is operation.inputs[0]:
                 size = operation.outputs[0].bytes
-                found |= {key: Read(x.buffer, min(x.bytes, size)) for key, x in self.read(array).items()}
+                reads |= {key: Read(x.buffer, min(x.bytes, size)) for key, x in self.read(array).items()}
             else:
-                found |= self.read(array)
-        return found
+                reads |= self.read(array)
+        return reads
 
     def _copy(self, key: tuple[Any, ...], array: Array, size: int) -> Buffer:
         """A copy of a value, made once. It is computed from the operands of the value, if that is cheap."""
-        found = self.buffers.get(key)
-        if found is None:
+        buffer = self.buffers.get(key)
+        if buffer is None:
             producer = array.producer
             reads = self.read(array)
             if producer is not None and not self._is_root(producer) and not self._is_expensive(producer):
                 reads = self.read(*producer.inputs) or reads
             source, phase = (producer.source, producer.phase) if producer is not None else ("", "forward")
-            found = self.buffers[key] = Buffer(size, array, phase, gathered=key[0] == "gathered")
-            self.kernels.append(Kernel(source, phase, reads, [found], written_bytes=size))
-        return found
+            buffer = self.buffers[key] = Buffer(size, array, phase, gathered=key[0] == "gathered")
+            self.kernels.append(Kernel(source, phase, reads, [buffer], written_bytes=size))
+        return buffer
 
     def _loop(self, operation: Operation) -> None:
         """The values that a loop changes are stored once and updated; the others are read where they are."""
@@ -379,13 +379,13 @@ class _Fusion:
         Shardy computes them in the body, for all that use them; the sharding is the one in the body.
         """
         inside = {(x.shape, x.bits): x for each, _ in loop.bodies[0].walk() for x in each.outputs}
-        found: dict[int, Read] = {}
+        reads: dict[int, Read] = {}
         for init in loop.inputs:
             x = inside.get((init.shape, init.bits))
             if x is not None and x.bytes >= LARGE and not init.axes and not self.leaves(init):
                 buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
-                found[id(buffer)] = Read(buffer, x.bytes)
-        return found
+                reads[id(buffer)] = Read(buffer, x.bytes)
+        return reads
 
 
 def _is_expensive(operation: Operation) -> bool:

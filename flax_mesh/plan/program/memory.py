@@ -56,8 +56,8 @@ def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str)
 
 
 def _touched(kernel: Kernel) -> list[Buffer]:
-    found = [read.buffer for read in kernel.reads.values()] + kernel.writes
-    return [*found, kernel.updates] if kernel.updates is not None else found
+    buffers = [read.buffer for read in kernel.reads.values()] + kernel.writes
+    return [*buffers, kernel.updates] if kernel.updates is not None else buffers
 
 
 def _dependencies(kernels: Sequence[Kernel]) -> tuple[list[list[int]], list[int]]:

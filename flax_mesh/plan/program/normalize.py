@@ -53,12 +53,12 @@ def _order(operation: Any) -> None:
 
 def _operands(operation: Any) -> list[Any]:
     """Operands of an operation and of the operations inside of it."""
-    found = list(operation.operands)
+    operands = list(operation.operands)
     for region in operation.regions:
         for block in region.blocks:
             for item in block.operations:
-                found += _operands(item.operation)
-    return found
+                operands += _operands(item.operation)
+    return operands
 
 
 def _replace(ir: Any, operation: Any) -> None:
@@ -162,10 +162,10 @@ def _sharding_text(value: Any, main: Any) -> str:
 
 def _matching(operation: Any, wanted: Callable[[str], bool]) -> list[Any]:
     """The operations inside of `operation` whose names are `wanted`, at any depth."""
-    found = []
+    matches = []
     for region in operation.regions:
         for block in region.blocks:
             for item in block.operations:
-                found += [item.operation] if wanted(item.operation.name) else []
-                found += _matching(item.operation, wanted)
-    return found
+                matches += [item.operation] if wanted(item.operation.name) else []
+                matches += _matching(item.operation, wanted)
+    return matches

@@ -155,7 +155,7 @@ def _parse_specs(text: str) -> tuple[Spec, ...]:
     def axes(dim: str) -> tuple[str, ...]:
         return tuple(f"{name}:({before}){size}" if size else name for name, before, size in _AXIS.findall(dim))
 
-    return tuple(tuple(map(axes, _DIM.findall(found))) for found in _SPEC.findall(text))
+    return tuple(tuple(map(axes, _DIM.findall(spec))) for spec in _SPEC.findall(text))
 
 
 class _Reader:
@@ -336,15 +336,15 @@ def _set_phases(block: Block, outer: str) -> None:
     operands. Operations that are neither forward nor backward are the update.
     """
     for operation in block.operations:
-        found = [x.producer.phase for x in operation.inputs if x.producer is not None]
+        phases = [x.producer.phase for x in operation.inputs if x.producer is not None]
         if "transpose(" in operation.source or outer == "backward":
             operation.phase = "backward"
         elif "jvp(" in operation.source:
             operation.phase = "forward"
         elif outer == "forward":
             operation.phase = outer
-        elif not operation.source.startswith("jit(") and {"forward", "backward"} & set(found):
-            operation.phase = "backward" if "backward" in found else "forward"
+        elif not operation.source.startswith("jit(") and {"forward", "backward"} & set(phases):
+            operation.phase = "backward" if "backward" in phases else "forward"
         for body in operation.bodies:
             _set_phases(body, operation.phase)
 
@@ -369,7 +369,7 @@ def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
     """Values that are computed from constants alone get the sharding of their first use: each device has its part."""
     constant: set[int] = set()
     uses: dict[int, Operation] = {}
-    found = []
+    arrays = []
     for operation, _ in block.walk():
         for array in operation.inputs:
             if operation.outputs and operation.outputs[0].shape == array.shape and not operation.bodies:
@@ -378,8 +378,8 @@ def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
             operation.inputs and not operation.bodies and all(id(x) in constant for x in operation.inputs)
         ):
             constant |= set(map(id, operation.outputs))
-            found += operation.outputs
-    for array in reversed(found):
+            arrays += operation.outputs
+    for array in reversed(arrays):
         if not array.axes and (use := uses.get(id(array))) is not None:
             array.spec = use.outputs[0].spec
             array.local = local_shape(array.shape, array.spec, sizes)

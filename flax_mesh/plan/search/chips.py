@@ -26,19 +26,19 @@ def parse_chips(text: str, chip: Chip | None = None) -> Topology:
     known = {other.name.lower(): other for other in (*CHIPS, *([chip] if chip else []))}
     if match is None or match[1] not in known or known[match[1]].platform == "cpu":
         return parse_topology(text, chip)
-    found, count = known[match[1]], int(match[2])
-    if not found.torus:
-        per_host = min(count, GPUS_PER_HOST, found.domain or GPUS_PER_HOST)
+    kind, count = known[match[1]], int(match[2])
+    if not kind.torus:
+        per_host = min(count, GPUS_PER_HOST, kind.domain or GPUS_PER_HOST)
         if not count or count % per_host:
             raise ConfigError(f"{text} must be a multiple of {per_host or GPUS_PER_HOST}, the GPUs of a host")
         return parse_topology(f"{match[1]}:{count // per_host}x{per_host}", chip)
-    for slices in range(-(-count // math.prod(found.pod)) or 1, count + 1):
-        if count % slices == 0 and (shape := best_shape(found, count // slices)):
+    for slices in range(-(-count // math.prod(kind.pod)) or 1, count + 1):
+        if count % slices == 0 and (shape := best_shape(kind, count // slices)):
             sides = "x".join(map(str, shape))
             return parse_topology(f"{match[1]}:{sides}" + (f"*{slices}" if slices > 1 else ""), chip)
-        if count <= math.prod(found.pod):
+        if count <= math.prod(kind.pod):
             break
-    nearest = [f"{match[1]}:{number}" for number in nearest_counts(found, count)]
+    nearest = [f"{match[1]}:{number}" for number in nearest_counts(kind, count)]
     raise ConfigError(
         f"no slice of {match[1]} has {count} chips; the nearest: {listed(nearest)}. "
         f"Or name a topology, such as {EXAMPLES}"

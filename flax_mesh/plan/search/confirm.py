@@ -25,7 +25,7 @@ class Confirmation(NamedTuple):
 
 
 def confirm(
-    found: LayoutSearch,
+    search: LayoutSearch,
     recipe: str,
     settings: Sequence[str],
     *,
@@ -38,10 +38,10 @@ def confirm(
     `settings` are the settings that the search was called with; `limit` is passed to `compile_recipe` for each layout.
     """
     confirmed: list[Confirmation] = []
-    for planned in [each for each in found.planned if each.plan.fits is not False][:most]:
+    for planned in [each for each in search.planned if each.plan.fits is not False][:most]:
         words = [*settings, *overrides(planned.settings)]
         try:
-            compiled = compile_recipe(recipe, words, found.topology.text, limit=limit, say=say)
+            compiled = compile_recipe(recipe, words, search.topology.text, limit=limit, say=say)
         except ConfigError as error:
             confirmed.append(Confirmation(planned, None, first_line(error)))
         else:

@@ -17,20 +17,20 @@ HEADS = ["step", "mfu", "GiB", "settings", "compared with the first"]
 
 
 def to_text(
-    found: LayoutSearch, command: Sequence[str], width: int = WIDTH, confirmed: Sequence[Confirmation] = ()
+    search: LayoutSearch, command: Sequence[str], width: int = WIDTH, confirmed: Sequence[Confirmation] = ()
 ) -> str:
     """The best layouts, why others are excluded, and the command that runs the best; `command` are its first words.
 
     With `confirmed` the best layout is the one that fits by the compiler.
     """
-    sections = [_head(found, width), _table(found, width), _excluded(found, width)]
+    sections = [_head(search, width), _table(search, width), _excluded(search, width)]
     if confirmed:
         sections.append("\n".join(folded(_confirmation(each), width, "  ") for each in confirmed))
-    best = best_of(found, confirmed)
+    best = best_of(search, confirmed)
     if best is None and confirmed:
         sections.append(folded("None of the layouts that were compiled fits; the others are not confirmed.", width))
     elif best is None:
-        nearest = found.planned[0].plan.memory
+        nearest = search.planned[0].plan.memory
         text = f"No layout fits: the one with the least memory needs {bytes_text(nearest.missing)} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
@@ -38,29 +38,29 @@ def to_text(
     return "\n\n".join(filter(None, sections))
 
 
-def best_of(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> Planned | None:
+def best_of(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> Planned | None:
     """The best layout; if layouts were compiled, of those."""
     if not confirmed:
-        return found.best
+        return search.best
     return next((each.planned for each in confirmed if each.fits), None)
 
 
-def fits(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> bool | None:
+def fits(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> bool | None:
     """Whether the best layout fits: by the compiler, if layouts were compiled. None if the capacity is not known."""
-    return best_of(found, confirmed) is not None if confirmed else found.planned[0].plan.fits
+    return best_of(search, confirmed) is not None if confirmed else search.planned[0].plan.fits
 
 
-def to_dict(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, Any]:
+def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, Any]:
     """The same for `json.dumps`: bytes, seconds, tokens/s."""
-    first = found.planned[0]
+    first = search.planned[0]
     return {
-        "topology": found.topology.text,
-        "num_devices": found.topology.num_devices,
-        "axes": list(found.axes),
-        "num_layouts": found.num_layouts,
-        "fits": fits(found, confirmed),
-        "layouts": [_layout_dict(each, first) for each in found.planned],
-        "excluded": dict(found.excluded.most_common()),
+        "topology": search.topology.text,
+        "num_devices": search.topology.num_devices,
+        "axes": list(search.axes),
+        "num_layouts": search.num_layouts,
+        "fits": fits(search, confirmed),
+        "layouts": [_layout_dict(each, first) for each in search.planned],
+        "excluded": dict(search.excluded.most_common()),
         "compiled": [
             {
                 "settings": dict(each.planned.settings),
@@ -73,95 +73,95 @@ def to_dict(found: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict
     }
 
 
-def comparison(one: Planned, first: Planned) -> str:
+def comparison(planned: Planned, first: Planned) -> str:
     """Why a layout is not the first one; "" for the first one if it fits."""
-    memory = one.plan.memory
-    if one.plan.fits is False:
+    memory = planned.plan.memory
+    if planned.plan.fits is False:
         return f"does not fit: {bytes_text(memory.missing)} too much, most are {memory.largest}"
-    if one is first:
+    if planned is first:
         return ""
-    ratio = one.seconds_per_token / first.seconds_per_token
+    ratio = planned.seconds_per_token / first.seconds_per_token
     if ratio < 1 + SAME:
-        other = "a larger batch" if one.tokens > first.tokens else "more memory"
+        other = "a larger batch" if planned.tokens > first.tokens else "more memory"
         return f"as fast, with {other}"
-    mine, best = _seconds(one), _seconds(first)
+    mine, best = _seconds(planned), _seconds(first)
     most = max(mine, key=lambda name: mine[name] - best[name])
-    return f"{ratio - 1:.0%} slower: {_cause(one, most, mine[most], best[most])}"
+    return f"{ratio - 1:.0%} slower: {_cause(planned, most, mine[most], best[most])}"
 
 
-def _cause(one: Planned, name: str, mine: float, best: float) -> str:
+def _cause(planned: Planned, name: str, mine: float, best: float) -> str:
     times = f" {number(mine / best)} times" if best and mine / best < 100 else ""
     if name == "bubble":
-        return f"bubble {one.plan.time.bubble:.0%}"
-    if name == "network" and one.plan.traffic:
-        traffic = one.plan.traffic[0]
+        return f"bubble {planned.plan.time.bubble:.0%}"
+    if name == "network" and planned.plan.traffic:
+        traffic = planned.plan.traffic[0]
         return f"network{times}, most {traffic.kind} over {listed(traffic.axes)}"
     words = {"memory": f"memory traffic{times}", "host": f"copies from and to the host{times}"}
     return words.get(name, f"{name}{times}")
 
 
-def _seconds(one: Planned) -> dict[str, float]:
+def _seconds(planned: Planned) -> dict[str, float]:
     """Seconds per token of one device by resource, and of the bubble; they may overlap."""
-    time = one.plan.time
+    time = planned.plan.time
     groups = time.schedule.num_groups if time.schedule else 1
-    parts = [(part, part.times / groups / one.tokens) for part in time.parts]
+    parts = [(part, part.times / groups / planned.tokens) for part in time.parts]
     units = ("compute", "memory", "network", "host")
     return {
         **{unit: math.fsum(getattr(part, f"{unit}_seconds") * times for part, times in parts) for unit in units},
-        "bubble": time.bubble * time.seconds / one.tokens,
+        "bubble": time.bubble * time.seconds / planned.tokens,
     }
 
 
-def _head(found: LayoutSearch, width: int) -> str:
-    devices, layouts = count_text(found.topology.num_devices, "device"), count_text(found.num_layouts, "layout")
-    text = f"{found.topology.text}: {devices}, {layouts} over {listed(found.axes)}; {len(found.planned)} planned"
+def _head(search: LayoutSearch, width: int) -> str:
+    devices, layouts = count_text(search.topology.num_devices, "device"), count_text(search.num_layouts, "layout")
+    text = f"{search.topology.text}: {devices}, {layouts} over {listed(search.axes)}; {len(search.planned)} planned"
     return folded(text, width, "  ")
 
 
-def _table(found: LayoutSearch, width: int) -> str:
-    first = found.planned[0]
+def _table(search: LayoutSearch, width: int) -> str:
+    first = search.planned[0]
     rows = []
-    for one in found.planned[:MOST_LAYOUTS]:
-        mfu = "" if one.plan.time.mfu is None else f"{one.plan.time.mfu:.1%}"
-        memory = number(one.plan.memory.peak / 2**30)
-        numbers = [f"{1 / one.seconds_per_token:,.0f}", time_text(one.plan.time.seconds), mfu, memory]
-        rows.append([*numbers, _words(one), comparison(one, first)])
+    for planned in search.planned[:MOST_LAYOUTS]:
+        mfu = "" if planned.plan.time.mfu is None else f"{planned.plan.time.mfu:.1%}"
+        memory = number(planned.plan.memory.peak / 2**30)
+        numbers = [f"{1 / planned.seconds_per_token:,.0f}", time_text(planned.plan.time.seconds), mfu, memory]
+        rows.append([*numbers, _words(planned), comparison(planned, first)])
     heads = [f"{first.unit}/s", *HEADS]
     text = Table(heads, rows, right=heads[:4], wrap=heads[4:]).to_text(width)
-    rest = len(found.planned) - MOST_LAYOUTS
+    rest = len(search.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
 
 
-def _words(one: Planned) -> str:
-    return " ".join(overrides(one.settings)) or "(as in the recipe)"
+def _words(planned: Planned) -> str:
+    return " ".join(overrides(planned.settings)) or "(as in the recipe)"
 
 
-def _excluded(found: LayoutSearch, width: int) -> str:
-    if not found.excluded:
+def _excluded(search: LayoutSearch, width: int) -> str:
+    if not search.excluded:
         return ""
-    ranked = found.excluded.most_common()
+    ranked = search.excluded.most_common()
     lines = [folded(f"  {count:,}: {reason}", width, "    ") for reason, count in ranked]
-    return "\n".join([f"{count_text(found.excluded.total(), 'layout')} excluded:", *at_most(lines, MOST_REASONS)])
+    return "\n".join([f"{count_text(search.excluded.total(), 'layout')} excluded:", *at_most(lines, MOST_REASONS)])
 
 
-def _confirmation(one: Confirmation) -> str:
-    words = _words(one.planned)
-    if one.compiled is None:
-        return f"compiled: {words}: {one.problem}"
-    memory = one.planned.plan.memory
-    size = of_capacity(one.compiled.peak, memory.capacity)
-    return f"compiled: {words}: {VERDICTS[one.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
+def _confirmation(confirmation: Confirmation) -> str:
+    words = _words(confirmation.planned)
+    if confirmation.compiled is None:
+        return f"compiled: {words}: {confirmation.problem}"
+    memory = confirmation.planned.plan.memory
+    size = of_capacity(confirmation.compiled.peak, memory.capacity)
+    return f"compiled: {words}: {VERDICTS[confirmation.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
-def _layout_dict(one: Planned, first: Planned) -> dict[str, Any]:
+def _layout_dict(planned: Planned, first: Planned) -> dict[str, Any]:
     return {
-        "settings": dict(one.settings),
-        "fits": one.plan.fits,
-        "peak": one.plan.memory.peak,
-        "capacity": one.plan.memory.capacity,
-        "seconds": one.plan.time.seconds,
-        f"{UNITS[one.unit]}_per_s": 1 / one.seconds_per_token,
-        "mfu": one.plan.time.mfu,
-        "bubble": one.plan.time.bubble,
-        "comparison": comparison(one, first),
+        "settings": dict(planned.settings),
+        "fits": planned.plan.fits,
+        "peak": planned.plan.memory.peak,
+        "capacity": planned.plan.memory.capacity,
+        "seconds": planned.plan.time.seconds,
+        f"{UNITS[planned.unit]}_per_s": 1 / planned.seconds_per_token,
+        "mfu": planned.plan.time.mfu,
+        "bubble": planned.plan.time.bubble,
+        "comparison": comparison(planned, first),
     }

@@ -137,19 +137,19 @@ def search_layouts(
 
 def _ranked(planned: list[Planned]) -> list[Planned]:
     """Best first. Of layouts that are as fast as the best one, the one with the smallest batch and the least memory."""
-    found = sorted(planned, key=lambda each: each.rank)
-    if found[0].plan.fits is False:
-        return found
-    limit = found[0].seconds_per_token * (1 + SAME)
-    equal = [each for each in found if each.plan.fits is not False and each.seconds_per_token <= limit]
+    ranked = sorted(planned, key=lambda each: each.rank)
+    if ranked[0].plan.fits is False:
+        return ranked
+    limit = ranked[0].seconds_per_token * (1 + SAME)
+    equal = [each for each in ranked if each.plan.fits is not False and each.seconds_per_token <= limit]
     best = min(equal, key=lambda each: (each.tokens, each.plan.memory.peak))
-    return [best, *(each for each in found if each is not best)]
+    return [best, *(each for each in ranked if each is not best)]
 
 
 def _fixed_problems(fixed: Collection[str], plans: int) -> list[str]:
     unknown = [name for name in fixed if name not in SEARCHED]
-    found = [f"{name} is not a setting that is searched; those are {', '.join(SEARCHED)}" for name in unknown]
-    return [*found, *([f"plans must be at least 1, got {plans}"] if plans < 1 else [])]
+    problems = [f"{name} is not a setting that is searched; those are {', '.join(SEARCHED)}" for name in unknown]
+    return [*problems, *([f"plans must be at least 1, got {plans}"] if plans < 1 else [])]
 
 
 class _Search:
@@ -192,12 +192,12 @@ class _Search:
         rows = np.flatnonzero(self.open)
         if len(rows) <= SCORED:
             return rows
-        features, found = self.space.features, [self.random.choice(rows, SCORED, replace=False)]
+        features, candidates = self.space.features, [self.random.choice(rows, SCORED, replace=False)]
         for row in sorted(self.of_rows, key=lambda row: self.of_rows[row].rank)[:2]:
             distances = (features**2).sum(1) - 2 * features @ features[row]
             distances[~self.open] = np.inf
-            found.append(np.argpartition(distances, NEAR)[:NEAR])
-        return np.unique(np.concatenate(found))
+            candidates.append(np.argpartition(distances, NEAR)[:NEAR])
+        return np.unique(np.concatenate(candidates))
 
     def _scores(self, rows: Rows) -> Values:
         """Optimistic log seconds per token of layouts that probably fit, or the log memory as long as none does."""
@@ -220,14 +220,14 @@ class _Search:
     def _plan(self, settings: Settings) -> bool:
         config = self.space.apply(settings)
         try:
-            found = plan_layout(config, self.space.topology, self.space.batch_of(config))
+            plan = plan_layout(config, self.space.topology, self.space.batch_of(config))
         except (ConfigError, ShardingError) as error:
             self.failures += 1
             self.space.excluded[first_line(error)] += 1
             return False
         tokens = tokens_per_step(config)
         count, unit = (config.data.batch_size, "examples") if tokens is None else (tokens, "tok")
-        self.planned.append(Planned(settings, found, count, unit))
+        self.planned.append(Planned(settings, plan, count, unit))
         best = min(self.planned, key=lambda each: each.rank)
         self.say(f"{len(self.planned)} of {self.plans} plans; best: {tokens_text(best)}")
         return True
@@ -238,7 +238,9 @@ def plan_layout(config: TrainConfig, topology: Topology, batch: Any = None) -> P
     return plan_for(config, topology, resolve_mesh(topology, without_groups(axis_sizes(config.mesh))), batch=batch)
 
 
-def tokens_text(one: Planned) -> str:
-    if one.plan.fits is False:
-        return f"needs {one.fullness:.1f} times the memory"
-    return f"{1 / one.seconds_per_token:,.0f} {one.unit}/s" if math.isfinite(one.seconds_per_token) else "none"
+def tokens_text(planned: Planned) -> str:
+    if planned.plan.fits is False:
+        return f"needs {planned.fullness:.1f} times the memory"
+    return (
+        f"{1 / planned.seconds_per_token:,.0f} {planned.unit}/s" if math.isfinite(planned.seconds_per_token) else "none"
+    )

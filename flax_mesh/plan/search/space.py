@@ -90,7 +90,7 @@ class Space:
     def settings(self, layout: Layout) -> Settings:
         """The overrides of a layout: the settings that differ from the config."""
         shape: dict[str, int] = dict(zip(AXIS_NAMES, layout.sizes, strict=True))
-        found = {
+        texts = {
             MESH: mesh_text(shape) if self.topology.num_devices > 1 else "fsdp:1",
             BATCH: str(layout.batch),
             MICROBATCHES: str(layout.parts),
@@ -98,8 +98,8 @@ class Space:
             SHARD_OVER: layout.shard_over,
         }
         if layout.schedule:
-            found |= schedule_settings(layout.schedule, layout.virtual)
-        return self.changed({key: text for key, text in found.items() if text})
+            texts |= schedule_settings(layout.schedule, layout.virtual)
+        return self.changed({key: text for key, text in texts.items() if text})
 
     def changed(self, settings: Settings) -> Settings:
         """Those that are not fixed and differ from the config."""
@@ -166,17 +166,19 @@ class Space:
         batch = config.data.batch_size if BATCH in self.fixed else count
         remats = [name for name in REMATS[::-1] if name in self._remats] or [""]
         center = Layout(_sizes(main, count), batch, 1, remats[0], "", 1, "", count)
-        found = [center]
+        layouts = [center]
         for axis in self.axes:
             part = min(2 if axis == "pp" else 4, count)
             if axis != main and count % part == 0:
-                one = center._replace(sizes=_sizes(main, count // part, axis, part), shards=count // part)
-                rows = batch if BATCH in self.fixed else 8 * part * one.shards
-                pipelined = one._replace(batch=rows, parts=8 * part, schedule=SCHEDULES[1][0], virtual=SCHEDULES[1][1])
+                layout = center._replace(sizes=_sizes(main, count // part, axis, part), shards=count // part)
+                rows = batch if BATCH in self.fixed else 8 * part * layout.shards
+                pipelined = layout._replace(
+                    batch=rows, parts=8 * part, schedule=SCHEDULES[1][0], virtual=SCHEDULES[1][1]
+                )
                 whole = center._replace(sizes=_sizes(axis, count), shard_over="dp")
-                found.append({"pp": pipelined, "dp": whole}.get(axis, one))
-        found += [center._replace(remat=name) for name in remats[1:]]
-        return found if BATCH in self.fixed else [*found, center._replace(batch=4 * count)]
+                layouts.append({"pp": pipelined, "dp": whole}.get(axis, layout))
+        layouts += [center._replace(remat=name) for name in remats[1:]]
+        return layouts if BATCH in self.fixed else [*layouts, center._replace(batch=4 * count)]
 
 
 def _sizes(main: str, count: int, other: str = "", part: int = 1) -> tuple[int, ...]:
@@ -194,7 +196,7 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
     rules, axes = recipe.rules, _useful_axes(config, recipe)
     state = StateBytes(recipe, topology)
     excluded: Counter[str] = Counter()
-    found: list[Layout] = []
+    candidates: list[Layout] = []
     too_large: list[tuple[float, Layout]] = []
     shapes = _factorings(topology.num_devices, axes)
     if MESH in fixed:
@@ -218,14 +220,14 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
                 elif (least := state.least(shape, layout.shard_over)) > topology.chip.memory:
                     too_large.append((least, layout))
                 else:
-                    found.append(layout)
-    if too_large and not found:  # the plan of one of them shows how much is missing
+                    candidates.append(layout)
+    if too_large and not candidates:  # the plan of one of them shows how much is missing
         smallest = min(least for least, _ in too_large)
-        found = [layout for least, layout in too_large if least == smallest]
+        candidates = [layout for least, layout in too_large if least == smallest]
         too_large = [each for each in too_large if each[0] != smallest]
     if too_large:
         excluded[TOO_LARGE] += len(too_large)
-    return Space(config, topology, recipe.batch, frozenset(fixed), tuple(found), excluded, axes)
+    return Space(config, topology, recipe.batch, frozenset(fixed), tuple(candidates), excluded, axes)
 
 
 def changes(space: Space, settings: Settings) -> Iterator[Settings]:
@@ -235,8 +237,8 @@ def changes(space: Space, settings: Settings) -> Iterator[Settings]:
     if axis_sizes(config.mesh)["tp"] > 1 and getattr(axes, "hidden_state_axis", "tp") is None:
         yield {**settings, HIDDEN: "tp"}
     if axis_sizes(config.mesh)["pp"] > 1 and SCHEDULE not in fixed:
-        more = [schedule_settings(*each) for each in MORE_SCHEDULES if STAGES not in fixed or each[1] == 1]
-        yield from (space.changed({**settings, **each}) for each in more)
+        schedules = [schedule_settings(*each) for each in MORE_SCHEDULES if STAGES not in fixed or each[1] == 1]
+        yield from (space.changed({**settings, **each}) for each in schedules)
     if axis_sizes(config.mesh)["pp"] > 1 and STAGE_REMAT not in fixed:
         current = config.pipeline.remat
         yield from ({**settings, STAGE_REMAT: value} for value in REMAT_MODES if value != current)
@@ -280,17 +282,17 @@ def _batches(
     config: TrainConfig, topology: Topology, groups: int, shards: int, fixed: Collection[str]
 ) -> Iterator[tuple[int, int]]:
     """(batch size, number of microbatches): divisors of the rows of one shard of the batch, and the recipe's own."""
-    own = config.pipeline.num_microbatches
+    default = config.pipeline.num_microbatches
     tried = range(groups, MOST_PARTS * groups + 1) if groups > 1 else PARTS if BATCH in fixed else (1,)
     sizes = {max(1, round(rows * topology.num_devices)) for rows in ROWS}
     for batch in [config.data.batch_size] if BATCH in fixed else sorted(sizes):
-        parts = {own} if MICROBATCHES in fixed else {own, *(n for n in tried if batch // shards % n == 0)}
+        parts = {default} if MICROBATCHES in fixed else {default, *(n for n in tried if batch // shards % n == 0)}
         yield from ((batch, count) for count in sorted(parts))
 
 
 def _remats(config: TrainConfig, fixed: Collection[str]) -> list[str]:
-    own = getattr(config.model, "remat", None)
-    if REMAT in fixed or not isinstance(own, str):
+    remat = getattr(config.model, "remat", None)
+    if REMAT in fixed or not isinstance(remat, str):
         return [""]
     before = check_config(config)
 
@@ -298,7 +300,7 @@ def _remats(config: TrainConfig, fixed: Collection[str]) -> list[str]:
         changed = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=value))
         return set(check_config(changed)) <= set(before)
 
-    return [value for value in dict.fromkeys((*REMATS, own)) if is_accepted(value)]
+    return [value for value in dict.fromkeys((*REMATS, remat)) if is_accepted(value)]
 
 
 def _schedules(config: TrainConfig, shape: Mapping[str, int], fixed: Collection[str]) -> list[tuple[str, int]]:
