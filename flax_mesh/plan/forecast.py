@@ -45,7 +45,7 @@ class Estimate:
 
     @property
     def argument_bytes(self) -> int:
-        """Without those in the memory of the host, which are `host_bytes`."""
+        """Without the arguments in the memory of the host, which are `host_bytes`."""
         return sum(x.bytes for x in self.program.block.arguments)
 
     @property
@@ -152,7 +152,7 @@ class Roles:
     vocabulary: int = 0
 
     def of(self, buffer: Buffer, phase: str, residuals: Set[int]) -> str:
-        """The category of a temporary buffer while a kernel of a phase runs; `residuals` are the ids of those."""
+        """The category of a temporary buffer while a kernel of a phase runs; `residuals`: ids of buffers."""
         shape = buffer.array.shape
         if buffer.gathered:
             return "collectives"

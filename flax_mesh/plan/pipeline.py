@@ -112,7 +112,7 @@ def pipeline_memory(
     limit: int | None,
     host: Sequence[int] = (),
 ) -> Memory:
-    """`sizes` has the bytes of every group by category of the state, `host` those in the memory of the host."""
+    """`sizes` has the bytes of every group by category of the state, `host` the bytes in the memory of the host."""
     timelines: list[list[Moment]] = []
     for group, row in enumerate(schedule.rows):
         base = dict.fromkeys(CATEGORIES, 0) | {kind: of[group] for kind, of in sizes.items()}
