@@ -352,7 +352,7 @@ class Checkpointer:
         Args:
             folder: A Hugging Face folder of a decoder, or a folder of checkpoints, of which the newest valid one is
                 loaded.
-            state: The state whose parameters are replaced. Those that `folder` lacks keep their values, and are saved.
+            state: The state whose parameters are replaced. Parameters not in `folder` keep their values, and are saved.
 
         Raises:
             ConfigError: `folder` contains neither, or no parameter of the model.

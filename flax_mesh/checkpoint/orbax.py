@@ -1,7 +1,7 @@
 """Additions to Orbax. The only file that imports it at module level; other files import this one inside functions.
 
 Three things differ from Orbax's defaults: a leaf is a `ShardedArray`, which need not be an array over devices; a step
-gets its checksums before it is committed; and processes synchronize through `meet`. Orbax's own barriers do not
+gets its checksums before it is committed; and processes synchronize through `meet`. Orbax's barriers do not
 propagate failures: if one process cannot write, the others would wait in a barrier for many minutes.
 """
 

@@ -17,7 +17,7 @@ from flax_mesh.inference.tokenizer_process import TokenizerProcess
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256
 INCOMPLETE = "\ufffd"  # the decoded bytes of an incomplete character
-FEWEST = 8  # tokens of a prompt that are decoded with those after it
+FEWEST = 8  # tokens of a prompt that are decoded with the tokens after it
 MOST_HELD = 64  # tokens without a complete character; the bytes of one are 4
 
 
@@ -182,7 +182,7 @@ class TextStream:
         return text_after(self._tokenizer, self._before, self._held)
 
     def _release(self, text: str) -> str:
-        if text:  # special tokens have none, and the tokens after them are decoded after those that do
+        if text:  # special tokens have none, and the tokens after them are decoded after tokens that do
             self._before = self._held
         self._held = []
         return text

@@ -29,7 +29,7 @@ from flax_mesh.tree import Shaped
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
 MAX_DIMS, MAX_SIZE = 32, 2**50  # below the limits of numpy
-# Dtype in a file -> numpy's. Those below a byte are left out, since JAX does not pack them.
+# Dtype in a file -> numpy's. Dtypes below a byte are left out, since JAX does not pack them.
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
