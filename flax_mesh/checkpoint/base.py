@@ -1,6 +1,6 @@
 """The base of a checkpoint: a step, or a Hugging Face folder, with the arrays that the checkpoint leaves out.
 
-A run that trains adapters saves them alone; its frozen weights are those of the folder that it started from. The
+A run that trains adapters saves them alone; its frozen weights stay in the folder that it started from. The
 metadata of a step contain this folder, the checksums of its files, and the arrays that are read there.
 """
 
@@ -35,13 +35,13 @@ class Base(NamedTuple):
     arrays: Mapping[str, Any]
 
     def problems(self) -> list[str]:
-        """What differs in the files of the folder, one line each; reads every byte of them."""
+        """The differences in the files of the folder, one line each; reads every byte of them."""
         if not Path(self.folder).is_dir():
             return ["the folder is gone"]
-        found = _contents(Path(self.folder))
-        names = sorted(name for name in {**self.files, **found} if found.get(name) != self.files.get(name))
+        current = _contents(Path(self.folder))
+        names = sorted(name for name in {**self.files, **current} if current.get(name) != self.files.get(name))
         return [
-            f"{name}: {'gone' if name not in found else 'changed' if name in self.files else 'new'}" for name in names
+            f"{name}: {'gone' if name not in current else 'changed' if name in self.files else 'new'}" for name in names
         ]
 
     def restricted(self, arrays: Target) -> "Base":
@@ -53,7 +53,7 @@ class Base(NamedTuple):
 def make_base(folder: Path, arrays: Target) -> Base:
     """The base of checkpoints that leave out `arrays`, which were read from `folder`.
 
-    If that is a step with a base of its own, only those that are read there can be left out.
+    If that is a step with a base, only the arrays that are read there can be left out.
     """
     if not is_huggingface(str(folder)) and (base := read_base(folder)) is not None:
         return base.restricted(arrays)
@@ -92,8 +92,8 @@ def stored_arrays(step: Path) -> dict[str, Any]:
     """Shape and dtype of the arrays of a step and of its base, by path on disk; reads no array, and not the base."""
     from flax_mesh.checkpoint import orbax
 
-    own, base = orbax.stored_arrays(step), read_base(step)
-    return own if base is None else {path: _array(x) for path, x in base.arrays.items()} | own
+    arrays, base = orbax.stored_arrays(step), read_base(step)
+    return arrays if base is None else {path: _array(x) for path, x in base.arrays.items()} | arrays
 
 
 def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
@@ -111,9 +111,9 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
         for path, x in target.items()
         if path not in here
     }
-    found = orbax.read_arrays(step, here) if here else {}
+    arrays = orbax.read_arrays(step, here) if here else {}
     values = _read_base(Path(base.folder), there) if there else {}
-    return found | {path: value.astype(target[path].dtype) for path, value in values.items()}
+    return arrays | {path: value.astype(target[path].dtype) for path, value in values.items()}
 
 
 def fingerprints(named: Iterable[tuple[str, jax.Array]]) -> dict[str, int]:
@@ -125,11 +125,11 @@ def fingerprints(named: Iterable[tuple[str, jax.Array]]) -> dict[str, int]:
     for path, x in named:
         if x.addressable_shards:
             groups.setdefault(frozenset(x.sharding.device_set), []).append((path, x))
-    found = {}
+    by_path = {}
     for group in groups.values():
         numbers = _numbers(on_host=tuple(is_on_host(x) for _, x in group), arrays=[x for _, x in group])
-        found |= {path: number.addressable_data(0) for (path, _), number in zip(group, numbers, strict=True)}
-    return {path: int(number) for path, number in found.items()}
+        by_path |= {path: number.addressable_data(0) for (path, _), number in zip(group, numbers, strict=True)}
+    return {path: int(number) for path, number in by_path.items()}
 
 
 @partial(jax.jit, static_argnames="on_host")

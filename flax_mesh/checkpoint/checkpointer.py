@@ -68,7 +68,7 @@ class Checkpointer:
 
     A checkpoint does not depend on the mesh or on the form of the layers: a list, one scanned stack, the stages of a
     pipeline. Its name appears once all of it is written, and `restore` first compares every byte with its checksum.
-    Every process writes only its own shards. Reading never changes the folder; saving first removes the leftovers of
+    Every process writes only its shards. Reading never changes the folder; saving first removes the leftovers of
     interrupted saves and quarantines checkpoints that were found damaged.
 
     Use it as a context manager. Saves run in the background: one is durable after `wait`, `close` or the end of the
@@ -79,7 +79,7 @@ class Checkpointer:
         keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3. The newest
             one with finite numbers is always retained; `metadata` decides this ("finite", or the losses in "metrics").
         layers: Paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. Default:
-            those of a TrainState's model (`@partitioned(layers=...)`), none for other trees.
+            the paths of a TrainState's model (`@partitioned(layers=...)`), none for other trees.
         best_metric: The metric by which `RetentionPolicy.best` ranks, a key of `metadata["metrics"]`; lower is better.
         host_bytes: None: `save` returns once this process's shards are copied to the host, all of them at a time. A
             number: `save` returns once everything is written, with at most this many bytes on the host, or two of the
@@ -116,9 +116,9 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         check_path(self.folder)
         if os.path.lexists(self.folder) and not self.folder.is_dir():
-            found = "a broken link" if self.folder.is_symlink() else "a file"
+            kind = "a broken link" if self.folder.is_symlink() else "a file"
             raise ConfigError(
-                f"{self.folder} must be a folder, found {found}; rename or remove it, or use another folder"
+                f"{self.folder} must be a folder, found {kind}; rename or remove it, or use another folder"
             )
         self.layers = (layers,) if isinstance(layers, str) else None if layers is None else tuple(layers)
         self.keep = keep if isinstance(keep, RetentionPolicy) else RetentionPolicy(keep)
@@ -156,7 +156,7 @@ class Checkpointer:
 
         Newer damaged steps are then listed in `damaged`, and the next save quarantines them. Raises
         CheckpointCorruptedError if the folder contains checkpoints and all of them are damaged, and UnreadableError if
-        the system refuses to read one: that is no damage, and it may be the newest valid one.
+        the system refuses to read one: that is not damage, and it may be the newest valid one.
         """
         newest, damaged = newest_valid(lambda: [self._path(step) for step in self.steps()])
         self.damaged = {step_number(path): problems for path, problems in damaged.items()}
@@ -181,7 +181,7 @@ class Checkpointer:
     def verify(self, step: int) -> list[str]:
         """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint.
 
-        Raises UnreadableError if the system refuses to read a file, which is no damage.
+        Raises UnreadableError if the system refuses to read a file, which is not damage.
         """
         return find_damage(self._step(step))
 
@@ -198,7 +198,7 @@ class Checkpointer:
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already or is no integer of at least 0, two arrays have the same name on disk,
+            ConfigError: The step exists already or is not an integer >= 0, two arrays have the same name on disk,
                 or `layers` does not name a stack of layers. A stack is recognized in a TrainState and in a pipeline
                 only.
         """
@@ -212,15 +212,15 @@ class Checkpointer:
         record = {key: value for key, value in (metadata or {}).items() if key != BASE}
         if isinstance(state, TrainState) and self.base is not None:
             base = self.base.restricted(frozen_on_disk(state, self.layers, without=self._changed(state)))
-            named = [(path, x) for path, x in named if not all(one in base.arrays for one in stacks.get(path, [path]))]
+            named = [(path, x) for path, x in named if not all(p in base.arrays for p in stacks.get(path, [path]))]
             record[BASE] = base._asdict()
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
             committed = step in self.steps()
             exists = step not in self.damaged and os.path.lexists(self._path(step))
         if exists:
-            found = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
-            problem = f"{self.folder} already contains {found}; nothing was overwritten."
+            existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
+            problem = f"{self.folder} already contains {existing}; nothing was overwritten."
             # Another process may not see this step, and would wait for this one.
             self._phases.failed(f"process {jax.process_index()}: {problem}")
             raise ConfigError(problem)
@@ -256,7 +256,7 @@ class Checkpointer:
                 self._storage = None
 
     def clear_leftovers(self) -> None:
-        """Remove what interrupted saves and deletions have left, as the first save does. No save may be running."""
+        """Remove the leftovers of interrupted saves and deletions, as the first save does. No save may be running."""
         for path in find_leftovers(self.folder):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -307,7 +307,7 @@ class Checkpointer:
             A tree of the same structure as `abstract`, of arrays with its shapes, dtypes and shardings.
 
         Raises:
-            ConfigError: There is no such checkpoint, or it does not match `abstract`: the error lists every path that
+            ConfigError: The checkpoint does not exist, or does not match `abstract`: the error lists every path that
                 is missing, left over, or of another shape or dtype.
             CheckpointCorruptedError: A file is damaged, of `step` or of all checkpoints.
             SaveError: The save in progress failed.
@@ -342,7 +342,7 @@ class Checkpointer:
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
     def load_base(self, folder: str | Path, state: TrainState) -> tuple[TrainState, RestoreReport]:
-        """Load the parameters of `folder` as `restore_partial` does, and save only what training changes from then on.
+        """Load the parameters of `folder` as `restore_partial` does; then save only arrays that training changes.
 
         The checkpoints leave out the parameters that were loaded and that the optimizer does not train (`wrt`), such
         as the frozen weights of `flax_mesh.lora`. They contain the path of `folder` and the checksums of its files, and
@@ -352,7 +352,7 @@ class Checkpointer:
         Args:
             folder: A Hugging Face folder of a decoder, or a folder of checkpoints, of which the newest valid one is
                 loaded.
-            state: The state whose parameters are replaced. Those that `folder` lacks keep their values, and are saved.
+            state: The state whose parameters are replaced. Parameters not in `folder` keep their values, and are saved.
 
         Raises:
             ConfigError: `folder` contains neither, or no parameter of the model.
@@ -364,7 +364,7 @@ class Checkpointer:
         return state, report
 
     def set_base(self, base: Base | None, state: TrainState) -> None:
-        """Leave out what `base` contains from the next saves, as long as it is as in `state`, which was read there."""
+        """Leave out the arrays of `base` from the next saves while they are as in `state`, which was read there."""
         self.base, self._in_base = base, {} if base is None else fingerprints(_frozen(state))
 
     def _changed(self, state: TrainState) -> list[str]:
@@ -426,7 +426,7 @@ class Checkpointer:
             what = "old checkpoints could not be removed" if committed else what
             left: list[int] = []
             with suppress(UnreadableError):
-                left = [one for one in self.steps() if committed or one != step]
+                left = [other for other in self.steps() if committed or other != step]
             newest = f"the newest checkpoint is of step {left[-1]}" if left else "no checkpoint exists"
             raise SaveError(f"{what} in {self.folder}: {reason}; {newest}") from error
 
@@ -448,8 +448,8 @@ class Checkpointer:
 
     def _check_folder(self) -> None:
         """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
-        found = self.folder.stat().st_ino if self.folder.is_dir() else None
-        if self._inode is not None and found != self._inode:
+        inode = self.folder.stat().st_ino if self.folder.is_dir() else None
+        if self._inode is not None and inode != self._inode:
             raise OSError("the folder is gone")
 
     def _give_up(self) -> None:
@@ -474,11 +474,9 @@ class Checkpointer:
 
     def _retained(self) -> set[int]:
         steps = self.steps()
-        found = {step: self._readable_metadata(step) for step in steps if self.keep.best}
-        metrics = {
-            step: value for step, one in found.items() if (value := metric_of(one, self.best_metric)) is not None
-        }
-        unknown = {step for step, one in found.items() if one.get(_UNREADABLE)}  # one of them may be the best
+        records = {step: self._readable_metadata(step) for step in steps if self.keep.best}
+        metrics = {step: value for step, x in records.items() if (value := metric_of(x, self.best_metric)) is not None}
+        unknown = {step for step, x in records.items() if x.get(_UNREADABLE)}  # one of them may be the best
         finite = self.newest_finite_step()
         return self.keep.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
 
@@ -504,17 +502,17 @@ class Checkpointer:
 
 
 def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | None) -> tuple[TrainState, RestoreReport]:
-    """`state` with the parameters of a step, which was verified, or of a Hugging Face folder, and what was restored."""
+    """`state` with the parameters of a step, which was verified, or of a Hugging Face folder, and its report."""
     if not is_huggingface(str(folder)):
         with Checkpointer(folder.parent, layers=layers) as checkpointer:
             return checkpointer.restore_partial(state, step_number(folder), include="model/", verify=False)
     tree = state.to_nnx()
-    adapters, own = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
-    model = open_decoder(folder).load(own)
+    adapters, weights = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
+    model = open_decoder(folder).load(weights)
     state = state.with_state(nnx.State({**tree.raw_mapping, "model": nnx.merge_state(model, adapters)}))
     loaded = {f"model/{path}" for path, _ in named_leaves(model)}
     named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
-    restored = tuple(one for path, _ in named if path in loaded for one in stacks.get(path, [path]))
+    restored = tuple(part for path, _ in named if path in loaded for part in stacks.get(path, [path]))
     return state, RestoreReport(restored, {}, ())
 
 
@@ -557,14 +555,14 @@ def _read_scaled(
 ) -> dict[str, jax.Array]:
     """The arrays at `paths`. Products are computed in the dtype of the array that is stored."""
     others = [path for path in paths if path not in scaled]
-    found = dict(reader(target)(others))
+    arrays = dict(reader(target)(others))
     sources = {path: scaled[path][0] for path in paths if path in scaled}
     as_stored = {
         source: jax.ShapeDtypeStruct(target[path].shape, stored[source].dtype, sharding=target[path].sharding)
         for path, source in sources.items()
     }
     values = dict(reader(as_stored)(list(as_stored)))
-    return found | {
+    return arrays | {
         path: (values[source] * scaled[path][1]).astype(target[path].dtype) for path, source in sources.items()
     }
 
@@ -582,9 +580,9 @@ def _tree(state: PyTree) -> PyTree:
 
 
 def _layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
-    """`layers`, or by default those of the rule table of a TrainState's model, without the names of single layers.
+    """`layers`, or by default the layers in the rule table of a TrainState's model, without the names of single layers.
 
-    A checkpoint shows by the paths that it has `stored` what was saved layer by layer: in a tree without modules a
+    The paths `stored` in a checkpoint show which stacks were saved layer by layer: in a tree without modules a
     single layer may look like a stack, and flax_mesh 0.1.0 took every module that `layers` names for a stack.
     """
     definition = state.definition if isinstance(state, TrainState) else None
@@ -593,14 +591,14 @@ def _layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[s
     if not layers:
         return ()
     named = [(path.removeprefix("model/"), leaf) for path, leaf in named_leaves(_tree(state))]
-    found = without_single_layers(layers, named, definition.ranks if definition else {})
+    stacked = without_single_layers(layers, named, definition.ranks if definition else {})
     if stored is None:
-        return found
+        return stacked
     heads = {path: re.compile(rf"(?:model/)?{re.escape(path)}/(\d+(?:/|$))?") for path in layers}
     by_layer = {
         path: [bool(match[1]) for name in stored if (match := head.match(name))] for path, head in heads.items()
     }
-    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in found))
+    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in stacked))
 
 
 def _reason(error: BaseException) -> str:

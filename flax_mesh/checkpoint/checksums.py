@@ -31,20 +31,20 @@ SYSTEM_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")  # in the texts of tenso
 def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
     """Write to `part` the checksums of the files below `folder`/`below`; their names start with `prefix`/`below`/."""
     names = [f"{below}/{name}" for name in sorted(files_below(folder / below))]
-    found = checksums_of(folder, names)
-    part.write_bytes(_encode(BLOCK, {f"{prefix}/{name}": one for name, one in found.items()}))
+    files = checksums_of(folder, names)
+    part.write_bytes(_encode(BLOCK, {f"{prefix}/{name}": sums for name, sums in files.items()}))
 
 
 def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
-    """Write checksums.json for all files below `folder`; takes over those in `parts`, and removes `parts`."""
+    """Write checksums.json for all files below `folder`; takes over the checksums in `parts`, and removes `parts`."""
     known: dict[str, _FileSums] = {}
     for part in parts:
         known |= _decode(part.read_bytes())[1]
         part.unlink()
     names = sorted(set(files_below(folder)) - {CHECKSUMS, *MARKERS})
     known = {name: known[name] for name in names if name in known and known[name][0] == (folder / name).stat().st_size}
-    found = known | checksums_of(folder, [name for name in names if name not in known])
-    (folder / CHECKSUMS).write_bytes(_encode(BLOCK, found))
+    files = known | checksums_of(folder, [name for name in names if name not in known])
+    (folder / CHECKSUMS).write_bytes(_encode(BLOCK, files))
 
 
 def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> list[str]:
@@ -86,14 +86,14 @@ def read_metadata(step: Path) -> dict[str, Any]:
     """The metadata of a step as it was saved. Raises CheckpointCorruptedError if it is not a JSON object."""
     try:
         with reading(step):
-            found = json.loads((step / RECORD).read_bytes())
+            metadata = json.loads((step / RECORD).read_bytes())
     except ConfigError:
         raise
     except (*ABSENT, RecursionError, ValueError) as error:
         raise CheckpointCorruptedError(f"{step}: its metadata cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise CheckpointCorruptedError(f"{step}: its metadata must be a JSON object, got a {type(found).__name__}")
-    return found
+    if not isinstance(metadata, dict):
+        raise CheckpointCorruptedError(f"{step}: its metadata must be a JSON object, got a {type(metadata).__name__}")
+    return metadata
 
 
 @contextmanager
@@ -121,7 +121,7 @@ class _Refused(OSError):
 
 
 def _refusal(error: BaseException) -> list[str]:
-    """Lines on what the system refused to read, none if `error` has another reason."""
+    """Lines on the files that the system refused to read, none if `error` has another reason."""
     if isinstance(error, _Refused):
         return list(error.args)
     if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ABSENT):
@@ -150,27 +150,27 @@ def _damage(folder: Path, reads: Callable[[str], bool] | None) -> list[str]:
         return [] if reads else [f"{CHECKSUMS} is damaged: {error}"]
     if reads:
         files = {name: sums for name, sums in files.items() if reads(name)}
-    found: dict[str, str] = {}
+    damage: dict[str, str] = {}
     refused: dict[str, OSError] = {}
     for name, (size, _) in files.items():
         try:
-            found[name] = _size_problem(folder / name, size)
+            damage[name] = _size_problem(folder / name, size)
         except OSError as error:
-            found[name], refused[name] = "cannot be read", error
-    checked = [(name, sums) for name, (_, sums) in files.items() if not found[name]]
+            damage[name], refused[name] = "cannot be read", error
+    checked = [(name, sums) for name, (_, sums) in files.items() if not damage[name]]
     expected = [(name, i * block, value) for name, sums in checked for i, value in enumerate(sums)]
     sums = _map([(folder / name, start) for name, start, _ in expected], block)
     for (name, start, value), got in zip(expected, sums, strict=True):
         if isinstance(got, ABSENT):
-            found[name] = "missing"
+            damage[name] = "missing"
         elif isinstance(got, OSError):
             refused[name] = got
         elif got != value:
             where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
-            found[name] = f"{found[name]}, and {where}" if found[name] else f"damaged {where}"
+            damage[name] = f"{damage[name]}, and {where}" if damage[name] else f"damaged {where}"
     if refused:
         raise _Refused(*(f"{name}: {error.strerror}" for name, error in refused.items()))
-    problems = [f"{name}: {problem}" for name, problem in found.items() if problem]
+    problems = [f"{name}: {problem}" for name, problem in damage.items() if problem]
     return problems if reads else problems + _marker_problems(folder) or find_other_step(folder)
 
 
@@ -181,12 +181,12 @@ def write_number(folder: Path) -> None:
 
 def find_other_step(folder: Path) -> list[str]:
     """A problem if `folder` contains the checkpoint of another step than its name; reads no array."""
-    named, found = re.match(r"[0-9]+(?=\.|$)", folder.name), _number(folder)
-    if not named or found is None or found == int(named[0]):
+    named, number = re.match(r"[0-9]+(?=\.|$)", folder.name), _number(folder)
+    if not named or number is None or number == int(named[0]):
         return []
     return [
-        f"the folder is named {named[0]}, but contains the checkpoint of step {found}: it was renamed or overwritten. "
-        f"Rename it to {found}, or remove it if that exists"
+        f"the folder is named {named[0]}, but contains the checkpoint of step {number}: it was renamed or overwritten. "
+        f"Rename it to {number}, or remove it if that exists"
     ]
 
 
@@ -202,7 +202,7 @@ def _number(folder: Path) -> int | None:
 
 
 def _marker_problems(folder: Path) -> list[str]:
-    """Orbax writes its own record of the step after the checksums: it must exist and be JSON."""
+    """Orbax writes another record of the step after the checksums: it must exist and be JSON."""
     path = folder / MARKERS[0]
     try:
         json.loads(path.read_bytes())
@@ -217,15 +217,15 @@ def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
-    found = _map(blocks, BLOCK)
+    checksums = _map(blocks, BLOCK)
     unreadable = [
         f"{path}: unreadable ({x.strerror})"
-        for (path, _), x in zip(blocks, found, strict=True)
+        for (path, _), x in zip(blocks, checksums, strict=True)
         if not isinstance(x, int)
     ]
     if unreadable:
         raise OSError("; ".join(unreadable))
-    sums = iter(found)
+    sums = iter(checksums)
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
 
 
@@ -233,8 +233,8 @@ def _encode(block: int, files: Mapping[str, object]) -> bytes:
     import xxhash  # imported here: training without checkpoints does not need it
 
     text = json.dumps(files, separators=(",", ":"), sort_keys=True)
-    own = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
-    return f'{{"block":{block},"xxh3_64":{own},"files":{text}}}'.encode()
+    checksum = xxhash.xxh3_64_intdigest(f"{block},{text}".encode())
+    return f'{{"block":{block},"xxh3_64":{checksum},"files":{text}}}'.encode()
 
 
 def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
@@ -255,10 +255,10 @@ def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
 
 def _size_problem(path: Path, size: int) -> str:
     try:
-        found = path.stat().st_size
+        actual = path.stat().st_size
     except ABSENT:
         return "missing"
-    return "" if found == size else f"{found} bytes, saved with {size}"
+    return "" if actual == size else f"{actual} bytes, saved with {size}"
 
 
 def files_below(folder: Path) -> Iterator[str]:

@@ -33,14 +33,14 @@ def differences(a: Record, b: Record, a_tree: Mapping[str, Array], b_tree: Mappi
     A section that is empty in one record is not compared: a recipe has neither data nor versions.
     """
     records = [section for section in SECTIONS[:-2] if in_both(section, a, b)]
-    found = [one for name in records for one in _mapping_differences(name, _section(name, a), _section(name, b))]
-    if not any(one.section == "rules" for one in found) and a["rules"] != b["rules"] and a["rules"] and b["rules"]:
-        found.append(Difference("rules", "order", "as saved", "another; the first matching rule decides"))
+    changes = [x for name in records for x in _mapping_differences(name, _section(name, a), _section(name, b))]
+    if not any(x.section == "rules" for x in changes) and a["rules"] != b["rules"] and a["rules"] and b["rules"]:
+        changes.append(Difference("rules", "order", "as saved", "another; the first matching rule decides"))
     texts = [{path: array_text(array) for path, array in tree.items()} for tree in (a_tree, b_tree)]
-    found += _mapping_differences("tree", *texts)
+    changes += _mapping_differences("tree", *texts)
     split = [{path: array.split for path, array in tree.items()} for tree in (a_tree, b_tree)]
     shared = [path for path in split[0] if split[0][path] and split[1].get(path)]
-    return found + _mapping_differences("layout", *({path: one[path] for path in shared} for one in split))
+    return changes + _mapping_differences("layout", *({path: layout[path] for path in shared} for layout in split))
 
 
 def in_both(section: str, a: Record, b: Record) -> bool:
@@ -58,19 +58,19 @@ def value_differences(a: Path, b: Path, arrays: Sequence[Array]) -> dict[str, fl
 
     Arrays are compared bitwise, and read a few at a time: at most _READ_BYTES of each step, or one array.
     """
-    found: dict[str, float] = {}
+    changed: dict[str, float] = {}
     for batch in batches(arrays):
         old, new = (read_batch(step, batch) for step in (a, b))
         largest = {path: _largest_difference(old[path].reshape(-1), new[path].reshape(-1)) for path in old}
-        found |= {path: value for path, value in largest.items() if value is not None}
+        changed |= {path: value for path, value in largest.items() if value is not None}
         del old, new  # free them before the next are read
-    return found
+    return changed
 
 
 def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
     """Values of some arrays of a step, by path, cast to the dtypes in `batch`."""
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    target = {one.path: jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=host) for one in batch}
+    target = {array.path: jax.ShapeDtypeStruct(array.shape, jnp.dtype(array.dtype), sharding=host) for array in batch}
     return {path: np.asarray(value) for path, value in read_arrays(step, target).items()}
 
 
@@ -78,7 +78,7 @@ def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
     """Arrays in batches of at most _READ_BYTES, or of one array."""
     batch: list[Array] = []
     for array in arrays:
-        if batch and sum(one.nbytes for one in batch) + array.nbytes > _READ_BYTES:
+        if batch and sum(x.nbytes for x in batch) + array.nbytes > _READ_BYTES:
             yield batch
             batch = []
         batch.append(array)

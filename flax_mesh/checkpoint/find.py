@@ -37,11 +37,11 @@ def find_steps(path: str | Path) -> list[Path]:
     if is_step(path):
         return [path]
     for folder in (path / CHECKPOINTS, path):
-        if found := [entry for entry in entries(folder) if is_step(entry)]:
-            return sorted(found, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
+        if steps := [entry for entry in entries(folder) if is_step(entry)]:
+            return sorted(steps, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
     what = "contains no checkpoint" if path.is_dir() else "is not a folder"
     unfinished = [path.name] if _is_uncommitted(path) else []
-    unfinished += [one.name for folder in (path / CHECKPOINTS, path) for one in find_unfinished(folder)]
+    unfinished += [leftover.name for folder in (path / CHECKPOINTS, path) for leftover in find_unfinished(folder)]
     what += f" (only {', '.join(unfinished)}, of a save in progress or interrupted)" if unfinished else ""
     raise ConfigError(f"{path} {what}; pass a run folder, its {CHECKPOINTS}/, or the folder of one step")
 
@@ -51,9 +51,9 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     steps = find_steps(path)
     if len(steps) == 1 and steps[0] == user_path(path).absolute() and step in (None, step_number(steps[0])):
         return steps[0]
-    committed = {step_number(one): one for one in steps if STEP.fullmatch(one.name)}
+    committed = {step_number(folder): folder for folder in steps if STEP.fullmatch(folder.name)}
     if not committed:
-        raise ConfigError(f"{path} contains only damaged checkpoints: {', '.join(one.name for one in steps)}")
+        raise ConfigError(f"{path} contains only damaged checkpoints: {', '.join(folder.name for folder in steps)}")
     if step is None:
         return committed[max(committed)]
     if step not in committed:
@@ -71,7 +71,7 @@ def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
     if step is not None or chosen == user_path(path).absolute():
         check_whole(chosen)
         return chosen, {}
-    valid, damaged = newest_valid(lambda: [one for one in find_steps(path) if STEP.fullmatch(one.name)])
+    valid, damaged = newest_valid(lambda: [folder for folder in find_steps(path) if STEP.fullmatch(folder.name)])
     if valid is None:
         raise CheckpointCorruptedError(_damage_lines(damaged))
     return valid, damaged
@@ -120,7 +120,7 @@ def find_unfinished(folder: Path) -> list[Path]:
 
 
 def entries(folder: Path) -> list[Path]:
-    """What `folder` contains, by name; nothing if it is missing or no folder. UnreadableError if it cannot be read."""
+    """The entries of `folder` by name; none if it is missing or a file. UnreadableError if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except ABSENT:
@@ -181,10 +181,10 @@ def _is_uncommitted(path: Path) -> bool:
         time = json.loads((path / record).read_bytes())["commit_timestamp_nsecs"]
     except (OSError, RecursionError, TypeError, ValueError, KeyError):
         return False
-    older = (one for one in entries(path.parent) if STEP.fullmatch(one.name) and step_number(one) < step_number(path))
-    return time is None or any(os.path.exists(one / done) for one in older)
+    older = (p for p in entries(path.parent) if STEP.fullmatch(p.name) and step_number(p) < step_number(path))
+    return time is None or any(os.path.exists(p / done) for p in older)
 
 
 def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
-    each = [[f"{one} is damaged:", *at_most([f"  {problem}" for problem in found])] for one, found in damaged.items()]
+    each = [[f"{step} is damaged:", *at_most([f"  {x}" for x in problems])] for step, problems in damaged.items()]
     return [line for lines in each for line in lines]

@@ -18,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owners_of, path_and_start
 
-Target = dict[str, jax.ShapeDtypeStruct]  # what to restore, by path on disk
+Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
 _BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
@@ -35,11 +35,11 @@ class _ArrayShard:
 
     @property
     def data(self) -> Shaped:
-        found = self._last[0]() if self._last else None
-        if found is None:  # Orbax reads once for the shape and once for the data
-            found = self.read()
-            self._last[:] = [weakref.ref(found)] if isinstance(found, jax.Array) else []
-        return found
+        value = self._last[0]() if self._last else None
+        if value is None:  # Orbax reads once for the shape and once for the data
+            value = self.read()
+            self._last[:] = [weakref.ref(value)] if isinstance(value, jax.Array) else []
+        return value
 
 
 class ShardedArray:
@@ -71,13 +71,13 @@ def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, An
         for part in () if 0 in leaf.shape else stacks.get(path, [path]):
             owners.setdefault(part.replace("/", "."), []).append(i)
             paths.setdefault(part, []).append(i)
-    shared = [found for found in owners.values() if len(found) > 1]
+    shared = [indices for indices in owners.values() if len(indices) > 1]
     folders = ((path, path[: match.start()]) for path in paths for match in re.finditer("/", path))
     shared += [paths[folder] + paths[path] for path, folder in folders if folder in paths]
     if shared:
         keys = indexed_paths(state)
         raise ConfigError(
-            at_most(list(dict.fromkeys(" and ".join(keys[i] for i in found) for found in shared))),
+            at_most(list(dict.fromkeys(" and ".join(keys[i] for i in indices) for indices in shared))),
             head="every array of a checkpoint must have its own name, but these have the same one. On disk the names "
             "of a path are joined with dots, / separates names, and an array cannot contain another one:",
             repair="Rename one of each line.",
@@ -138,8 +138,8 @@ def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[st
     stacked = {path: _as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
     arrays |= dict(read([path for path, _ in named if path not in stacks and path not in arrays]))
     for paths in _batches(stacked):
-        found = read([layer for path in paths for layer in stacks[path]])
-        split = [[found[layer] for layer in stacks[path]] for path in paths]
+        layers = read([layer for path in paths for layer in stacks[path]])
+        split = [[layers[layer] for layer in stacks[path]] for path in paths]
         arrays |= zip(paths, _compiled_stack(tuple(stacked[path].sharding for path in paths))(split), strict=True)
     return [_as_key(arrays[path], leaf) for path, leaf in named]
 
@@ -149,14 +149,14 @@ def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> d
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
     bases = [path_and_start(path) for path, _ in named]
     parameters = {path.removeprefix("model/") for path, _ in bases if path.startswith("model/") or not has_parts}
-    owned, found = owners_of([base for base, _ in bases], parameters), {}
+    owned, stacked = owners_of([base for base, _ in bases], parameters), {}
     for (path, leaf), (base, start) in zip(named, bases, strict=True):
         owner = owned.get(base)
         stack = in_stack(owner, layers) if owner else None
         if owner and stack and leaf.shape:
             head = base[: len(base) - len(owner)]
-            found[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
-    return found
+            stacked[path] = [head + layer_path(owner, stack, start + i) for i in range(leaf.shape[0])]
+    return stacked
 
 
 def check_same(

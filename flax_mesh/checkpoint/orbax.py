@@ -1,7 +1,7 @@
 """Additions to Orbax. The only file that imports it at module level; other files import this one inside functions.
 
 Three things differ from Orbax's defaults: a leaf is a `ShardedArray`, which need not be an array over devices; a step
-gets its checksums before it is committed; and processes synchronize through `meet`. Orbax's own barriers do not
+gets its checksums before it is committed; and processes synchronize through `meet`. Orbax's barriers do not
 propagate failures: if one process cannot write, the others would wait in a barrier for many minutes.
 """
 
@@ -125,9 +125,9 @@ def stored_arrays(step: Path) -> dict[str, Any]:
     """Shape and dtype by path on disk; reads no array. Raises CheckpointCorruptedError if the index is damaged."""
     # Orbax requests all arrays at once; with a damaged index it prints a traceback for every request but the first.
     if problems := find_damage(step, _is_index):
-        found = [f"  {problem}" for problem in problems]
+        lines = [f"  {problem}" for problem in problems]
         raise CheckpointCorruptedError(
-            [f"{step}: its tree cannot be read:", *found, "flax-mesh checkpoint verify reports all damage"]
+            [f"{step}: its tree cannot be read:", *lines, "flax-mesh checkpoint verify reports all damage"]
         )
     with reading(step):
         return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))

@@ -47,8 +47,8 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
     """Name, size, date, metrics and mesh of a step (None: unknown), and the problems of its files (None: not read).
 
     Without `verify` the only problems that are found are another number in a step than in its name, and metadata that
-    cannot be read. "finite" is taken from the metadata: no array is read. "unreadable" are lines on what the system
-    refused to read, none if nothing.
+    cannot be read. "finite" is taken from the metadata: no array is read. "unreadable" are lines on the files that
+    the system refused to read.
     """
     set_aside, unreadable = not STEP.fullmatch(step.name), []
     record, problems = _sections_of({}), None
@@ -76,26 +76,26 @@ def step_data(step: Path, *, verify: bool) -> dict[str, Any]:
 
 
 def read_record(step: Path) -> dict[str, Any]:
-    """The metadata of a step by section; a section that is missing or invalid is empty, all if there is no metadata.
+    """The metadata of a step by section; a section that is missing or invalid is empty, all if the metadata is missing.
 
     Raises CheckpointCorruptedError if the metadata is not a JSON object, StepDeletedError and UnreadableError.
     """
     try:
-        found = finite(read_metadata(step))
+        metadata = finite(read_metadata(step))
     except RecursionError as error:
         raise CheckpointCorruptedError(f"{step}: its metadata is nested too deeply") from error
     except CheckpointCorruptedError:
         if (step / RECORD).exists():
             raise
-        found = {}
-    return _sections_of(found)
+        metadata = {}
+    return _sections_of(metadata)
 
 
-def _sections_of(found: Record) -> dict[str, Any]:
-    """`found` with all sections, empty where they are missing or invalid."""
-    sections = {name: found.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
-    rules = found.get("rules")
-    record = {**found} | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
+def _sections_of(saved: Record) -> dict[str, Any]:
+    """`saved` with all sections, empty where they are missing or invalid."""
+    sections = {name: saved.get(name) for name in ("config", "mesh", "axes", "layout", "data", "metrics", "versions")}
+    rules = saved.get("rules")
+    record = {**saved} | {name: value if isinstance(value, dict) else {} for name, value in sections.items()}
     pairs = [rule for rule in rules if isinstance(rule, list) and len(rule) == 2] if isinstance(rules, list) else []
     return record | {"rules": pairs}
 

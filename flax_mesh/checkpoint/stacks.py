@@ -42,18 +42,18 @@ def check_stacks_are_named(state: PyTree, layers: Sequence[str]) -> None:
 def _stack_of(path: str, unnamed: Collection[str], named: Collection[str]) -> str:
     """The topmost folder of `path` that contains only arrays of unnamed stacks."""
     folders = accumulate(dirname(path_and_start(path)[0]).split("/"), "{}/{}".format)
-    return next(top for top in folders if all(one in unnamed for one in named if one.startswith(f"{top}/")))
+    return next(top for top in folders if all(other in unnamed for other in named if other.startswith(f"{top}/")))
 
 
 def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
     """Paths of the arrays in stacks that nnx.vmap or nnx.scan has created.
 
-    Flax layers below a list are not counted, since a layer of that list may contain a stack of experts; nor are those
+    Flax layers below a list are not counted, since a layer of that list may contain a stack of experts; nor are layers
     of a model that was created by one nnx.vmap, such as an ensemble.
     """
     shapes = {path: leaf.shape for path, leaf in named_leaves(nnx.state(model, graph=True))}
     tops: set[tuple[str, tuple[int, ...]]] = set()  # (first name of the path, (number of layers,)) of every stack
-    unnamed: set[tuple[str, tuple[int, ...]]] = set()  # those that `layers` does not name
+    unnamed: set[tuple[str, tuple[int, ...]]] = set()  # the stacks that `layers` does not name
     others = False  # whether any Flax layer is outside of a stack
     for at, module in nnx.iter_modules(model, graph=True):
         ranks = {path: rank for name, rank in ranks_of(module).items() if (path := path_of((*at, name))) in shapes}
@@ -61,7 +61,7 @@ def _unnamed_arrays(model: nnx.Module, layers: Sequence[str]) -> set[str]:
         dims, size = extra.pop() if len(extra) == 1 else (0, ())
         if dims < 1:
             others |= bool(ranks)
-            shapes |= dict.fromkeys(ranks, ())  # a leading dim of the same size is no evidence here
+            shapes |= dict.fromkeys(ranks, ())  # a leading dim of the same size is not evidence here
         elif dims == 1 and at and not any(str(name).isdecimal() for name in at):
             tops.add((str(at[0]), size))
             unnamed |= {(str(at[0]), size) for path in ranks if not in_stack(path, layers)}

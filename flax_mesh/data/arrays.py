@@ -28,7 +28,7 @@ def array_batches(arrays: Any, *, batch_size: int, seed: int) -> Callable[[int],
         step -> batch, a pytree like `arrays`.
 
     Raises:
-        ConfigError: A leaf is no array of numbers, the numbers of rows differ, or they are fewer than `batch_size`.
+        ConfigError: A leaf is not an array of numbers, the numbers of rows differ, or they are fewer than `batch_size`.
 
     Example:
         >>> from flax_mesh.train import array_batches

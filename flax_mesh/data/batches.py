@@ -54,7 +54,7 @@ def num_eval_batches(part: Tokens, config: DataConfig) -> int:
 def permuted(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Apply a pseudo-random permutation of range(size), determined by (seed, epoch), to `index` of shape (n,).
 
-    Takes O(n) time and memory for any size: a step permutes its own rows, not the epoch. A balanced Feistel network
+    Takes O(n) time and memory for any size: a step permutes its rows, not the epoch. A balanced Feistel network
     (Luby and Rackoff, 1988) permutes the smallest range of 4^h >= size numbers. A result that is not below `size` is
     permuted again until it is (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), which
     takes fewer than 4 passes on average. The round function is the finalizer of SplitMix64 (Steele, Lea and Flood,
@@ -148,7 +148,7 @@ def make_eval_fn(
     part: Tokens, *, config: DataConfig, sharding: jax.sharding.Sharding, vocab_size: int | None = None
 ) -> BatchFn:
     """Return a function k -> `held_out_rows` as global `jax.Array`s, for k in range(num_eval_batches(part, config))."""
-    num_eval_batches(part, config)  # raises if there is no full batch
+    num_eval_batches(part, config)  # raises without a full batch
     rows_of = functools.partial(held_out_rows, part, config, vocab_size=vocab_size)
     return _make_placed_fn(rows_of, config, sharding)
 

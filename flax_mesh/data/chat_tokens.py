@@ -64,7 +64,7 @@ def open_tokenizer(folder: str, vocab_size: int) -> Any:
 
 
 class Encoder:
-    """Rows of one format, that of the first one, as tokens. `names` are its keys."""
+    """Rows in the format of the first one, as tokens. `names` are its keys."""
 
     def __init__(self, tokenizer: Any, train_on: str):
         self.names: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class Encoder:
         return " and ".join(map(repr, self.names))
 
     def _chat(self, values: Sequence[Any], tools: Any) -> Tokens:
-        """Messages, or those of a prompt and of its completion, the only one that is trained."""
+        """Messages, or the messages of a prompt and of its completion, which alone is trained."""
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
             raise BadRowError(f"{self._keys} must be a list of objects")
         messages = [message for part in values for message in part]
@@ -155,7 +155,7 @@ class Encoder:
         return Tokens(np.array(ids, np.int32), trained & marks)
 
     def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
-        """The tokens of message i, from those of the messages before it, and of the messages up to it."""
+        """The tokens of message i, from the tokens of the messages before it, and of the messages up to it."""
         before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
         start = len(before)
@@ -177,9 +177,9 @@ class Encoder:
 
 
 def _length(ids: list[int], last: list[int]) -> int | None:
-    """How many tokens at the beginning of `ids` are those of a message whose tokens are `last` as the last message.
+    """How many tokens at the beginning of `ids` belong to a message whose tokens are `last` as the last message.
 
-    A template may add a beginning to the last message, such as thoughts, or an end, which is that of all messages. None
+    A template may add a beginning to the last message, such as thoughts, or an end, which ends all messages. None
     if it is neither, or not certain.
     """
     same = next((n for n, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), min(len(ids), len(last)))

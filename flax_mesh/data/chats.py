@@ -27,7 +27,7 @@ Arrays = dict[str, np.ndarray]
 
 
 class Chats:
-    """The tokens of all rows, in memory: 5 bytes each. A share of them, those of the end of the file, is held out."""
+    """The tokens of all rows, in memory: 5 bytes each. A share of them, from the end of the file, is held out."""
 
     def __init__(self, config: ChatConfig, documents: Sequence[Tokens], description: str):
         self._config, self._description = config, description
@@ -105,7 +105,7 @@ def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None =
         import grain
     except ImportError as error:
         raise ConfigError(f"packing {EXTRA.format('grain')}") from error
-    # The first token of a document is no target, so that it is not predicted from another one.
+    # The first token of a document is not a target, so that it is not predicted from another one.
     rows = grain.MapDataset.source(documents).map(
         lambda x: {"inputs": x.ids[:-1], "targets": x.ids[1:], "trained": x.trained[1:]}
     )

@@ -47,7 +47,7 @@ class ChatConfig(DataConfig):
     """The `data` section of a recipe that trains on the rows of a .jsonl file; see `read_chats`.
 
     Attributes:
-        train_on: The tokens that the loss counts: those of the "assistant" (also of completions and texts), of its
+        train_on: The tokens that the loss counts: all tokens of the "assistant" (also of completions and texts), of its
             "last" message only, or "all".
         packing: Whether several documents share a row. They do not attend to each other.
         on_bad_row: "stop" before the run if there are rows without valid tokens, with a line for each, or "skip" them.

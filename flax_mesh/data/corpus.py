@@ -84,7 +84,7 @@ class Corpus:
     def check_unchanged(self) -> None:
         """Raise ConfigError if a memory-mapped file was rewritten since the corpus was read.
 
-        The tokens are hashed again only if size, time or inode of a file differ from those that were last seen. A file
+        The tokens are hashed again only if size, time or inode of a file differ from the values last seen. A file
         that was replaced by another of the same name stays mapped as it was.
         """
         stamps = {path: _stamp(path) for path in self.stamps}
@@ -150,7 +150,7 @@ class Documents:
     paths: dict[str, Path]  # of all files, empty ones too
 
     def join(self, names: Sequence[str] | None = None) -> Tokens:
-        """All of them, or those of some names, as one sequence: text with a zero byte between two files."""
+        """All of them, or the files `names`, as one sequence: text with a zero byte between two files."""
         chosen = [self.tokens[name] for name in (self.tokens if names is None else names)]
         return _join_text(chosen) if self.is_text else _join_tokens(chosen)
 
@@ -158,7 +158,7 @@ class Documents:
 def load_documents(source: str, bin_dtype: str, *, option: str = "data.bin_dtype") -> Documents:
     """Read or memory-map the files of `source`, as `load_corpus` does, without a division into parts.
 
-    Errors do not name the setting of the source, and call that of `bin_dtype` `option`.
+    Errors do not name the setting of the source; `option` names the setting of `bin_dtype`.
     """
     try:
         files = _stdlib_files() if source == STDLIB else _find_files(source)

@@ -1,4 +1,4 @@
-"""Evaluation functions of a recipe (`eval_fns`): what they call, and what they must return."""
+"""Evaluation functions of a recipe (`eval_fns`): the functions they call, and the metrics they must return."""
 
 import math
 import numbers
@@ -31,7 +31,7 @@ def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]
         "loss" and the metrics of `loss_fn`, means over all batches.
 
     Raises:
-        ConfigError: There is no batch, or their weights add up to 0.
+        ConfigError: `batches` is empty, or their weights add up to 0.
     """
     totals: Sums = {}
     for batch in batches:
@@ -45,7 +45,7 @@ def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]
 
 
 def eval_fn_problems(eval_fns: EvalFns) -> list[str]:
-    """One line for every entry that is no function under a valid name."""
+    """One line for every entry that is not a function under a valid name."""
     problems = []
     for name, function in eval_fns.items():
         if not isinstance(name, str) or not name or "/" in name:
@@ -56,7 +56,7 @@ def eval_fn_problems(eval_fns: EvalFns) -> list[str]:
 
 
 def run_eval_fns(eval_fns: EvalFns, evaluate: Evaluate) -> dict[str, float]:
-    """The metrics of all functions, as "NAME/METRIC". ConfigError for what is no dict of real numbers."""
+    """The metrics of all functions, as "NAME/METRIC". ConfigError for a result that is not a dict of real numbers."""
     results: dict[str, float] = {}
     for name, function in eval_fns.items():
         what, place = f"eval_fns[{name!r}]", place_of(function)

@@ -36,7 +36,7 @@ class StreamBatches:
         return self._kept[0]
 
     def __call__(self, step: int) -> Any:
-        """The batch of `step`, which must be the one after that of the previous call."""
+        """The batch of `step`, which must be 1 more than in the previous call."""
         if step != self._drawn:
             raise RuntimeError(f"batch {step} of an iterator is requested, but its next one is {self._drawn}")
         batch = self._kept.pop() if self._kept else self._draw()
@@ -115,7 +115,7 @@ class IteratorBatches(StreamBatches):
 
 
 def encode(state: Any) -> State:
-    """ConfigError if `state` is neither bytes nor equal to what JSON returns for it, as with tuples and NaN."""
+    """ConfigError if `state` is neither bytes nor equal to its value read back from JSON, as with tuples and NaN."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
     try:
@@ -133,7 +133,7 @@ def decode(state: State) -> Any:
 
 
 def is_state(value: Any) -> bool:
-    """Whether a value from a file is what `encode` returns."""
+    """Whether a value from a file is a result of `encode`."""
     if not isinstance(value, dict) or len(value) != 1:
         return False
     if "base64" not in value:

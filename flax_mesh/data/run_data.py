@@ -22,9 +22,9 @@ TEXT, TOKENS, BATCHES = "text", "tokens", "batches"  # bytes of text, ids in fil
 
 @dataclass(frozen=True)
 class RunData:
-    """The batches of a run, and what its checkpoints record of them."""
+    """The batches of a run, and the record of them in its checkpoints."""
 
-    name: str  # what `content_hash` is the hash of
+    name: str  # of the content that `content_hash` hashes
     description: str  # one line, printed by the run
     content_hash: str
     kind: str  # TEXT, TOKENS or BATCHES: checkpoints record it, and it decides the tokenizer

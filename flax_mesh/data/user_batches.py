@@ -22,7 +22,7 @@ from flax_mesh.user_code import joined, place_of, user_code
 class UserBatches:
     """step -> batch on the host. Every batch must have the tree, shapes and dtypes of batch 0.
 
-    Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for what is no batch.
+    Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for an invalid batch.
     """
 
     def __init__(self, make: Callable[[], Any], rows: int, *, resumable: bool = True):
@@ -66,7 +66,7 @@ class UserBatches:
         return batch
 
     def record(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of `step` records: the last batch before it and, of an iterator, its states."""
+        """The record in the checkpoint of `step`: the last batch before it and, of an iterator, its states."""
         if step - 1 not in self._checksums:  # no step was computed
             return {} if self.iterator is None else {"state": self.iterator.state(step)}
         last = {"checksum": self._checksums[step - 1]}
@@ -138,7 +138,7 @@ def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) 
 
 
 def batch_problems(batch: Any) -> list[str]:
-    """One line for every leaf that is no array of numbers with rows, and one if the numbers of rows differ."""
+    """One line for every leaf that is not an array of numbers with rows, and one if the numbers of rows differ."""
     named, problems = _named(batch), []
     for path, x in named:
         if not isinstance(x, np.ndarray):

@@ -35,7 +35,7 @@ from flax_mesh.text import count_text
 NO_TARGET = -1
 CHUNK = 2**24  # tokens whose largest id is determined at a time
 SPARE = 256  # tokens that are encoded after the last one that is used
-BYTES_PER_TOKEN = 8  # of text that is encoded first: about twice what is usual
+BYTES_PER_TOKEN = 8  # of text that is encoded first: about twice the usual number
 LARGEST_EXPONENT = 709.0  # of a float
 
 
@@ -85,8 +85,8 @@ def evaluate(
 ) -> Iterator[tuple[str, Evaluation]]:
     """Yield the name and the evaluation of every set.
 
-    One program is compiled. The rows of a batch are rounded up to what the mesh divides, and neither rows nor columns
-    are more than the longest set has.
+    One program is compiled. The rows of a batch are rounded up to a multiple for the mesh, and neither rows nor
+    columns are more than the longest set has.
     """
     sums = _sums(model, mesh)
     longest = max((len(tokens) for tokens, _ in sets.values()), default=2)
@@ -122,7 +122,7 @@ def _count_of(num_tokens: int, sequence_length: int) -> int:
 
 
 def window_length(config: DecoderConfig, mesh: Mesh, sequence_length: int, most: int) -> int:
-    """`sequence_length` or, if that is less, `most`, rounded up to what the mesh and splash attention divide."""
+    """`sequence_length` or, if that is less, `most`, rounded up to a multiple for the mesh and splash attention."""
     parts = num_parts(config.axes, mesh.shape, "sequence")
     if config.attention == "splash":
         parts = math.lcm(parts, LANES * num_parts(config.axes, mesh.shape, "query_sequence"))
@@ -154,7 +154,7 @@ def _summed(graphdef: Any, state: Any, batch: Any) -> jax.Array:
 def length_problems(
     config: DecoderConfig, mesh: Mesh, sequence_length: int, name: str = "sequence_length"
 ) -> list[Problem]:
-    """Why `mesh` cannot compute sequences of this length, one line each; `name` is that of the option."""
+    """Why `mesh` cannot compute sequences of this length, one line each; `name` names the option."""
     problems = [as_problem(line) for line in config.problems_on(mesh, sequence_length)]
     problems = [problem.renamed(name) if problem.setting == "data.sequence_length" else problem for problem in problems]
     if sequence_length % (ways := num_parts(config.axes, mesh.shape, "sequence")):
@@ -173,7 +173,7 @@ def read_set(
     bin_dtype: str,
     option: str = "bin_dtype",
 ) -> TextSet:
-    """The first `most` tokens of the files of `source`; `tokenizer` opens that of the model, which text needs.
+    """The first `most` tokens of the files of `source`; `tokenizer` opens the model's tokenizer, which text needs.
 
     Raises one ConfigError, whose lines begin with `label`, if a model with that many ids cannot be evaluated on them.
     """
@@ -188,7 +188,7 @@ def read_set(
 def text_set(documents: Documents, tokenizer: Tokenizer | None, most: int | None) -> TextSet:
     """The tokens of text or of token files, at most `most` of them.
 
-    Files are separated by a zero byte if every token is a byte; with another tokenizer each is encoded on its own.
+    Files are separated by a zero byte if every token is a byte; with another tokenizer each is encoded separately.
     """
     if not documents.is_text:
         return TextSet(documents.join()[:most], None)
@@ -214,8 +214,8 @@ def _encoded(path: Path, data: np.ndarray, tokenizer: Tokenizer, most: int | Non
     """The tokens of a text, or at least the first `most` of them.
 
     Of a long text only the beginning is encoded, and twice as much until it has SPARE more tokens: the last ones differ
-    from those of the whole text, which goes on, and a tokenizer may add special ones. The beginning ends at a line or
-    a word if there is one, so that tokens before these can differ only if they depend on text SPARE tokens away.
+    from the tokens of the whole text, which goes on, and a tokenizer may add special ones. The beginning ends at a line
+    or a word if there is one, so that tokens before these can differ only if they depend on text SPARE tokens away.
     """
     size = len(data) if most is None else (most + SPARE) * BYTES_PER_TOKEN
     while most is not None and size < len(data):
@@ -237,7 +237,7 @@ def _decoded(path: Path, data: bytes, *, is_complete: bool) -> str:
 
 
 def _joined(texts: list[Encoded], most: int | None) -> TextSet:
-    """All tokens, and the bytes of those that are predicted: all but the first."""
+    """All tokens, and the bytes of the predicted ones: all but the first."""
     sizes = [np.diff(text.ends, prepend=0) for text in texts]  # bytes of every token
     tokens, size = np.concatenate([text.tokens for text in texts])[:most], np.concatenate(sizes)[:most]
     return TextSet(tokens, int(size[1:].sum()))

@@ -45,9 +45,9 @@ def open_trained(
     average: bool = True,
     say: Say = lambda text: None,
 ) -> TrainedModel:
-    """Open a trained decoder, each device reading only its own slices: a run on any mesh, or a Hugging Face folder.
+    """Open a trained decoder, each device reading only its slices: a run on any mesh, or a Hugging Face folder.
 
-    Its settings are those in the metadata of the checkpoint. The recipe that it names is not executed.
+    Its settings are the ones in the metadata of the checkpoint. The recipe that it names is not executed.
 
     Args:
         folder: A run folder, its `checkpoints/`, one step in it, or a Hugging Face folder.
@@ -94,7 +94,7 @@ def load_trained(
 ) -> TrainedModel:
     """Load the arrays of `source`, or of a newer step if a run deletes that one meanwhile.
 
-    Its settings and its tokenizer have been checked. A `sequence_length` is checked as well: that of `evaluate`, as
+    Its settings and its tokenizer have been checked. A `sequence_length`, of `evaluate`, is checked as well, as
     --sequence-length.
     """
     given = [source]
@@ -154,7 +154,7 @@ def _mesh_line(mesh: Mesh) -> str:
 
 
 def default_mesh(config: DecoderConfig, num_devices: int) -> dict[str, int]:
-    """As many devices as the dims of the model allow: on tp what divides the key-value heads, the rest on fsdp.
+    """As many devices as the dims of the model allow: on tp a divisor of the key-value heads, the rest on fsdp.
 
     >>> default_mesh(DecoderConfig(num_kv_heads=4, hidden_size=256), 8)
     {'fsdp': 2, 'tp': 4}
@@ -183,7 +183,7 @@ def _check_layers(source: Source, config: DecoderConfig) -> None:
 
 
 def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: bool) -> tuple[nnx.State, str]:
-    """The arrays in the layout of `abstract`, and what they are."""
+    """The arrays in the layout of `abstract`, and their description."""
     if source.decoder is not None:
         return source.decoder._replace(settings=vars(config)).load(abstract), source.decoder.model_type
     arrays = read_tree(source.path, source.record)

@@ -47,7 +47,7 @@ def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:
 
 
 def unicode_problems(prompts: Sequence[Prompt]) -> list[str]:
-    """One line for every text that has no UTF-8, as what Python reads from a command line with other bytes."""
+    """One line for every text that has no UTF-8, as a text that Python reads from a command line with other bytes."""
     return [f"{prompt.name} is not UTF-8; use other characters" for prompt in prompts if not _is_unicode(prompt.text)]
 
 
@@ -84,7 +84,7 @@ def _read_file(file: str) -> list[Prompt]:
 
 
 def _parse(name: str, line: str) -> Prompt | str:
-    """The prompt in a line of JSON, or what is wrong with it."""
+    """The prompt in a line of JSON, or the problem with it."""
     try:
         data = json.loads(line)
     except (ValueError, RecursionError):

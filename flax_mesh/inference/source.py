@@ -1,4 +1,4 @@
-"""What a folder contains: the checkpoint of a decoder, or a decoder in Hugging Face's format.
+"""The content of a folder: the checkpoint of a decoder, or a decoder in Hugging Face's format.
 
 Everything in it is untrusted: settings are read as text, and the recipe that a checkpoint names is never executed.
 """
@@ -81,8 +81,8 @@ class Settings(NamedTuple):
 def find_source(folder: str | Path, step: int | None = None) -> Source:
     """Find the newest valid step of a run, or `step`, or the decoder of a Hugging Face folder.
 
-    Reads every byte of the step, to compare it with its checksum. Raises ConfigError if there is no decoder of
-    flax_mesh, and CheckpointCorruptedError if the step, or every step, is damaged.
+    Reads every byte of the step, to compare it with its checksum. Raises ConfigError if the folder has no decoder
+    of flax_mesh, and CheckpointCorruptedError if the step, or every step, is damaged.
     """
     if problem := path_problem(str(folder)) or ("" if str(folder) else "is empty"):
         raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
@@ -130,7 +130,7 @@ def _huggingface(path: Path) -> Source:
 
 
 def _saved_model(step: Path, saved: Mapping[str, Any]) -> TrainConfig:
-    """The settings model.* and lora.* of a checkpoint. ConfigError if they are those of another model."""
+    """The settings model.* and lora.* of a checkpoint. ConfigError if they belong to another model."""
     config = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
     texts = {key: value for key, value in saved.items() if key.startswith(("model.", "lora."))}
     with is_decoder(step):
@@ -160,7 +160,7 @@ def is_decoder(step: Path) -> Iterator[None]:
 
 
 def read_settings(source: Source, overrides: Sequence[str]) -> Settings:
-    """Apply the settings of the user: those of the model, of the mesh, and run.platform.
+    """Apply the settings of the user: the settings of the model, of the mesh, and run.platform.
 
     Raises one ConfigError with a line for every mistake that can be found without devices.
     """

@@ -16,8 +16,8 @@ from flax_mesh.inference.tokenizer_process import TokenizerProcess
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256
-INCOMPLETE = "\ufffd"  # what the bytes of an incomplete character are decoded to
-FEWEST = 8  # tokens of a prompt that are decoded with those after it
+INCOMPLETE = "\ufffd"  # the decoded bytes of an incomplete character
+FEWEST = 8  # tokens of a prompt that are decoded with the tokens after it
 MOST_HELD = 64  # tokens without a complete character; the bytes of one are 4
 
 
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
     is_bytes: bool
 
     def encode(self, text: str, *, special: bool = True) -> Encoded:
-        """The tokens of a text; with `special`, those that the model expects around it."""
+        """The tokens of a text; with `special`, also the tokens that the model expects around it."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -58,7 +58,7 @@ class Bytes:
 
 
 class JsonTokenizer:
-    """A tokenizer.json, read by the package tokenizers in a process of its own."""
+    """A tokenizer.json, read by the package tokenizers in a separate process."""
 
     is_bytes = False
 
@@ -71,7 +71,7 @@ class JsonTokenizer:
         # Special tokens end at 0. A normalizer may report more characters than the text has.
         last = np.maximum.accumulate(np.clip(np.array(ends, np.int64), 0, len(text))) if ids else np.zeros(0, np.int64)
         sizes = np.concatenate([[0], np.cumsum(_utf8_sizes(text))])
-        is_small = max(ids, default=0) < 2**31  # others are no ids of any model, and refused later
+        is_small = max(ids, default=0) < 2**31  # others are not ids of any model, and refused later
         return Encoded(np.array(ids, np.int32 if is_small else np.int64), sizes[last])
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -118,7 +118,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 def stop_tokens(source: Source) -> tuple[int, ...]:
     """The ids that end a text, eos_token_id of generation_config.json or else of config.json; none for bytes.
 
-    Raises ConfigError if they are no ids of the model.
+    Raises ConfigError if they are not ids of the model.
     """
     if source.is_text:
         return ()
@@ -140,7 +140,7 @@ def _ids(stop: Any, path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:
-    """What `tokens` add to the text of `before`: the decoders of some tokenizers strip the first space of a text.
+    """The text `tokens` add to the text of `before`: the decoders of some tokenizers strip the first space of a text.
 
     If they change the text of `before`, as wrong bytes at the end of a run of byte tokens do: the text of `tokens`.
     """
@@ -149,19 +149,19 @@ def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int
 
 
 def text_of(tokens: Sequence[int], stops: frozenset[int], tokenizer: Tokenizer | None, prompt: Sequence[int]) -> str:
-    """What a continuation adds to the text of its prompt, or its ids if there is no tokenizer; no stop at its end."""
+    """The text that a continuation adds to its prompt, or its ids without a tokenizer; no stop at its end."""
     shown = tokens[:-1] if len(tokens) and int(tokens[-1]) in stops else tokens
     return " ".join(map(str, shown)) if tokenizer is None else text_after(tokenizer, prompt, shown)
 
 
 class TextStream:
-    """The text of tokens that arrive one by one after a prompt: `add` and `end` return what is new.
+    """The text of tokens that arrive one by one after a prompt: `add` and `end` return the new text.
 
-    Together they return `text_after` of all tokens, with two exceptions, both in tokens that are no UTF-8. A text that
+    Together they return `text_after` of all tokens, with two exceptions, both in tokens that are not UTF-8. A text that
     was returned stays, where a decoder of byte tokens replaces all characters of a run that has a wrong byte by U+FFFD.
     And a character whose bytes are not complete is held back, but not for more than MOST_HELD tokens.
 
-    Every token is decoded with those whose text was returned last, not with all of them.
+    Every token is decoded with the tokens whose text was returned last, not with all of them.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
@@ -182,7 +182,7 @@ class TextStream:
         return text_after(self._tokenizer, self._before, self._held)
 
     def _release(self, text: str) -> str:
-        if text:  # special tokens have none, and what follows them is decoded after those that do
+        if text:  # special tokens have none, and the tokens after them are decoded after tokens that do
             self._before = self._held
         self._held = []
         return text

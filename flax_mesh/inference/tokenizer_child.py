@@ -1,6 +1,6 @@
 """`python tokenizer_child.py FILE SECONDS`: encodes and decodes with a tokenizer.json, a request in every line.
 
-It is a process of its own because the file is untrusted: it may make the package tokenizers abort, or run without end
+It is a separate process because the file is untrusted: it may make the package tokenizers abort, or run without end
 in code that Python cannot interrupt. The operating system then ends this process, after the seconds that a request has
 or at half of the memory of the machine. It imports only tokenizers, to start in milliseconds.
 """
@@ -36,7 +36,7 @@ def _timed(seconds: int, call: Callable[[], Any]) -> tuple[Any, str | None]:
     signal.alarm(seconds)
     try:
         return call(), None
-    except BaseException as error:  # a panic of the package is no Exception
+    except BaseException as error:  # a panic of the package is not an Exception
         return None, str(error) or type(error).__name__
     finally:
         signal.alarm(0)

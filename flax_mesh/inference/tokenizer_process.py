@@ -57,7 +57,7 @@ class TokenizerProcess:
         return child
 
     def _reply(self, child: "subprocess.Popen[str]", seconds: int, request: str = "") -> tuple[Any, str | None]:
-        """The result of a request, or what is wrong."""
+        """The result of a request, or its problem."""
         assert child.stdin is not None and child.stdout is not None
         try:
             if request:
@@ -66,7 +66,7 @@ class TokenizerProcess:
             line = child.stdout.readline()
         except BrokenPipeError:
             line = ""
-        except BaseException:  # as KeyboardInterrupt: the reply would be taken for that of the next request
+        except BaseException:  # as KeyboardInterrupt: the reply would be taken for the reply to the next request
             self._stop()
             raise
         if not line:

@@ -36,7 +36,7 @@ class TrainedModel:
         tokenizer: Text to token ids and back; None if the model has none.
         stop_tokens: Ids that end a text: `eos_token_id` of a Hugging Face model.
         source: The folder that it was read from, its step, and the length of the sequences of its training run.
-        description: The path, and what was read: the step, or the family of a Hugging Face model.
+        description: The path, and the step that was read, or the family of a Hugging Face model.
 
     `flax_mesh.models.generate(trained.model, ...)` continues prompts that are token ids. The example of `open_trained`
     calls both methods.
@@ -93,15 +93,15 @@ class TrainedModel:
             prompts: A text, or several, of any lengths.
             max_tokens: Number of tokens to generate for each prompt.
             sampling: Temperature, top_k and top_p; greedy by default.
-            stop: Tokens that end a text and are no part of it: ids, or texts that are one token each. A text of digits
-                is an id. Those of `stop_tokens` always end it.
+            stop: Tokens that end a text and are not part of it: ids, or texts that are one token each. A text of digits
+                is an id. The ids of `stop_tokens` always end it.
             seed: Seed of the sampling, as of `flax_mesh.models.generate`.
             batch_size: Number of prompts that are computed together.
             cache_length: Tokens of a prompt and its text that the cache can store. Default: as many as the longest
                 needs.
 
         Returns:
-            What the tokens add to the text of the prompt: a text for a text, a list for a list.
+            The text that the tokens add to the prompt: a text for a text, a list for a list.
 
         Raises:
             ConfigError: The model has no tokenizer, a prompt is empty, an argument is out of its limits, or the cache
@@ -164,8 +164,8 @@ class TrainedModel:
 
         Args:
             source: A text file, a token file (.npy, .bin), a folder, a glob or "stdlib", as the setting `data.source`.
-            sequence_length: Tokens per window. Default: that of the training run, or for a Hugging Face folder what
-                its config.json allows, at most 1024.
+            sequence_length: Tokens per window. Default: the length of the training run, or for a Hugging Face folder
+                the length that its config.json allows, at most 1024.
             batch_size: Number of windows per batch.
             max_tokens: Only the first tokens of `source`, that many. Default: all.
             bin_dtype: Type of the ids in .bin files: "uint16" or "uint32".
@@ -174,7 +174,7 @@ class TrainedModel:
             The mean loss in nats per token, the perplexity and, of text, the bits per byte.
 
         Raises:
-            ConfigError: There is no such file, the model has no tokenizer for text, a token is not one of the model,
+            ConfigError: The file does not exist, the model has no tokenizer for text, a token is not one of the model,
                 or an argument is out of its limits. Nothing has been compiled.
         """
         options = {"sequence_length": sequence_length, "max_tokens": max_tokens}

@@ -96,7 +96,7 @@ def load_safetensors(
 ) -> Tree:
     """Load parameters from safetensors directly into the layout of `abstract`.
 
-    Every device reads only its own slices of the memory-mapped files; a slice that several devices hold is read once.
+    Every device reads only its slices of the memory-mapped files; a slice that several devices hold is read once.
     The files may come from any layout. Floating arrays are cast to the dtypes of `abstract`.
 
     Args:
@@ -171,28 +171,28 @@ def save_safetensors(
 
 def file_arrays(params: Iterable[MappedParam], dtype: DTypeLike | None = None) -> dict[str, jax.ShapeDtypeStruct]:
     """Name -> shape and dtype of every array in the files; ConfigError if two parameters have the same."""
-    all_arrays = [(p, one) for p in params for one in p.arrays]
-    alone = Counter((one.name, str(one.within)) for _, one in all_arrays)
+    all_arrays = [(p, array) for p in params for array in p.arrays]
+    alone = Counter((array.name, str(array.within)) for _, array in all_arrays)
     if duplicates := [name for (name, _), count in alone.items() if count > 1]:
         raise ConfigError(
             f"The table maps several parameters to one name: {listed(at_most(duplicates))}. Names must differ."
         )
-    return {one.name: jax.ShapeDtypeStruct(one.file_shape, _dtype(p.value, dtype)) for p, one in all_arrays}
+    return {array.name: jax.ShapeDtypeStruct(array.file_shape, _dtype(p.value, dtype)) for p, array in all_arrays}
 
 
 def assembled(pieces: Iterable[tuple[MappedArray, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array in the files) from the values of parameters as stored; a joined one when its last part has come."""
     begun: dict[str, np.ndarray] = {}
     missing: dict[str, int] = {}
-    for one, value in pieces:
-        if not one.within:
-            yield one.name, value
+    for array, value in pieces:
+        if not array.within:
+            yield array.name, value
             continue
-        whole = begun.setdefault(one.name, np.empty(one.whole, value.dtype))
-        whole[one.within] = value
-        missing[one.name] = missing.get(one.name, whole.size) - value.size
-        if not missing[one.name]:
-            yield one.name, begun.pop(one.name)
+        whole = begun.setdefault(array.name, np.empty(array.whole, value.dtype))
+        whole[array.within] = value
+        missing[array.name] = missing.get(array.name, whole.size) - value.size
+        if not missing[array.name]:
+            yield array.name, begun.pop(array.name)
 
 
 def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam]:
@@ -222,35 +222,35 @@ def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[Par
     """`params`, the arrays of joined lines as parts of the array that has their name."""
     sharing: dict[str, list[MappedArray]] = {}
     for line, param in sorted(zip(lines, params, strict=True), key=lambda item: item[0]):
-        for one in param.arrays if table[line].joined else ():
-            sharing.setdefault(one.name, []).append(one)
+        for array in param.arrays if table[line].joined else ():
+            sharing.setdefault(array.name, []).append(array)
 
-    def part(one: MappedArray, joined: str) -> MappedArray:
-        parts = sharing[one.name]
-        index = next(i for i, other in enumerate(parts) if other is one)
-        dims = [slice(None)] * len(one.shape)
+    def part(array: MappedArray, joined: str) -> MappedArray:
+        parts = sharing[array.name]
+        index = next(i for i, other in enumerate(parts) if other is array)
+        dims = [slice(None)] * len(array.shape)
         if joined == "alternating":
             dims[-1] = slice(index, None, len(parts))
-            whole = (*one.shape[:-1], one.shape[-1] * len(parts))
+            whole = (*array.shape[:-1], array.shape[-1] * len(parts))
         else:
             start = sum(other.shape[0] for other in parts[:index])
-            dims[0] = slice(start, start + one.shape[0])
-            whole = (sum(other.shape[0] for other in parts), *one.shape[1:])
-        return one._replace(within=tuple(dims), whole=whole)
+            dims[0] = slice(start, start + array.shape[0])
+            whole = (sum(other.shape[0] for other in parts), *array.shape[1:])
+        return array._replace(within=tuple(dims), whole=whole)
 
     return [
-        param._replace(arrays=tuple(part(one, joined) for one in param.arrays)) if joined else param
+        param._replace(arrays=tuple(part(array, joined) for array in param.arrays)) if joined else param
         for param, joined in ((param, table[line].joined) for line, param in zip(lines, params, strict=True))
     ]
 
 
 def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> tuple[MappedParam, ParamMapping]:
     base, start = path_and_start(path)
-    found = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
-    if len(found) != 1:
-        lines = ", ".join(mapping.path for mapping, _ in found) or "none"
+    matches = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
+    if len(matches) != 1:
+        lines = ", ".join(mapping.path for mapping, _ in matches) or "none"
         raise ConfigError(f"{path} {array_text(value)}: exactly one line must match it, but these do: {lines}")
-    line, match = found[0]
+    line, match = matches[0]
     name, dims = line.name, line.dims
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
     layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
@@ -304,32 +304,32 @@ def _parse(dims: str) -> tuple[list[list[str]], list[str]]:
 def _differences(params: Sequence[MappedParam], stored: Mapping[str, Stored], ignore: Sequence[str]) -> list[str]:
     problems, used = [], set()
     for param in params:
-        for one in param.arrays:
-            used.add(one.name)
-            found = stored.get(one.name)
-            expected = array_text(jax.ShapeDtypeStruct(one.file_shape, param.value.dtype))
-            if found is None:
-                problems.append(f"{one.name}: only in the model, {expected}")
-            elif found.shape != one.file_shape or not _can_cast(found.dtype, param.value.dtype):
-                problems.append(f"{one.name}: folder {array_text(found)}, model {expected}")
+        for array in param.arrays:
+            used.add(array.name)
+            in_file = stored.get(array.name)
+            expected = array_text(jax.ShapeDtypeStruct(array.file_shape, param.value.dtype))
+            if in_file is None:
+                problems.append(f"{array.name}: only in the model, {expected}")
+            elif in_file.shape != array.file_shape or not _can_cast(in_file.dtype, param.value.dtype):
+                problems.append(f"{array.name}: folder {array_text(in_file)}, model {expected}")
     left = [name for name in stored.keys() - used if not any(re.search(pattern, name) for pattern in ignore)]
     return problems + [f"{name}: only in the folder, {array_text(stored[name])}" for name in sorted(left)]
 
 
 def _sharding_problems(params: Sequence[MappedParam]) -> list[str]:
-    found = []
+    lines = []
     for param in params:
         sharding = getattr(param.value, "sharding", None)
         if sharding is None or (isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)):
-            found.append(f"{param.path}: needs a sharding over devices, got {sharding}; use abstract_state with a Mesh")
-    return found
+            lines.append(f"{param.path}: needs a sharding over devices, got {sharding}; use abstract_state with a Mesh")
+    return lines
 
 
 def _load(param: MappedParam, stored: Mapping[str, Stored]) -> jax.Array:
     value, slices = param.value, {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
-        bounds = tuple(one.indices(size)[:2] for one, size in zip(index or (), value.shape, strict=True))
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), value.shape, strict=True))
         if bounds not in slices:  # replicated over several devices, but read once
             slices[bounds] = read_slice(param.arrays, stored, bounds, value.dtype)
         return slices[bounds]
@@ -342,17 +342,17 @@ def read_slice(
 ) -> np.ndarray:
     """Read one slice of a parameter that consists of `arrays`; `bounds` are (start, stop) of every dim."""
     out = np.empty([stop - start for start, stop in bounds], dtype)
-    for one in arrays:
-        lead = bounds[: len(one.at)]
-        if all(start <= at < stop for at, (start, stop) in zip(one.at, lead, strict=True)):
-            here = tuple(at - start for at, (start, _) in zip(one.at, lead, strict=True))
-            there = tuple(slice(*pair) for pair in bounds[len(one.at) :])
-            array, split = stored[one.name], one.split
-            if isinstance(array, Packed):  # its first dim, that of the experts, is the first one here
+    for mapped in arrays:
+        lead = bounds[: len(mapped.at)]
+        if all(start <= at < stop for at, (start, stop) in zip(mapped.at, lead, strict=True)):
+            here = tuple(at - start for at, (start, _) in zip(mapped.at, lead, strict=True))
+            there = tuple(slice(*pair) for pair in bounds[len(mapped.at) :])
+            array, split = stored[mapped.name], mapped.split
+            if isinstance(array, Packed):  # its first dim, the experts, is the first one here
                 array, there = array.decode(there[0]), (slice(None), *there[1:])
                 split = (array.shape[0], *split[1:])
-            array = array[one.within] if one.within else array
-            copy_slice(out[(*here, ...)], array.reshape(split).transpose(one.order)[(*there, ...)])
+            array = array[mapped.within] if mapped.within else array
+            copy_slice(out[(*here, ...)], array.reshape(split).transpose(mapped.order)[(*there, ...)])
     return out
 
 
@@ -391,15 +391,15 @@ def _stored_values(params: Iterable[MappedParam], dtype: DTypeLike | None) -> It
     jobs: dict[str, list[tuple[MappedParam, int | None, list[MappedArray]]]] = {}
     for param in params:
         groups: dict[int | None, list[MappedArray]] = {}
-        for one in param.arrays:
-            groups.setdefault(one.at[0] if param.stacked else None, []).append(one)
+        for array in param.arrays:
+            groups.setdefault(array.at[0] if param.stacked else None, []).append(array)
         for layer, arrays in groups.items():
             jobs.setdefault(arrays[0].name, []).append((param, layer, arrays))
     for param, layer, arrays in itertools.chain.from_iterable(jobs.values()):
         taken = param.value if layer is None else _take(param.value, layer)
         value = gather(taken, dtype=dtype, bytes_in_flight=_BYTES_IN_FLIGHT)
-        for one in arrays:
-            yield one, stored_value(one, value[one.at[1:] if param.stacked else one.at])
+        for array in arrays:
+            yield array, stored_value(array, value[array.at[1:] if param.stacked else array.at])
 
 
 def _take(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:
@@ -410,5 +410,5 @@ def _dtype(value: Shaped, dtype: DTypeLike | None) -> np.dtype:
     return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
 
 
-def _can_cast(found: Any, target: Any) -> bool:
-    return found == target or (jnp.issubdtype(found, jnp.floating) and jnp.issubdtype(target, jnp.floating))
+def _can_cast(stored: Any, target: Any) -> bool:
+    return stored == target or (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(target, jnp.floating))

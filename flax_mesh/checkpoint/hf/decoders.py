@@ -1,7 +1,7 @@
 """Reads and writes config.json and the arrays of the decoders of `families`.
 
-`settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class only needs a table of
-its own (`ParamMapping`).
+`settings` are the fields of `flax_mesh.models.DecoderConfig` as a dict. A model of another class only needs a
+table of `ParamMapping`.
 """
 
 import re
@@ -30,7 +30,7 @@ from flax_mesh.fields import check_types
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
-# The switches of the decoder and their defaults: what a family must have, or set, so that it has these models.
+# The switches of the decoder and their defaults: a family must have them, or set them, to have these models.
 SWITCHES: dict[str, Any] = {
     **{"num_experts": 0, "qkv_bias": False, "qk_norm": False, "norms": "before", "zero_centered": False},
     **{"qk_norm_all_heads": False, "attention_scale": 0.0, "attention_softcap": 0.0, "logit_softcap": 0.0},
@@ -62,10 +62,10 @@ class DecoderFolder(NamedTuple):
         They are found without building the model.
         """
         layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
-        found, stored = [], open_safetensors(self.path)
+        problems, stored = [], open_safetensors(self.path)
         # A config.json that asks for a billion layers must fail before a model of that size is traced.
         if layers * experts > len(stored):
-            found.append(
+            problems.append(
                 f"{self.path}: config.json has {layers} layers with {experts} MLPs each, "
                 f"but the folder contains only {len(stored)} arrays"
             )
@@ -74,10 +74,10 @@ class DecoderFolder(NamedTuple):
             try:
                 ignores_head |= bool(re.search(pattern, HEAD))
             except re.error as error:
-                found.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
+                problems.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
         # Versions of transformers differ in which of the two arrays is the head.
         if self.settings["tied"] and not ignores_head and not _equal(stored.get(HEAD), stored.get(EMBEDDING)):
-            found.append(
+            problems.append(
                 Problem(
                     str(self.path),
                     f": tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}",
@@ -86,7 +86,7 @@ class DecoderFolder(NamedTuple):
                     can_ignore=True,
                 )
             )
-        return found
+        return problems
 
     def load(self, abstract: Tree) -> Tree:
         """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
@@ -152,23 +152,23 @@ def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[
 
 
 def huggingface_config(
-    settings: Json, *, model_type: str | None = None, max_position_embeddings: int | None = None, **more: object
+    settings: Json, *, model_type: str | None = None, max_position_embeddings: int | None = None, **keys: object
 ) -> dict[str, Any]:
     """The config.json of a decoder with these settings, `vars` of its DecoderConfig; options that it lacks are off.
 
     Its "model_type" is the key of the table in DECODER_NAMES: `model_type` if that family has such decoders, otherwise
-    the first one that has. `max_position_embeddings` is the longest sequence that
-    other programs should accept; `more` keys, such as eos_token_id, are written unchanged. Raises ConfigError if no
-    family has such a decoder. Settings that change only how it is computed or trained are not written.
+    the first one that has. `max_position_embeddings` is the longest sequence that other programs should accept; further
+    `keys`, such as eos_token_id, are written unchanged. Raises ConfigError if no family has such a decoder. Settings
+    that change only how it is computed or trained are not written.
     """
     settings = {**SWITCHES, **ROPE_OFF, "sliding_window": 0, "layer_pattern": "", **settings}
     settings |= parsed_factors(settings)
     differences = {name: _differences(family, settings) for name, family in FAMILIES.items()}
-    fitting = [name for name, found in differences.items() if not found]
+    fitting = [name for name, lacking in differences.items() if not lacking]
     if not fitting:
         on = {name: settings[name] for name, value in SWITCHES.items() if settings[name] != value}
         on |= {name: settings[name] for name in ("sliding_window", "layer_pattern") if settings[name]}
-        lines = [f"{name}: {', '.join(found[:2])}" for name, found in differences.items()]
+        lines = [f"{name}: {', '.join(lacking[:2])}" for name, lacking in differences.items()]
         raise ConfigError(lines, head=f"No family has decoders with {on}; the families, and what they lack:")
     model_type = model_type if model_type in fitting else fitting[0]
     family = FAMILIES[model_type]
@@ -178,26 +178,26 @@ def huggingface_config(
     config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}
     if max_position_embeddings is not None:
         config["max_position_embeddings"] = max_position_embeddings
-    return config | more
+    return config | keys
 
 
 def _differences(family: Family, settings: Json) -> list[str]:
     """The settings that models of a family cannot have, empty if it has such models."""
-    free, found = family.free(), []
+    free, lacking = family.free(), []
     for name, default in SWITCHES.items():
         wanted = family.settings.get(name, default)
         wanted = wanted(settings) if callable(wanted) else wanted
         if settings[name] != wanted and name not in free:
-            found.append(f"{name}={settings[name]!r}")
+            lacking.append(f"{name}={settings[name]!r}")
     if "num_experts" in free and not settings["num_experts"]:
-        found.append("num_experts=0")
+        lacking.append("num_experts=0")
     for target in family.keys.values():
         several = [settings[name] for name in target.settings if len(target.settings) > 1]
         if len({*several}) > 1:
-            found.append(" and ".join(f"{name}={settings[name]!r}" for name in target.settings))
+            lacking.append(" and ".join(f"{name}={settings[name]!r}" for name in target.settings))
     if family.local_rope is not None and not settings["local_rope_theta"] and settings["rope_factor"] != 1:
-        found.append("local_rope_theta=0 with a rope_factor")
-    return found + [layer for layer in [layer_difference(family, settings)] if layer]
+        lacking.append("local_rope_theta=0 with a rope_factor")
+    return lacking + [layer for layer in [layer_difference(family, settings)] if layer]
 
 
 def _value(config: Json, key: str, target: Key, family: Family, problems: list[str]) -> Any:
@@ -230,32 +230,32 @@ def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
     return {"dtype": dtype, "param_dtype": dtype}
 
 
-def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+def _equal(array: np.ndarray | None, other: np.ndarray | None) -> bool:
     """Whether two stored arrays have the same bytes, or one is missing. Only a slice of each is in memory at a time."""
-    if one is None or other is None:
+    if array is None or other is None:
         return True
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (array.shape, array.dtype) != (other.shape, other.dtype):
         return False
-    first, second = (x.reshape(-1).view(np.uint8) for x in (one, other))  # views of the memory-mapped files
+    first, second = (x.reshape(-1).view(np.uint8) for x in (array, other))  # views of the memory-mapped files
     pieces = (slice(start, start + _COMPARED_BYTES) for start in range(0, len(first), _COMPARED_BYTES))
     return all(np.array_equal(first[piece], second[piece]) for piece in pieces)
 
 
 def _unsupported(config: Json, family: Family) -> list[str]:
-    found = []
+    problems = []
     for key, value in family.must.items():
         given = config.get(key, family.absent.get(key, value))
         is_read = key == QUANTIZATION and isinstance(given, dict) and given.get("quant_method") == (family.packed or ())
         if given != value and (given or value) and not is_read and key not in ROPE_KEYS:
-            found.append(f"{key} must be {value!r}, got {given!r}")
+            problems.append(f"{key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")
     if architectures not in (None, [family.architecture]):
-        found.append(f"architectures must be ['{family.architecture}'], got {architectures!r}")
+        problems.append(f"architectures must be ['{family.architecture}'], got {architectures!r}")
     known = family.keys.keys() | family.must.keys() | WITHOUT_EFFECT.keys() | _READ_SEPARATELY
     known |= layer_key_names(family) | OF_FAMILY.get(str(config["model_type"]), {}).keys() | {family.local_rope}
     known |= {OTHER_NAME[key] for key in family.keys if key in OTHER_NAME}
     unknown = config.keys() - known
-    return found + [
+    return problems + [
         Problem(k, "is an unknown key", f"if it has no effect: ignore=({k!r},)", value=repr(config[k]), can_ignore=True)
         for k in unknown
     ]

@@ -156,8 +156,8 @@ class Family(NamedTuple):
         defaults of the decoder
     layers: how the kinds of the layers are read: the key that decides whether tokens attend to the last
         `sliding_window` only, or a pattern that `layer_types` replaces; "" if all layers attend to all tokens
-    local_rope: whether local layers have a rotary base of their own, and no scaling: the key of the base, "" if they
-        have that of the other layers
+    local_rope: whether local layers have a separate rotary base, and no scaling: the key of the base, "" if they
+        have the base of the other layers
     rotary: the default of partial_rotary_factor; 0: all dims are rotated
     """
 
@@ -173,9 +173,9 @@ class Family(NamedTuple):
 
     def free(self) -> set[str]:
         """The settings of switches that models of the family may have."""
-        found = {setting for key in self.keys.values() for setting in key.settings}
-        found |= {"local_rope_theta"} if self.local_rope is not None else set()
-        return found | ({"rotary_dims"} if self.rotary else set())
+        settings = {setting for key in self.keys.values() for setting in key.settings}
+        settings |= {"local_rope_theta"} if self.local_rope is not None else set()
+        return settings | ({"rotary_dims"} if self.rotary else set())
 
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}

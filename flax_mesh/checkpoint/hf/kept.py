@@ -1,7 +1,7 @@
-"""The files of a Hugging Face folder that are not parameters: config.json, those of the tokenizer, and others.
+"""The files of a Hugging Face folder that are not parameters: config.json, the tokenizer files, and others.
 
 The folder of the checkpoints of an imported model keeps them below `huggingface`, and an export writes them again. They
-are no part of a step and have no checksums: a tokenizer may be changed there.
+are not part of a step and have no checksums: a tokenizer may be changed there.
 """
 
 import shutil
@@ -26,15 +26,15 @@ ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_fa
 
 
 def other_files(folder: Path) -> list[Path]:
-    """The visible files directly in `folder` that contain no parameters; none if there is no such folder.
+    """The visible files directly in `folder` that contain no parameters; none if the folder does not exist.
 
     They are copied, so links must not lead out of the folder, but in a cache of the Hugging Face hub, whose
     `snapshots/REVISION` contains links to `blobs`. ConfigError for all others.
     """
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
     files = [
         file
-        for file in found
+        for file in entries
         if file.is_file()
         and not file.name.startswith(".")
         and file.suffix not in PARAMETERS
@@ -59,7 +59,7 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def keep_files(folder: Path, checkpoints: Path) -> None:
-    """Copy the files beside the parameters in `folder` to the folder of checkpoints, in place of those from before."""
+    """Copy the files beside the parameters in `folder` to the folder of checkpoints, in place of earlier ones."""
     if not (files := other_files(folder)):
         return
     kept = checkpoints / KEPT
@@ -72,10 +72,10 @@ def keep_files(folder: Path, checkpoints: Path) -> None:
 def read_kept_config(checkpoints: Path) -> dict[str, Any]:
     """The config.json that the checkpoints of a folder keep, {} if they keep none."""
     file = checkpoints / KEPT / CONFIG
-    found = read_json(file) if file.is_file() else {}
-    if not isinstance(found, dict):
+    config = read_json(file) if file.is_file() else {}
+    if not isinstance(config, dict):
         raise ConfigError(f"{file} must be a JSON object; repair it, or remove {file.parent}")
-    return found
+    return config
 
 
 def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
@@ -94,18 +94,18 @@ def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
     for config in (before, after):
         if LENGTH in kept:  # a derived value in both
             config.pop(LENGTH, None)
-    found = {key: value for key, value in kept.items() if key in after or key not in before}
-    found.pop(QUANTIZATION, None)  # the export is not quantized
+    updated = {key: value for key, value in kept.items() if key in after or key not in before}
+    updated.pop(QUANTIZATION, None)  # the export is not quantized
     changed = {key: value for key, value in after.items() if key not in before or before[key] != value}
     if changed.keys() & {*ROPE} or any(key in before and key not in after for key in ROPE):
-        found.pop("rope_parameters", None)  # the name of both since transformers 5
+        updated.pop("rope_parameters", None)  # the name of both since transformers 5
         changed |= {key: after[key] for key in ROPE if key in after}
     for key in changed.keys() & OTHER_NAME.keys():
-        found.pop(OTHER_NAME[key], None)
+        updated.pop(OTHER_NAME[key], None)
     if "torch_dtype" in changed and "dtype" in kept:
         changed["dtype"] = changed.pop("torch_dtype")
-        found.pop("torch_dtype", None)
-    return found | changed
+        updated.pop("torch_dtype", None)
+    return updated | changed
 
 
 def _settings_of(kept: Json) -> dict[str, Any]:

@@ -110,10 +110,8 @@ def layer_keys(family: Family, settings: Json) -> dict[str, Any]:
     if family.layers == USE_WINDOW:
         first = next((i for i, kind in enumerate(kinds) if kind == "local"), len(kinds))
         is_simple = kinds == ["global"] * first + ["local"] * (len(kinds) - first)
-        found: dict[str, Any] = {USE_WINDOW: window > 0} | (
-            {WINDOW: window, FIRST_WITH_WINDOW: first} if window else {}
-        )
-        return found if is_simple else found | {"layer_types": names}
+        keys: dict[str, Any] = {USE_WINDOW: window > 0} | ({WINDOW: window, FIRST_WITH_WINDOW: first} if window else {})
+        return keys if is_simple else keys | {"layer_types": names}
     if family.layers == _ALL:
         # transformers checks that the heads of Mamba layers divide the hidden size, also where there are none.
         positions = "rope" if kinds[0] == "global" else "nope"
@@ -124,7 +122,7 @@ def layer_keys(family: Family, settings: Json) -> dict[str, Any]:
 
 
 def layer_difference(family: Family, settings: Json) -> str:
-    """What models of a family cannot have of these settings, "" if there is nothing."""
+    """The part of these settings that models of a family cannot have, "" if they can have all."""
     kinds = set(settings_kinds(settings))
     _, allowed, may_differ = _of(family)
     if kinds <= allowed and (may_differ or len(kinds) == 1):

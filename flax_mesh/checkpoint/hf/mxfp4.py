@@ -28,12 +28,12 @@ class Packed:
         self.shape = (experts, count * half * 2, rows)
 
     def decode(self, experts: slice) -> np.ndarray:
-        found = []
+        arrays = []
         for blocks, scales in zip(self.blocks[experts], self.scales[experts], strict=True):
             pairs = np.stack([_NUMBERS[blocks & 15], _NUMBERS[blocks >> 4]], axis=-1)
             numbers = np.ldexp(pairs.reshape(*blocks.shape[:2], -1), scales.astype(np.int32)[..., None] - 127)
-            found.append(numbers.astype(self.dtype).reshape(blocks.shape[0], -1).T)
-        return np.stack(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+            arrays.append(numbers.astype(self.dtype).reshape(blocks.shape[0], -1).T)
+        return np.stack(arrays) if arrays else np.empty((0, *self.shape[1:]), self.dtype)
 
 
 Stored = np.ndarray | Packed
@@ -41,12 +41,12 @@ Stored = np.ndarray | Packed
 
 def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, Stored]:
     """`stored` with an array NAME in place of NAME_blocks and NAME_scales."""
-    found: dict[str, Stored] = dict(stored)
+    arrays: dict[str, Stored] = dict(stored)
     for name in stored:
         base = name.removesuffix(_BLOCKS)
         if name.endswith(_BLOCKS) and _is_packed(stored[name], stored.get(base + _SCALES)):
-            found[base] = Packed(found.pop(name), found.pop(base + _SCALES))  # pyright: ignore[reportArgumentType]
-    return found
+            arrays[base] = Packed(arrays.pop(name), arrays.pop(base + _SCALES))  # pyright: ignore[reportArgumentType]
+    return arrays
 
 
 def _is_packed(blocks: np.ndarray, scales: np.ndarray | None) -> bool:

@@ -15,10 +15,10 @@ _LINEAR = re.compile(r"(.*_proj|lm_head)\.weight")  # others, such as routers, a
 
 
 def adapted_arrays(params: Iterable[MappedParam], adapted: Sequence[str]) -> dict[str, MappedArray]:
-    """The array in the files of every adapted path. ConfigError with all that are no linear layers for PEFT."""
+    """The array in the files of every adapted path. ConfigError with all that are not linear layers for PEFT."""
     arrays = {param.path: param.arrays for param in params}
-    names = {path: [one.name for one in arrays[path]] for path in adapted}
-    joined = {one.name for path in adapted for one in arrays[path] if one.within}  # with weights of other paths
+    names = {path: [array.name for array in arrays[path]] for path in adapted}
+    joined = {array.name for path in adapted for array in arrays[path] if array.within}  # with weights of other paths
     is_linear = {path: len(x) == 1 and _LINEAR.fullmatch(x[0]) and x[0] not in joined for path, x in names.items()}
     if wrong := [f"{path}: {', '.join(names[path])}" for path, fits in is_linear.items() if not fits]:
         raise ConfigError(

@@ -49,15 +49,15 @@ def read_rope(config: Json, family: Family, settings: Json, problems: list[str])
         problems.append(f"rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
     given = old | new
     theta = given.pop("rope_theta", family.absent["rope_theta"])
-    found = ROPE_OFF | {"rope_theta": theta}
-    found["rotary_dims"] = _rotary_dims(config, given, family, settings, problems)
-    found |= _read_scaling(config, given, problems)
+    rope = ROPE_OFF | {"rope_theta": theta}
+    rope["rotary_dims"] = _rotary_dims(config, given, family, settings, problems)
+    rope |= _read_scaling(config, given, problems)
     if family.local_rope is not None:
-        found["local_rope_theta"] = _read_local(config, of_local, family, theta, problems)
-    for name, value in found.items():
+        rope["local_rope_theta"] = _read_local(config, of_local, family, theta, problems)
+    for name, value in rope.items():
         if name.endswith(("theta", "factor", "length")) and not _is_number(value):
             problems.append(f"{name} must be a number, got {value!r}")
-    return found
+    return rope
 
 
 def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -73,25 +73,25 @@ def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> d
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
     required, optional = _KINDS[kind]
     if not required.keys() <= given.keys() <= (required | optional).keys():
-        more = f" and may have {sorted(optional)}" if optional else ""
-        problems.append(f"rope_scaling of type {kind} must have the keys {sorted(required)}{more}, got {sorted(given)}")
+        rest = f" and may have {sorted(optional)}" if optional else ""
+        problems.append(f"rope_scaling of type {kind} must have the keys {sorted(required)}{rest}, got {sorted(given)}")
         return {}
     if kind == "default":
         return {}
-    found: dict[str, Any] = {"rope_kind": kind} | (_OF_PAPER if kind == "yarn" else {})
-    found |= {name: given[key] for key, name in (required | optional).items() if key in given}
-    if not isinstance(found.get("rope_truncate", True), bool):
-        problems.append(f"truncate must be of type bool, got {found['rope_truncate']!r}")
+    scaling: dict[str, Any] = {"rope_kind": kind} | (_OF_PAPER if kind == "yarn" else {})
+    scaling |= {name: given[key] for key, name in (required | optional).items() if key in given}
+    if not isinstance(scaling.get("rope_truncate", True), bool):
+        problems.append(f"truncate must be of type bool, got {scaling['rope_truncate']!r}")
     if kind == "longrope":
         for key, name in _LONGROPE.items():
             if not isinstance(given[key], list) or not all(map(_is_number, given[key])):
                 problems.append(f"{key} must be a list of numbers, got {given[key]!r}")
             else:
-                found[name] = tuple(map(float, given[key]))
-        longest, original = config.get("max_position_embeddings"), found["rope_original_length"]
-        if "rope_factor" not in found and _is_number(longest) and _is_number(original) and original > 0:
-            found["rope_factor"] = max(1.0, longest / original)
-    return found
+                scaling[name] = tuple(map(float, given[key]))
+        longest, original = config.get("max_position_embeddings"), scaling["rope_original_length"]
+        if "rope_factor" not in scaling and _is_number(longest) and _is_number(original) and original > 0:
+            scaling["rope_factor"] = max(1.0, longest / original)
+    return scaling
 
 
 def _read_local(config: Json, given: Mapping[str, Any] | None, family: Family, theta: Any, problems: list[str]) -> Any:
@@ -118,44 +118,44 @@ def _rotary_dims(config: Json, given: dict[str, Any], family: Family, settings: 
 
 def rope_keys(family: Family, settings: Json) -> dict[str, Any]:
     """The keys of config.json for these settings; also the longest sequence, if there is a scaling."""
-    found = _shared_keys(family, settings)
+    keys = _shared_keys(family, settings)
     local = settings["local_rope_theta"]
     if family.local_rope != "" or local in (0, settings["rope_theta"]):
-        return found
-    # The base of local layers has no key of its own in this family.
-    of_global = {"rope_type": "default", "rope_theta": found.pop("rope_theta"), **found.pop("rope_scaling", {})}
+        return keys
+    # The base of local layers has no separate key in this family.
+    of_global = {"rope_type": "default", "rope_theta": keys.pop("rope_theta"), **keys.pop("rope_scaling", {})}
     of_local = {"rope_type": "default", "rope_theta": local}
-    return found | {"rope_parameters": {_GLOBAL: of_global, _LOCAL: of_local}}
+    return keys | {"rope_parameters": {_GLOBAL: of_global, _LOCAL: of_local}}
 
 
 def _shared_keys(family: Family, settings: Json) -> dict[str, Any]:
-    found: dict[str, Any] = {"rope_theta": settings["rope_theta"]}
+    keys: dict[str, Any] = {"rope_theta": settings["rope_theta"]}
     if family.local_rope:
-        found[family.local_rope] = settings["local_rope_theta"] or settings["rope_theta"]
+        keys[family.local_rope] = settings["local_rope_theta"] or settings["rope_theta"]
     if family.rotary:
-        found["partial_rotary_factor"] = (settings["rotary_dims"] or settings["head_dim"]) / settings["head_dim"]
+        keys["partial_rotary_factor"] = (settings["rotary_dims"] or settings["head_dim"]) / settings["head_dim"]
     kind = settings["rope_kind"]
     if settings["rope_factor"] == 1 and kind != "longrope":
-        return found | ({"rope_scaling": {"rope_type": "default"}} if "rope_scaling" in family.absent else {})
+        return keys | ({"rope_scaling": {"rope_type": "default"}} if "rope_scaling" in family.absent else {})
     required, optional = _KINDS[kind]
     values = {key: settings[name] for key, name in (required | optional).items()}
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     if not values.get("attention_factor", True):
         del values["attention_factor"]
-    found["rope_scaling"] = {"rope_type": kind} | values
+    keys["rope_scaling"] = {"rope_type": kind} | values
     if kind == "longrope":
-        found |= {key: values[key] for key in _LENGTH}
+        keys |= {key: values[key] for key in _LENGTH}
     if kind != "linear":
-        found["max_position_embeddings"] = int(settings["rope_factor"] * settings["rope_original_length"])
-    return found
+        keys["max_position_embeddings"] = int(settings["rope_factor"] * settings["rope_original_length"])
+    return keys
 
 
 def parsed_factors(settings: Json) -> dict[str, tuple[float, ...]]:
     """The factors of longrope in settings that may be text: 1.0,1.5."""
-    found = {name: settings[name] for name in _LONGROPE.values()}
+    factors = {name: settings[name] for name in _LONGROPE.values()}
     return {
         name: tuple(map(float, filter(None, str(value).split(",")))) if isinstance(value, str | float) else tuple(value)
-        for name, value in found.items()
+        for name, value in factors.items()
     }
 
 

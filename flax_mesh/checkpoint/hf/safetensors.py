@@ -29,7 +29,7 @@ from flax_mesh.tree import Shaped
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
 MAX_DIMS, MAX_SIZE = 32, 2**50  # below the limits of numpy
-# Dtype in a file -> numpy's. Those below a byte are left out, since JAX does not pack them.
+# Dtype in a file -> numpy's. Dtypes below a byte are left out, since JAX does not pack them.
 DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
@@ -49,7 +49,7 @@ class _FileSlice(NamedTuple):
 
 
 def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Memory-map every array of a file or a folder, by name: a slice reads only its own pages. Arrays are read-only.
+    """Memory-map every array of a file or a folder, by name: a slice reads only its pages. Arrays are read-only.
 
     Raises one CheckpointCorruptedError that lists all errors in the headers and the index. The format has no checksums:
     changed data is not detected.
@@ -59,8 +59,8 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
         return _open_file(path)
     single, index = path / SINGLE_FILE, path / INDEX
     if single.exists() == index.exists():
-        found = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors files"
-        raise ConfigError(f"{path} must hold either {SINGLE_FILE} or {INDEX}, not both; it contains {found}.")
+        names = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors files"
+        raise ConfigError(f"{path} must hold either {SINGLE_FILE} or {INDEX}, not both; it contains {names}.")
     return _open_file(single) if single.exists() else _open_sharded(path)
 
 
@@ -120,7 +120,7 @@ def read_json(path: Path) -> Any:
 
 
 def user_path(path: str | Path) -> Path:
-    """`path` with ~ and ~USER replaced. ConfigError if there is no such user."""
+    """`path` with ~ and ~USER replaced. ConfigError if the user does not exist."""
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -143,7 +143,7 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
         _refuse(folder / INDEX, ['it must be an object with a "weight_map" from names to files'])
     if strange := sorted({repr(file) for file in weight_map.values() if not _is_file_name(file)}):
         _refuse(folder / INDEX, [f"{file} must be the name of a .safetensors file in the folder" for file in strange])
-    found: dict[str, np.ndarray] = {}
+    all_arrays: dict[str, np.ndarray] = {}
     problems = []
     for file in sorted(set(weight_map.values())):
         try:
@@ -154,10 +154,10 @@ def _open_sharded(folder: Path) -> dict[str, np.ndarray]:
         expected = {name for name, where in weight_map.items() if where == file}
         problems += [f"{name}: listed in the index, but not in {file}" for name in expected - arrays.keys()]
         problems += [f"{name}: in {file}, but not listed in the index" for name in arrays.keys() - expected]
-        found |= arrays
+        all_arrays |= arrays
     if problems:
         raise CheckpointCorruptedError(sorted(problems), head=f"{folder / INDEX} and its files do not match:")
-    return found
+    return all_arrays
 
 
 def _is_file_name(file: object) -> bool:
@@ -250,11 +250,11 @@ def _short(value: object) -> str:
 
 def _parse_json(path: Path, text: bytes) -> Any:
     def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
+        parsed = dict(pairs)
+        if len(parsed) < len(pairs):
             duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
             raise ValueError(f"duplicate keys: {', '.join(duplicates)}")
-        return found
+        return parsed
 
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
