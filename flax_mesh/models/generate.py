@@ -4,7 +4,6 @@ Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -18,42 +17,18 @@ from jax.typing import ArrayLike
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import MAX_SIZE, integer_problems, require_types, type_problems, value_problems
+from flax_mesh.fields import integer_problems, require_types
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.models.cache import KVCache, bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.ops.sampling import Sampling, choose_tokens
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree
 
-_GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 _Leaves = list[jax.Array]  # of the state of a model
 _Chosen = tuple[PyTree, ...]  # a token of every row, its log-probability, and the cache if it has changed
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a token is chosen from its logits.
-
-    Attributes:
-        temperature: The logits are divided by it. 0: the token of the largest logit (greedy).
-        top_k: Only the tokens of the k largest logits. 0: all.
-        top_p: Of these only the most probable ones, as few as have this probability together (Holtzman et al. 2020).
-
-    Of tokens with equal logits those with smaller ids come first.
-    """
-
-    temperature: float = field(default=0.0, metadata={"at_least": 0})
-    top_k: int = field(default=0, metadata={"at_least": 0, "at_most": MAX_SIZE})
-    top_p: float = field(default=1.0, metadata={"above": 0, "at_most": 1})
-
-    def problems(self) -> list[Problem]:
-        if problems := [*type_problems(self), *value_problems(self)]:
-            return problems
-        without_effect = [name for name in ("top_k", "top_p") if getattr(self, name) != getattr(Sampling, name)]
-        rest = "has no effect with temperature 0 (greedy)", "set a temperature above 0"
-        return [Problem(name, *rest) for name in without_effect if self.temperature == 0]
 
 
 class Generated(NamedTuple):
@@ -75,7 +50,7 @@ def generate(
     prompts: Sequence[ArrayLike | Sequence[int]],
     *,
     max_tokens: int = 64,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = Sampling(),  # noqa: B008 (a frozen value)
     stop_tokens: Iterable[int] = (),
     seed: int = 0,
     batch_size: int = 8,
@@ -234,34 +209,6 @@ def _choose(logits_BV: jax.Array, cache: KVCache, ids_B: jax.Array, seed: jax.Ar
         return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
 
     return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
-
-
-def choose_tokens(
-    logits_BV: jax.Array, keys_B: jax.Array, temperature: ArrayLike, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0
-) -> jax.Array:
-    """A token (B,) int32 of every row, by its own random key; the others are the fields of `Sampling`, or traced."""
-
-    def sampled() -> jax.Array:
-        scaled_BV = logits_BV / temperature
-        is_filtered = (jnp.asarray(top_k) > 0) | (jnp.asarray(top_p) < 1)
-        kept_BV = jax.lax.cond(is_filtered, lambda: _filtered(scaled_BV, top_k, top_p), lambda: scaled_BV)
-        return jax.vmap(jax.random.categorical)(keys_B, kept_BV).astype(jnp.int32)
-
-    is_greedy = jnp.asarray(temperature) < _GREEDY_BELOW
-    return jax.lax.cond(is_greedy, lambda: jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), sampled)
-
-
-def _filtered(logits_BV: jax.Array, top_k: ArrayLike, top_p: ArrayLike) -> jax.Array:
-    """Logits with -inf for the tokens that top_k and top_p exclude."""
-    order_BV = jnp.argsort(-logits_BV, axis=-1)  # stable
-    sorted_BV = jnp.take_along_axis(logits_BV, order_BV, axis=-1)
-    rank_V = jnp.arange(logits_BV.shape[-1])
-    is_top_V = (top_k == 0) | (rank_V < top_k)
-    probability_BV = jax.nn.softmax(jnp.where(is_top_V, sorted_BV, -jnp.inf))
-    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV  # of the more probable tokens
-    is_kept_BV = is_top_V & ((before_BV < top_p) | (rank_V == 0))
-    is_kept_BV = jnp.take_along_axis(is_kept_BV, jnp.argsort(order_BV, axis=-1), axis=-1)  # in the order of the ids
-    return jnp.where(is_kept_BV, logits_BV, -jnp.inf)
 
 
 def _continue_batch(
