@@ -26,7 +26,7 @@ from flax_mesh.blockwise.region import Region
 from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.tree import num_bytes
 
-RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of what the backward pass reads
+RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
 BLOCK = 512  # of queries and of keys
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
@@ -175,7 +175,7 @@ class Attention:
         return place.spec(self.region.out_labels), Saved(rows, rows, PartitionSpec(every))
 
     def forward(self, values: Sequence[Any]) -> tuple[Any, Saved, list[Any]]:
-        """(result, what the backward pass reads, the leaves with all keys)."""
+        """(result, the residuals of the backward pass, the leaves with all keys)."""
         ins, after = self._specs(split_keys=True), self._specs(split_keys=False)
         outs = (*self._result_specs(), [after[self.keys.index(key)] for key in self.gathered])
         out, saved, gathered = self._mapped(self._forward, tuple(values), tuple(ins), outs)

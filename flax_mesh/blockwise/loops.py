@@ -37,7 +37,7 @@ def expected_trips(source: str) -> float | None:
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads besides the leaves and the result."""
+    """The residuals that the backward pass reads besides the leaves and the result."""
 
     maximum: Any
     log_sum: Any

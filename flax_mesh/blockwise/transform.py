@@ -23,7 +23,7 @@ from flax_mesh.text import array_text, bytes_text, count_text
 from flax_mesh.tree import num_bytes
 
 MODES = ("auto", "blockwise", "as_written")
-FEWEST_KEYS = 32  # a softmax over fewer is that of a router
+FEWEST_KEYS = 32  # a softmax over fewer is the softmax of a router
 
 
 class Found(NamedTuple):
