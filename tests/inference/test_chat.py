@@ -72,7 +72,7 @@ def test_the_tokens_of_a_chat_are_those_of_transformers(template, tmp_path, monk
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\nwhy?\n")))
     answer = chat.Conversation.answer
     monkeypatch.setattr(chat.Conversation, "answer", lambda *args: answers.append(answer(*args)) or answers[-1])
-    options = ["--chat", "--max-tokens", "5", "--temperature", "1", "run.platform=cpu:1"]
+    options = ["--chat", "--max-tokens", "5", "--temperature", "1", "run.platform=auto"]
     assert main(["generate", str(tmp_path), *options]) == 0
     messages = [("user", "hi"), ("assistant", answers[0]), ("user", "why?")]
     messages = [{"role": role, "content": content} for role, content in messages]
