@@ -379,7 +379,9 @@ def test_the_example_of_the_docs_runs_with_transformers_and_learns(tmp_path, mon
     pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")
     monkeypatch.chdir(tmp_path)
-    example = (RECIPE.parents[1] / "docs" / "finetune.md").read_text().partition("## An example")[2].partition("\n## ")[0]
+    example = (
+        (RECIPE.parents[1] / "docs" / "finetune.md").read_text().partition("## An example")[2].partition("\n## ")[0]
+    )
     exec("\n".join(line[4:] for line in example.partition("```")[0].splitlines() if line.startswith("    ")), {})
     train, generate, export = re.findall(r"^flax-mesh (.*)$", example, re.MULTILINE)
     capsys.readouterr()
