@@ -86,7 +86,7 @@ def test_two_processes_have_the_losses_of_one(settings, same, shape, own, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
-def test_two_processes_train_adapters_as_one_does_and_resume_bit_for_bit(shape, tmp_path):
+def test_two_processes_train_adapters_of_a_model_of_transformers_as_one_does_and_resume_bit_for_bit(shape, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     write_llama(tmp_path / "base")
