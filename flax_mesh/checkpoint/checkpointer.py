@@ -128,6 +128,7 @@ class Checkpointer:
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._storage: Any = None  # for writing; created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
+        self._has_failed = False  # whether the last save did: threads of the storage may still write its files
         self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
         self._inode: int | None = None  # of the folder, as found or created by the first save
         self._saving: int | None = None  # the step being saved
@@ -243,6 +244,9 @@ class Checkpointer:
                 if not self._phases.together:
                     self._meet("commit")
             self._saving = None
+            if self._has_failed:
+                self._remove_unfinished()
+                self._has_failed = False
 
     def close(self) -> None:
         """`wait`, then end the background threads."""
@@ -457,6 +461,10 @@ class Checkpointer:
         if self._storage is not None:
             self._storage.abandon()
             self._storage = None
+        self._has_failed = True
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
         for path in self.folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
             shutil.rmtree(path, ignore_errors=True)
 
