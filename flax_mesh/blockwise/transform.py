@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.extend import core as jex
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
 from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
@@ -17,9 +17,10 @@ from flax_mesh.blockwise.graph import Level, Op, all_levels, build, closed_aroun
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
-from flax_mesh.fields import check_types
+from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
-from flax_mesh.text import array_text, bytes_text, count_text
+from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 
 MODES = ("auto", "blockwise", "as_written")
@@ -152,6 +153,10 @@ def blockwise_attention(
     Returns:
         A function with the arguments and results of `fn`.
 
+    Raises:
+        ConfigError: `block` is no positive integer; or, when the function is traced, `in_specs` does not fit the
+            arguments, or names axes that the mesh in context lacks.
+
     Example:
         >>> attention = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True)
         >>> q = jax.ShapeDtypeStruct((1, 4096, 2, 8), "float32")
@@ -159,6 +164,9 @@ def blockwise_attention(
         1 attention, q 4096 k 4096, 36 of 64 blocks
         (1, 4096, 2, 8)
     """
+
+    if problems := integer_problems({"block": block}):
+        raise ConfigError(problems)
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -190,10 +198,30 @@ def _layouts(in_specs: Any, args: Sequence[Any], kwargs: Any) -> list[Layout | N
     if in_specs is None:
         return [None] * len(jax.tree.leaves((args, kwargs)))
     is_spec = lambda x: x is None or isinstance(x, PartitionSpec)  # noqa: E731
-    specs = jax.tree.broadcast(tuple(in_specs), tuple(args), is_leaf=is_spec)
-    pairs = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tuple(args)), strict=True)
-    found = [axes_of_spec(spec or (), np.ndim(x)) for spec, x in pairs]
-    return [*found, *[None] * len(jax.tree.leaves(kwargs))]
+    try:
+        specs = jax.tree.leaves(jax.tree.broadcast(tuple(in_specs), tuple(args), is_leaf=is_spec), is_leaf=is_spec)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "in_specs must be a sequence with a PartitionSpec for every argument, or a prefix of their pytrees, "
+            f"got {shown(in_specs)}: {first_line(error)}"
+        ) from error
+    leaves, mesh = jax.tree.leaves(tuple(args)), jax.sharding.get_abstract_mesh()
+    if problems := [text for each in zip(specs, leaves, strict=True) if (text := _spec_problem(*each, mesh))]:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    layouts = [axes_of_spec(spec or (), np.ndim(x)) for spec, x in zip(specs, leaves, strict=True)]
+    return [*layouts, *[None] * len(jax.tree.leaves(kwargs))]
+
+
+def _spec_problem(spec: Any, x: Any, mesh: AbstractMesh) -> str:
+    if not (spec is None or isinstance(spec, PartitionSpec)):
+        return f"in_specs must contain PartitionSpecs, got {shown(spec)}"
+    if len(spec or ()) > np.ndim(x):
+        return f"in_specs: {spec} has more dims than its array of shape {np.shape(x)}"
+    names = {name for axes in axes_of_spec(spec or (), np.ndim(x)) for name in axes}
+    if missing := sorted(names - set(mesh.axis_names)):
+        known = f"has {listed(mesh.axis_names)}" if mesh.axis_names else "is missing; set it by jax.set_mesh"
+        return f"in_specs: {spec} names {listed(missing)}, but the mesh in context {known}"
+    return ""
 
 
 class Choice(NamedTuple):

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
 from flax_mesh.blockwise import loops, visits
 from flax_mesh.blockwise.attend import RESIDUALS
+from flax_mesh.errors import ConfigError
 from tests.blockwise.compare import difference, largest_square, square_of_gradient
 from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, qkv
 
@@ -153,3 +155,29 @@ def test_a_planted_mistake_is_found(mistake, monkeypatch):
     fn, args = PROGRAMS[PLANTED[mistake]]()
     found = difference(fn, fm.blockwise_attention(fn, block=40), args)
     assert not found < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"block": 0}, "block must be an integer from 1 to "),
+        ({"block": -3}, "block must be an integer from 1 to "),
+        ({"in_specs": [1] * 3}, "in_specs must contain PartitionSpecs, got 1"),
+        ({"in_specs": [P()]}, "in_specs must be a sequence with a PartitionSpec for every argument"),
+        ({"in_specs": 3}, "in_specs must be a sequence with a PartitionSpec for every argument"),
+        ({"in_specs": [P(None, "sp", None, None, None)] * 3}, r"has more dims than its array of shape \(2, 96, 4, 8\)"),
+        ({"in_specs": [P("no")] * 3}, "names no, but the mesh in context has sp"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(arguments, problem):
+    fn, args = PROGRAMS["causal"]()
+    mesh = jax.sharding.AbstractMesh((2,), ("sp",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ConfigError, match=problem):
+        jax.eval_shape(fm.blockwise_attention(fn, **arguments), *args)
+
+
+def test_specs_need_a_mesh_in_context():
+    fn, args = PROGRAMS["causal"]()
+    with pytest.raises(ConfigError, match=r"names sp, but the mesh in context is missing; set it by jax\.set_mesh"):
+        jax.eval_shape(fm.blockwise_attention(fn, in_specs=[P(None, "sp")] * 3), *args)
