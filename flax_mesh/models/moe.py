@@ -22,12 +22,21 @@ from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.config import token_dims
+from flax_mesh.models.kernels import platform_of
 from flax_mesh.models.ops.activations import activated, shifted
+from flax_mesh.models.ops.grouped import grouped_dot
 from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route
 from flax_mesh.text import axes_text
 
 _NOT_SPLIT = PartitionSpec()
-_Activations = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]  # of gate and up
+
+
+class _Local(NamedTuple):
+    """What the experts of a device compute besides products: activations of gate and up; `platform` of the device."""
+
+    gate: Callable[[jax.Array], jax.Array]
+    up: Callable[[jax.Array], jax.Array]
+    platform: str
 
 
 class MoE(nnx.Module):
@@ -82,7 +91,8 @@ class MoE(nnx.Module):
         layout = find_layout(self.axes, x_BSD.shape, self.num_experts, mode)
         activate = lambda x: activated(x, self.activation, self.swiglu_limit)  # noqa: E731
         options: dict[str, Any] = {"k": self.experts_per_token, "routing": self.routing, "layout": layout}
-        run = partial(_run_on_device, activations=(activate, partial(shifted, limit=self.swiglu_limit)), **options)
+        local = _Local(activate, partial(shifted, limit=self.swiglu_limit), platform_of(current_mesh()))
+        run = partial(_run_on_device, local=local, **options)
         router: tuple[jax.Array, ...] = (self.router.kernel[...].astype(jnp.float32),)
         if self.bias:
             router += (self.router.bias[...].astype(jnp.float32),)
@@ -196,7 +206,7 @@ def _run_on_device(
     *,
     k: int,
     routing: Routing,
-    activations: _Activations,
+    local: _Local,
     layout: _MoELayout,
 ) -> tuple[jax.Array, Aux]:
     """The layer on one device: B, S, and D, F, E of the kernels are the local sizes."""
@@ -212,29 +222,29 @@ def _run_on_device(
         is_first = jax.lax.axis_index(split) == 0
         kernels = kernels._replace(down_bias=jnp.where(is_first, _vary(kernels.down_bias, split), 0))
     # Each device has a part of F, so the cotangents of the inputs are partial sums, reduced here once for T rows.
-    inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels, activations
+    inputs = _vary(x_TD.astype(kernels.gate.dtype), split), _vary(weights_TK, split), experts_TK, kernels, local
     y_TD = _psum(_exchange(*inputs, layout) if layout.experts else _apply_experts(*inputs), split)
     aux = {name: _psum(total, layout.tokens) for name, total in sums.items()}
     return y_TD.reshape(x_BSD.shape), aux | {"experts": experts_TK.reshape(*x_BSD.shape[:2], k)}
 
 
 def _apply_experts(
-    x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels, activations: _Activations
+    x_RD: jax.Array, weights_RK: jax.Array, experts_RK: jax.Array, kernels: Kernels, local: _Local
 ) -> jax.Array:
     """Weighted sums (R, D) of the outputs of the local experts; an expert id of L or more means no expert."""
     k, num_experts = experts_RK.shape[1], kernels.gate.shape[0]
     order_A = jnp.argsort(experts_RK.reshape(-1), stable=True)
     sizes_L = jnp.bincount(experts_RK.reshape(-1), length=num_experts + 1)[:num_experts]
-    # The result of ragged_dot for rows beyond the groups is undefined: masked before it (gradients) and after it.
+    # The products of rows beyond the groups are undefined on TPUs: masked before them (gradients) and after them.
     live_A1 = (jnp.arange(order_A.size) < jnp.sum(sizes_L))[:, None]
     x_AD = jnp.where(live_A1, x_RD[order_A // k], 0)
 
     def product(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
-        y = jax.lax.ragged_dot(x, kernel, sizes_L)
+        y = grouped_dot(x, kernel, sizes_L, local.platform)
         return y if bias is None else y + bias[jnp.minimum(experts_RK.reshape(-1)[order_A], num_experts - 1)]
 
     gate_AF, up_AF = product(x_AD, kernels.gate, kernels.gate_bias), product(x_AD, kernels.up, kernels.up_bias)
-    y_AD = product(activations[0](gate_AF) * activations[1](up_AF), kernels.down, kernels.down_bias)
+    y_AD = product(local.gate(gate_AF) * local.up(up_AF), kernels.down, kernels.down_bias)
     y_AD = jnp.where(live_A1, y_AD, 0)
     y_RKD = y_AD[jnp.argsort(order_A)].reshape(*experts_RK.shape, -1)
     return jnp.einsum("rkd,rk->rd", y_RKD, weights_RK.astype(y_RKD.dtype))
@@ -245,7 +255,7 @@ def _exchange(
     weights_TK: jax.Array,
     experts_TK: jax.Array,
     kernels: Kernels,
-    activations: _Activations,
+    local: _Local,
     layout: _MoELayout,
 ) -> jax.Array:
     """`_apply_experts` with the experts split over P devices: tokens are sent there, and weighted sums are sent back.
@@ -285,7 +295,7 @@ def _exchange(
             local_RK, which = jax.lax.sort_key_val(local_RK, jnp.broadcast_to(jnp.arange(k), local_RK.shape))
             weights_RK = jnp.take_along_axis(weights_RK, which, axis=1)[:, :per_device]
             local_RK = local_RK[:, :per_device]
-        y_RD = _apply_experts(x_RD, weights_RK, local_RK, kernels, activations)
+        y_RD = _apply_experts(x_RD, weights_RK, local_RK, kernels, local)
         back_PCD = all_to_all(y_RD.reshape(num_devices, capacity, -1))
         return jnp.zeros_like(x_TD).at[slots_PC].add(back_PCD)
 

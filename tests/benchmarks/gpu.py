@@ -71,7 +71,12 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "scan-batch-8": ("model.scan=true", "data.batch_size=8"),
     "attention-xla-batch-4": ("model.attention=xla", "data.batch_size=4"),
     "attention-cudnn-batch-4": ("data.batch_size=4",),
-}
+    "attention-blockwise-batch-4": ("model.attention=xla", "run.attention=blockwise", "data.batch_size=4"),
+    "experts": ("model.num_experts=8", "model.mlp_size=1408", "data.batch_size=8"),
+    "long": ("data.batch_size=1", "data.sequence_length=32768"),
+    "long-blockwise": ("model.attention=xla", "run.attention=blockwise", "data.batch_size=1",
+                       "data.sequence_length=32768"),
+}  # fmt: skip
 SHORT = ("--no-plain", "--steps=20")
 VARIANTS = {"base": (RECIPE, "--ceilings", "--profile"), "llama-3.2-1b": (LLAMA_3, "--profile")}
 VARIANTS |= {name: (RECIPE, *settings, *SHORT) for name, settings in SETTINGS.items()}
