@@ -53,12 +53,22 @@ class Estimate:
         return sum(x.stored_bytes for x in self.program.block.arguments if x.on_host)
 
 
-def estimate(step: Any, arguments: Sequence[Any], axis_sizes: Mapping[str, int], platform: str) -> Estimate:
-    """The estimate of a jitted function for abstract arguments on a platform: "tpu", "gpu" or "cpu"."""
+def estimate(
+    step: Any,
+    arguments: Sequence[Any],
+    axis_sizes: Mapping[str, int],
+    platform: str,
+    *,
+    excess_precision: bool = True,
+) -> Estimate:
+    """The estimate of a jitted function for abstract arguments on a platform: "tpu", "gpu" or "cpu".
+
+    `excess_precision`: the option xla_allow_excess_precision. If false, values are stored in the dtype of the program.
+    """
     with kernels_without_devices():
         traced = step.trace(*arguments)
     module = propagated_module(lower_without_devices(traced, PLATFORMS[platform]), normalize)
-    program = read_program(module, axis_sizes, platform)
+    program = read_program(module, axis_sizes, platform, excess_precision)
     exchanges = find_exchanges(program)
     kernels, results = fuse(program, exchanges)
     memory = profile(kernels, results, platform)

@@ -39,15 +39,20 @@ class StageEstimate(NamedTuple):
 
 
 def estimate_stages(
-    visit: Callable[[MakeProgram], Stages], mesh: AbstractMesh, shape: Mapping[str, int], platform: str
+    visit: Callable[[MakeProgram], Stages],
+    mesh: AbstractMesh,
+    shape: Mapping[str, int],
+    platform: str,
+    **options: bool,
 ) -> list[StageEstimate]:
     """The estimates of all stages that `visit` calls its argument for, on the `mesh` of one group of `shape`.
 
-    Equal stages are estimated once. An activation has the sharding that the stage that sends it computes it with.
+    `options` are the options of `estimate`. Equal stages are estimated once. An activation has the sharding that the
+    stage that sends it computes it with.
     """
 
     def make(kind: str, number: int, function: Any, arguments: tuple[Any, ...]) -> tuple[Estimate, Any]:
-        estimated = estimate(function, arguments, dict(mesh.shape), platform)
+        estimated = estimate(function, arguments, dict(mesh.shape), platform, **options)
         types, tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
         results = [_abstract(x, t.dtype, mesh) for x, t in zip(estimated.program.block.results, types, strict=True)]
         # The mesh of all groups, for the networks of its axes.

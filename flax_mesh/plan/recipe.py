@@ -100,10 +100,16 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
         program, arguments = step_of(recipe)
         with user_code("loss_fn", place_of(recipe.loss_fn)):
             program.step.eval_shape(*arguments)  # `estimate` reuses the trace
-        estimated = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform)
+        options = _estimate_options(recipe)
+        estimated = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform, **options)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
     forecast = _assemble(topology, recipe.target.sizes, estimated, roles, stated, _given(recipe), limit)
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
+
+
+def _estimate_options(recipe: Recipe) -> dict[str, bool]:
+    options = recipe.step_options.compiler_options or {}
+    return {"excess_precision": bool(options.get("xla_allow_excess_precision", True))}
 
 
 def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
@@ -324,7 +330,8 @@ class Split(NamedTuple):
 
     def estimates(self, platform: str) -> list[StageEstimate]:
         """F, B and W of every stage."""
-        return estimate_stages(partial(self.visit, self.mesh), self.mesh, self.recipe.target.sizes, platform)
+        options, sizes = _estimate_options(self.recipe), self.recipe.target.sizes
+        return estimate_stages(partial(self.visit, self.mesh), self.mesh, sizes, platform, **options)
 
 
 def split_recipe(recipe: Recipe) -> Split:

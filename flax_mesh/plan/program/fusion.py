@@ -131,12 +131,19 @@ class _Fusion:
         uses: dict[int, list[Operation]] = {}
         for operation in self.block.operations:
             for array in _carried_inputs(operation) if operation.kind == "while" else operation.inputs:
-                uses.setdefault(id(array), []).append(operation)
+                uses.setdefault(id(self._narrow(operation, array)), []).append(operation)
             for body in operation.bodies:
                 for inner, _ in body.walk():
                     for array in inner.inputs:
-                        uses.setdefault(id(array), []).append(operation if self.cpu else inner)
+                        uses.setdefault(id(self._narrow(inner, array)), []).append(operation if self.cpu else inner)
         return uses
+
+    def _narrow(self, use: Operation, array: Array) -> Array:
+        """The value that is stored for a use. Without excess precision, it is the narrow value that the use widens."""
+        producer = array.producer
+        if self.cpu or self.program.excess_precision or producer is None or not _widens(producer):
+            return array
+        return producer.inputs[0] if use.kind == "reduce" or not self._is_root(use) else array
 
     def _is_root(self, operation: Operation) -> bool:
         """Whether an operation has a separate result in memory. A gathered operand alone does not suffice."""
@@ -152,7 +159,7 @@ class _Fusion:
             (use,) = uses
             if use not in inside or use.kind in CONSTANTS | MOVES or self._is_root(use):
                 break
-            if not self.tpu and use.kind != "convert":
+            if not self.tpu and (use.kind != "convert" or (_widens(use) and not self.program.excess_precision)):
                 break
             if len(use.outputs) != 1 or use.outputs[0].size != array.size:
                 break
@@ -305,7 +312,10 @@ class _Fusion:
             size = operation.inputs[1].bytes
             self.kernels.append(Kernel(operation.source, operation.phase, reads, [], updates=base, written_bytes=size))
         else:
-            self._add(operation, self.read(*self._gathered(operation)), (array,))
+            reads = self.read(*self._gathered(operation))
+            if operation.kind in PARTS:
+                reads = {key: Read(buffer, min(size, array.bytes)) for key, (buffer, size) in reads.items()}
+            self._add(operation, reads, (array,))
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
@@ -386,6 +396,10 @@ class _Fusion:
                 buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
                 reads[id(buffer)] = Read(buffer, x.bytes)
         return reads
+
+
+def _widens(operation: Operation) -> bool:
+    return operation.kind == "convert" and operation.inputs[0].bits < operation.outputs[0].bits
 
 
 def _is_expensive(operation: Operation) -> bool:

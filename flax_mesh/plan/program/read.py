@@ -112,6 +112,7 @@ class Program:
     names: tuple[str, ...]  # of the arguments
     donated: Mapping[int, int]  # argument -> result
     platform: str
+    excess_precision: bool = True  # XLA may store a value with more bits than the program rounds it to
 
     def group_size(self, axes: Sequence[str]) -> int:
         return math.prod(axis_size(axis, self.axis_sizes) for axis in axes)
@@ -349,13 +350,13 @@ def _set_phases(block: Block, outer: str) -> None:
             _set_phases(body, operation.phase)
 
 
-def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str) -> Program:
+def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str, excess_precision: bool) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
     block, names, donated = _Reader(module, axis_sizes, platform).main()
     _remove_unused(block)
     _split_constants(block, axis_sizes)
     _set_phases(block, "")
-    return Program(block, dict(axis_sizes), names, donated, platform)
+    return Program(block, dict(axis_sizes), names, donated, platform, excess_precision)
 
 
 def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
