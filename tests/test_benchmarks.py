@@ -25,6 +25,7 @@ QUICK = {
     "schedules": ["--cases", "5", "--seconds", "0.1"],
 }
 SLOW = {
+    "attention": ["--only", "functions", "--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
     "checkpoints": ["--mib", "16", "--rounds", "1"],
     "compile": ["--layers", "1,2", "--rounds", "1", "--kinds", "scanned;unrolled, plain"],
     "imports": ["--runs", "1"],

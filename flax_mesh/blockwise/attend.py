@@ -27,7 +27,7 @@ from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, nee
 from flax_mesh.tree import num_bytes
 
 RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
-BLOCK = 512  # of queries and of keys
+BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 of the time of 512
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
 _MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of every pair
@@ -42,11 +42,11 @@ class Attention:
         static: Mapping[Any, Any],
         placement: Placement | None,
         layouts: Mapping[int, Layout],
-        block: int = BLOCK,
+        block: int | None = None,
     ):
         self.region, self.placement, self.keys = region, placement, list(region.leaves)
         self.parts = placement.parts if placement else {}
-        self.blocks = _blocks(region, self.parts, block)
+        self.blocks = _blocks(region, self.parts, block or _default_block())
         self.has_data = needs_data(region, static)
         self.static, self.is_guarded = static_visits(region, self.blocks, static)
         self.gathered = self._gathered(static, layouts) if placement and region.q in placement.axes else {}
@@ -281,6 +281,12 @@ class Attention:
             return pulled(wanted, values, saved, out, gradient), jax.jvp(pull, at, change)[1]
 
         return self._with_type_of(self.region.out, attend(*values))
+
+
+def _default_block() -> int:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return BLOCK_ON_GPUS if platform == "gpu" else BLOCK
 
 
 def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:

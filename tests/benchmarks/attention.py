@@ -12,6 +12,7 @@ decoder: temporaries over the activations that the backward pass reads, and the 
 Targets: CPU time of causal 0.4, of a window of 512 0.2; slope 1; decoder 1.3, and 1.5 for its compilation.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,15 +25,11 @@ from flax import nnx
 
 import flax_mesh as fm
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.step.state import abstract_train_state
-from flax_mesh.step.step import make_train_step
-from flax_mesh.train import TrainState
+from flax_mesh.plan.compile import compile_recipe
 from flax_mesh.tree import num_bytes
 from tests.benchmarks.common.pipelines import Turn, median_ratio
 from tests.benchmarks.common.report import options, report, use_cpu
 from tests.blockwise.compare import difference
-from tests.blockwise.model import RULES, batch_of, loss_fn, make
 
 PARTS = ("functions", "models", "decoder")
 MASKS: dict[str, Callable[[Any, Any], Any]] = {  # (positions of queries, of keys) -> which keys a query sees
@@ -41,7 +38,7 @@ MASKS: dict[str, Callable[[Any, Any], Any]] = {  # (positions of queries, of key
     "window": lambda q, k: (q >= k) & (q - k < 512),
     "documents": lambda q, k: (q >= k) & (q // 1000 == k // 1000),
 }
-MESHES = {"one": {}, "fsdp": {"fsdp": 4}, "dp,sp": {"dp": 2, "sp": 2}, "pp": {"pp": 2, "dp": 2}}
+MESHES = ("dp:1", "fsdp:4", "dp:2,sp:2", "pp:2,dp:2")
 MIB = 2**20
 
 
@@ -99,30 +96,18 @@ def compare(title: str, variants: dict[str, Callable[..., Any]], args: Sequence[
     yield from rows.values()
 
 
-def temporaries(length: int, axes: dict[str, int]) -> float:
-    """MiB per device of a step of the model of tests/blockwise; of a pipeline, the most of a stage's programs."""
-    batch, names = batch_of(length), ("pp", "dp", "fsdp", "sp", "tp")
-    sizes = [axes.get(name, 1) for name in names]
-    mesh = fm.create_mesh(sizes, names, devices=jax.devices()[: int(np.prod(sizes))])
-    if "pp" in axes:
-        parts = MpmdMesh(mesh, "pp")
-        staged = split_stages(loss_fn, make, batch, mesh=parts, schedule="1f1b", num_microbatches=2,
-                              attention="blockwise")  # fmt: skip
-        pipeline = Pipeline(staged, rules=RULES)
-        pipeline.step(pipeline.init_state(), batch)
-        programs = [program for compiled in pipeline.compiled.values() for program in compiled]
-        return max(program.memory_analysis().temp_size_in_bytes for program in programs) / MIB
-    layout: TrainState = abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
-    step = make_train_step(loss_fn, layout, attention="blockwise")
-    compiled = step.lower(layout, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)).compile()
-    return compiled.memory_analysis().temp_size_in_bytes / MIB
+def temporaries(length: int, shape: str) -> float:
+    """MiB per device of a step of the model of tests/blockwise; of a pipeline, the most of a program of a stage."""
+    devices = math.prod(int(part.partition(":")[2]) for part in shape.split(","))
+    overrides = [f"data.sequence_length={length}", f"mesh.shape={shape}"]
+    programs = compile_recipe("tests/blockwise/recipe.py", overrides, f"cpu:{devices}").programs
+    return max(program.peak - program.arguments for program in programs) / MIB
 
 
 def measure_models(given: Any) -> Iterator[dict[str, Any]]:
-    for name, axes in MESHES.items():
-        row: dict[str, Any] = {"mesh": name}
-        sizes = [temporaries(length, axes) for length in given.lengths]
-        row |= {f"MiB at {length}": size for length, size in zip(given.lengths, sizes, strict=True)}
+    for shape in MESHES:
+        sizes = [temporaries(length, shape) for length in given.lengths]
+        row = {"mesh": shape, **{f"MiB at {length}": size for length, size in zip(given.lengths, sizes, strict=True)}}
         if len(sizes) > 2:
             growth = np.diff(sizes) / np.diff(given.lengths)
             row["slope"] = growth[-1] / growth[0]

@@ -214,6 +214,17 @@ def test_attention_in_blocks_counts_the_blocks_that_the_device_with_most_of_them
     assert all(operation.times_known for operation, _ in found.program.block.walk())
 
 
+@pytest.mark.parametrize(("kind", "blocks"), [("NVIDIA H100", "3 of 4"), ("TPU v5p", "10 of 16")])
+def test_blocks_of_attention_are_longer_on_gpus(kind, blocks):
+    lines, x = [], jax.ShapeDtypeStruct((1, 2048, 1, 8), jnp.float32)
+    chip = chip_of(kind)
+    assert chip is not None
+    with jax.sharding.use_abstract_mesh(chip_target({"fsdp": 1}, chip).abstract_mesh("auto")):
+        attention = partial(jax.nn.dot_product_attention, is_causal=True)
+        jax.eval_shape(fm.blockwise_attention(attention, say=lines.append), x, x, x)
+    assert lines == [f"1 attention, q 2048 k 2048, {blocks} blocks"]
+
+
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
 def test_a_plan_has_attention_in_blocks_where_the_run_has_it(chip):
     limit = score_limit(chip_target({"fsdp": 2}, chip).abstract_mesh("auto"))
