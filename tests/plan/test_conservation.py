@@ -19,7 +19,7 @@ P = PartitionSpec
 # Products that several devices repeat, or that are lowered to larger ones: the kernels have more than the jaxpr.
 REPEATED = {
     "sp": "keys and values are computed for all of a sequence",
-    "moe": "so they are over ep; and experts are computed by dense products on CPUs",
+    "moe": "attention is computed by each device of ep, which have the same tokens; and a tile by each of its experts",
 }
 STEPS = [case for case in CASES if not case.is_pipeline]
 
