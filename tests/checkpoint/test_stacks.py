@@ -13,7 +13,7 @@ from flax_mesh import ConfigError, abstract_state, create_mesh, partitioned
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import make_decoder
 from flax_mesh.train import TrainState, abstract_train_state
-from tests.checkpoint.states import SMALL, check_leaves, pipelined, random_values
+from tests.checkpoint.states import SMALL, check_leaves, check_same, pipelined, random_values
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,10 +61,10 @@ def listed(kind=Net):
     return kind(nnx.List([Block(jax.random.key(0)) for _ in range(3)]))
 
 
-def train_state(make) -> TrainState:
+def train_state(make, optimizer=None) -> TrainState:
     def both():
         model = make()
-        return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return model, nnx.Optimizer(model, optimizer or optax.adam(1e-3), wrt=nnx.Param)
 
     mesh = create_mesh((1,) * 5, devices=jax.devices()[:1])
     return random_values(abstract_train_state(both, abstract_state(both, mesh, [(".*", ())])))
@@ -165,6 +165,19 @@ def test_the_chunks_of_a_pipelined_stack_must_be_named(tmp_path):
     assert refused(tmp_path / "a", state, layers=()) == problems
     of_pipeline, of_list = (save(tmp_path / name, tree) for name, tree in (("b", state), ("c", listed)))
     assert {path for path in of_pipeline if "model/" in path} == {path for path in of_list if "model/" in path}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["", "local,global", "local:2,global"])
+def test_a_pipelined_stack_is_saved_as_a_list_and_restored_as_one(pattern, tmp_path):
+    config = dataclasses.replace(SMALL, num_layers=4, layer_pattern=pattern, sliding_window=5)
+    make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+    of_list = train_state(make, optax.sgd(1e-3))
+    of_pipeline = random_values(pipelined(dataclasses.replace(config, scan=True)))
+    save(tmp_path, of_pipeline)
+    with Checkpointer(tmp_path) as checkpointer:
+        check_same(checkpointer.restore(of_list), of_pipeline)
+        check_restored(checkpointer, of_pipeline)
 
 
 @pytest.mark.slow

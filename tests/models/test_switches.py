@@ -20,8 +20,8 @@ from flax_mesh.models.kernels import choose, misfits
 from flax_mesh.models.ops.rotary import Rope, RopeScaling, rotate
 from flax_mesh.models.ops.router import Routing, route
 from flax_mesh.models.pattern import LayerKind, parse_pattern
-from flax_mesh.mpmd.split.assign import CutError
-from flax_mesh.tree import named_leaves
+from flax_mesh.mpmd import split_stages
+from flax_mesh.tree import named_leaves, num_bytes
 from tests.models.reference import NATURAL, SMALL, make_mesh, small, tokens_of
 from tests.mpmd.runtime.pipelines import build, decoder_batch, plain
 from tests.mpmd.zoo.base import groups
@@ -144,9 +144,10 @@ def pipeline_of(name, **change):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 @every
-def test_a_pipeline_has_the_loss_and_gradients_of_the_plain_step(name):
-    make, pipeline = pipeline_of(name)
+def test_a_pipeline_has_the_loss_and_gradients_of_the_plain_step(name, scan):
+    make, pipeline = pipeline_of(name, scan=scan)
     state, step = plain(make, next_token_loss, optax.sgd(0.1), 2)
     _, found = pipeline.step(pipeline.init_state(), decoder_batch(4))
     _, expected = step(state, decoder_batch(4))
@@ -154,11 +155,20 @@ def test_a_pipeline_has_the_loss_and_gradients_of_the_plain_step(name):
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_stack_whose_layers_differ_is_not_split_into_stages():
-    """A limitation: each step of its loop runs several layers. The list of layers is split."""
-    with pytest.raises(CutError, match="takes the variables of several layers at once"):
-        pipeline_of("gemma", scan=True)
+def test_a_scanned_stack_has_the_stages_of_the_list():
+    """Of three layers, within its period of four."""
+    found = []
+    for scan in (False, True):
+        config = dataclasses.replace(SMALL, **GEMMA | {"num_layers": 6, "layer_pattern": "local:3,global"}, scan=scan)
+        make = lambda config=config: make_decoder(config, nnx.Rngs(0))  # noqa: E731
+        staged = split_stages(next_token_loss, make, decoder_batch(2), num_stages=2)
+        received = [v.aval.str_short() for v in staged.cut(staged.example).stages[1].received]
+        state = [0, 0]  # bytes of layers by stage
+        for leaf, users in zip(staged.leaves, staged.users, strict=True):
+            state[users[0]] += num_bytes(leaf) if leaf.layer else 0
+            assert len(users) == 1 or not leaf.layer, leaf.path
+        found.append((staged.bounds, received, state))
+    assert found[0] == found[1] and found[0][0] == (0, 3, 6) and len(set(found[0][2])) == 1
 
 
 @pytest.mark.slow

@@ -272,6 +272,7 @@ _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 # Keys without effect on the logits of a full sequence, and why.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("_name_or_path", "transformers_version", "return_dict", "auto_map"), "of the program"),
+    "_attn_implementation": "of the program",
     **dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), "what a call returns"),
     **dict.fromkeys(("use_cache", "cache_implementation"), "how a text is generated"),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "of the tokenizer"),
@@ -287,7 +288,8 @@ _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
-    **dict.fromkeys(("gemma2", "gemma3_text"), _OF_GEMMA),
+    "gemma2": _OF_GEMMA | {"sliding_window_size": "an older name of sliding_window"},
+    "gemma3_text": _OF_GEMMA,
     "gemma": _OF_GEMMA_1,
     "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
     "qwen2": {"use_mrope": "of images"},

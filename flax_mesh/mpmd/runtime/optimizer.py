@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, Options, named_jit
-from flax_mesh.mpmd.runtime.placement import Placement, chunked, cut_rows
-from flax_mesh.mpmd.split.jaxpr import Chunks, Program, Var, inline, interpret, is_var, shape_of, trace, whole
+from flax_mesh.mpmd.runtime.placement import Placement, chunked
+from flax_mesh.mpmd.split.jaxpr import Program, Var, inline, interpret, is_var, rows_of, shape_of, trace, whole
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on
@@ -298,7 +298,7 @@ def _trace(
         flat = []
         for source, out in enumerate(outs[: len(plain.leaves)]):
             rows = [owner.rows for owner in placement.owners if owner.source == source]
-            flat += out.parts if isinstance(out, Chunks) else [cut_rows(out, r) for r in rows]
+            flat += rows_of(out, rows)
         return [*flat, *map(whole, outs[len(plain.leaves) :])]
 
     # Every type has the mesh of one group, even the types of leaves that are on all groups.

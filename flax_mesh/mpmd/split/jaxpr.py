@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -117,8 +118,12 @@ class Chunks:
     def __init__(self, parts: Iterable[Any], starts: Iterable[int]):
         self.parts, self.starts = tuple(parts), tuple(starts)
 
+    @property
+    def sizes(self) -> list[int]:
+        return [part.shape[0] for part in self.parts]
+
     def whole(self) -> Any:
-        return jnp.concatenate(self.parts, 0)
+        return self.parts[0] if len(self.parts) == 1 else jnp.concatenate(self.parts, 0)
 
     def tree_flatten_with_keys(self):
         return [(DictKey(f"from {s}"), part) for s, part in zip(self.starts, self.parts, strict=True)], self.starts
@@ -131,11 +136,49 @@ class Chunks:
         return cls(parts, starts)
 
 
+class Periods(NamedTuple):
+    """Chunks of layers (L, ...), reshaped to rows of `period` layers, (L / period, period, ...).
+
+    Some rows are in several chunks, so they are no Chunks themselves. Only a scan takes them, others take the whole.
+    """
+
+    chunks: Chunks
+    period: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first row of each range of rows in one chunk, and of each row in several chunks."""
+        ends = [start + size for start, size in zip(self.chunks.starts, self.chunks.sizes, strict=True)]
+        cuts = {0, *(end // self.period for end in ends), *(-(-end // self.period) for end in ends)}
+        return tuple(sorted(cuts)[:-1])
+
+    @property
+    def sizes(self) -> list[int]:
+        stop = sum(self.chunks.sizes) // self.period
+        return [b - a for a, b in pairwise([*self.starts, stop])]
+
+    def rows(self) -> list[Any]:
+        """One item per range: an array of its rows, or Chunks of the single layers of a row in several chunks."""
+        inside = [start for start in self.chunks.starts if start % self.period]
+        shared = [any(start // self.period == first for start in inside) for first in self.starts]
+        counts = [[1] * self.period if s else [n * self.period] for s, n in zip(shared, self.sizes, strict=True)]
+        pieces = iter(_split_chunks(self.chunks, [n for each in counts for n in each]))
+        found = [[whole(next(pieces)) for _ in each] for each in counts]
+        return [
+            Chunks(each, range(self.period)) if s else each[0].reshape(-1, self.period, *each[0].shape[1:])
+            for s, each in zip(shared, found, strict=True)
+        ]
+
+    def whole(self) -> Any:
+        layers = self.chunks.whole()
+        return layers.reshape(-1, self.period, *layers.shape[1:])
+
+
 def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool] = lambda eqn: False) -> list[Any]:
     """Evaluate `program` with every jit inlined, and also each remat and cond for which `opens` returns True.
 
     Arguments and outputs may be Chunks: a scan over Chunks becomes one scan per chunk, and an elementwise equation one
-    equation per chunk. An opened cond evaluates all branches and selects the result.
+    equation per chunk. An opened cond evaluates all branches and selects the result. An output may also be Periods.
     """
 
     def outputs_of(eqn: Eqn, values: list[Any]) -> list[Any]:
@@ -145,7 +188,7 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
         if name == "cond" and opens(eqn):
             sides = [interpret(program_of(branch), values[1:], opens) for branch in eqn.params["branches"]]
             return [_select(values[0], each) for each in zip(*sides, strict=True)]
-        if any(isinstance(value, Chunks) for value in values):
+        if any(isinstance(value, Chunks | Periods) for value in values):
             with in_source_of(eqn):  # errors name the line that combines several layers
                 return _on_chunks(eqn, values)
         return evaluate(eqn, values)
@@ -222,7 +265,15 @@ def body(eqn: Eqn) -> Program:
 
 def whole(value: Any) -> Any:
     """The value itself, with Chunks concatenated."""
-    return value.whole() if isinstance(value, Chunks) else value
+    return value.whole() if isinstance(value, Chunks | Periods) else value
+
+
+def rows_of(value: Any, ranges: Sequence[tuple[int, int] | None]) -> list[Any]:
+    """The layers [first, stop) of a stack for all of its `ranges`, in order; None is the entire value."""
+    if isinstance(value, Chunks) and None not in ranges:
+        return [whole(piece) for piece in _split_chunks(value, [r[1] - r[0] for r in ranges if r])]
+    value = whole(value)
+    return [value if r is None else value[slice(*r)] for r in ranges]
 
 
 def closed_of(program: Program) -> jex.ClosedJaxpr:
@@ -248,18 +299,26 @@ def _program(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
 def _select(index: Any, values: Sequence[Any]) -> Any:
     chunks = next((v for v in values if isinstance(v, Chunks)), None)
     if chunks is None:
-        return jax.lax.select_n(index, *values)
+        return jax.lax.select_n(index, *map(whole, values))
     rows = [_rows(v, chunks) for v in values]
     return Chunks((jax.lax.select_n(index, *part) for part in zip(*rows, strict=True)), chunks.starts)
 
 
 def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation with Chunks as inputs. Concatenates them only if it cannot run on each chunk."""
-    name, chunks = eqn.primitive.name, next(v for v in values if isinstance(v, Chunks))
+    name = eqn.primitive.name
     if name == "scan":
         return _scan_chunks(eqn, values)
+    values = [whole(value) if isinstance(value, Periods) else value for value in values]
+    chunks = next((v for v in values if isinstance(v, Chunks)), None)
+    if chunks is None:
+        return evaluate(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
         return _split_chunks(chunks, eqn.params["sizes"])
+    if name == "slice" and (sizes := _sizes_around_rows(eqn)):
+        return [_split_chunks(chunks, sizes)[1]]
+    if name == "reshape" and (period := _period_of(eqn, chunks)):
+        return [Periods(chunks, period)]
     if name in _BY_ROW and (result := _by_row(eqn, values, chunks)):
         return [result]
     if name in REDUCE and 0 in eqn.params["axes"]:
@@ -273,18 +332,36 @@ def _on_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
 
 
 def _split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
-    """Consecutive ranges of the layers; a part that is in several of them is sliced."""
-    pieces, first = [], 0
-    for size in sizes:
-        parts, starts = [], []
-        for start, part in zip(chunks.starts, chunks.parts, strict=True):
-            low, high = max(first, start), min(first + size, start + part.shape[0])
-            if low < high:
-                parts.append(part if high - low == part.shape[0] else part[low - start : high - start])
-                starts.append(low - first)
-        pieces.append(Chunks(parts, starts))
-        first += size
-    return pieces
+    """Consecutive ranges of the layers; a part that is in several of them is split."""
+    stops = [*accumulate(sizes)]
+    pieces: list[tuple[list[Any], list[int]]] = [([], []) for _ in sizes]
+    for start, part in zip(chunks.starts, chunks.parts, strict=True):
+        lows, highs = ([min(max(x, start), start + part.shape[0]) for x in at] for at in ([0, *stops[:-1]], stops))
+        among = [k for k, (low, high) in enumerate(zip(lows, highs, strict=True)) if low < high]
+        split = [part] if len(among) == 1 else jax.lax.split(part, [highs[k] - lows[k] for k in among])
+        for k, rows in zip(among, split, strict=True):
+            pieces[k][0].append(rows)
+            pieces[k][1].append(lows[k] - (stops[k] - sizes[k]))
+    return [Chunks(*piece) for piece in pieces]
+
+
+def _sizes_around_rows(eqn: Eqn) -> tuple[int, int, int] | None:
+    """The layers before, in and after those that a slice takes; None if it takes none, or parts of them."""
+    first, *starts = eqn.params["start_indices"]
+    stop, *limits = eqn.params["limit_indices"]
+    depth, *shape = eqn.invars[0].aval.shape
+    apart = any(starts) or limits != shape or any(x != 1 for x in eqn.params["strides"] or ())
+    return None if apart or first >= stop else (first, stop - first, depth - stop)
+
+
+def _period_of(eqn: Eqn, chunks: Chunks) -> int | None:
+    """The period of a reshape (L, ...) -> (L / period, period, ...) with a row of layers in several chunks, or None."""
+    (depth, *inner), (count, *out) = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape or (1,)
+    if eqn.params["sharding"] is not None or eqn.params["dimensions"] is not None:
+        return None
+    if not out or list(out[1:]) != inner or count * out[0] != depth:
+        return None
+    return out[0] if any(start % out[0] for start in chunks.starts) else None
 
 
 def _by_row(eqn: Eqn, values: Sequence[Any], chunks: Chunks) -> Chunks | None:
@@ -323,42 +400,51 @@ def _by_row(eqn: Eqn, values: Sequence[Any], chunks: Chunks) -> Chunks | None:
     return Chunks(parts, (start * before // after for start in chunks.starts))
 
 
-def _rows(value: Any, like: Chunks) -> list[Any]:
-    """The rows of `value` for every chunk of `like`; a scalar is repeated."""
+def _rows(value: Any, like: Chunks | Periods) -> list[Any]:
+    """The rows of `value` for every chunk of `like`, those of Periods as `Periods.rows`; a scalar is repeated."""
     if isinstance(value, Chunks) and value.starts == like.starts:
         return list(value.parts)
+    if isinstance(value, Periods) and value.starts == like.starts:
+        return value.rows()
     value = whole(value)  # a stack that is split at other layers
     if not jnp.shape(value):
-        return [value] * len(like.parts)
-    return [value[s : s + part.shape[0]] for s, part in zip(like.starts, like.parts, strict=True)]
+        return [value] * len(like.starts)
+    return [value[s : s + size] for s, size in zip(like.starts, like.sizes, strict=True)]
 
 
 def _scan_chunks(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
     """One scan per chunk, each starting from the carry of the previous one. Other scanned inputs are sliced.
 
-    A scan that is unrolled completely, and scans nothing, is unrolled here: its carry may be Chunks.
+    Rows of Periods that are in several chunks are no scan: the body is evaluated on their layers. A scan that is
+    unrolled completely, and scans nothing, is unrolled here: its carry may be Chunks.
     """
     params = dict(eqn.params)
+    inner = program_of(params["jaxpr"])
     num_consts, num_carry = scan_sizes(eqn)
     if params["unroll"] >= params["length"] and len(values) == num_consts + num_carry == num_consts + len(eqn.outvars):
         carry = list(values[num_consts:])
         for _ in range(params["length"]):
-            carry = interpret(program_of(params["jaxpr"]), [*values[:num_consts], *carry])
+            carry = interpret(inner, [*values[:num_consts], *carry])
         return carry
     consts = [whole(value) for value in values[:num_consts]]
     carry = [whole(value) for value in values[num_consts : num_consts + num_carry]]
     xs = values[num_consts + num_carry :]
-    chunks = next((x for x in xs if isinstance(x, Chunks)), None)
-    if chunks is None:
+    like = next((x for kind in (Periods, Chunks) for x in xs if isinstance(x, kind)), None)
+    if like is None:
         return evaluate(eqn, [*consts, *carry, *xs])
-    rows_of = [_rows(x, chunks) for x in xs]
-    order = range(len(chunks.parts))
+    rows_of = [_rows(x, like) for x in xs]
+    order = range(len(like.starts))
     ys: list[Any] = [None] * len(order)
     for k in reversed(order) if params["reverse"] else order:
-        length = chunks.parts[k].shape[0]
-        outs = eqn.primitive.bind(*consts, *carry, *(rows[k] for rows in rows_of), **{**params, "length": length})
+        rows = [rows[k] for rows in rows_of]
+        if any(isinstance(x, Chunks) for x in rows):
+            layers = [x if isinstance(x, Chunks) else x[0] for x in rows]
+            outs = [whole(out) for out in interpret(inner, [*consts, *carry, *layers])]
+            outs[num_carry:] = [jnp.expand_dims(y, 0) for y in outs[num_carry:]]
+        else:
+            outs = eqn.primitive.bind(*consts, *carry, *rows, **{**params, "length": like.sizes[k]})
         carry, ys[k] = outs[:num_carry], outs[num_carry:]
-    return [*carry, *(Chunks(parts, chunks.starts) for parts in zip(*ys, strict=True))]
+    return [*carry, *(Chunks(parts, like.starts) for parts in zip(*ys, strict=True))]
 
 
 def _is_on_mesh(x: Any) -> bool:

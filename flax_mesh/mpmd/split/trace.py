@@ -28,6 +28,7 @@ from flax_mesh.mpmd.split.jaxpr import (
     interpret,
     is_var,
     needed,
+    rows_of,
     shape_of,
     trace,
     whole,
@@ -260,11 +261,8 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
         outs = interpret(forward.program, [*args, *data], lambda eqn: id(eqn) in spanning)
         flat = [whole(out) for out in outs[:num_sums]]
         for source, out in zip(forward.updates.values(), outs[num_sums:], strict=True):
-            for number, at in enumerate(parts[source]):
-                updates[len(flat)] = at
-                rows = leaves[at].rows
-                chunked = isinstance(out, Chunks) and rows
-                flat.append(out.parts[number] if chunked else whole(out)[slice(*rows)] if rows else whole(out))
+            updates.update(enumerate(parts[source], start=len(flat)))
+            flat += rows_of(out, [leaves[at].rows for at in parts[source]])
         return flat
 
     data = [shape_of(v.aval) for v in forward.program.inputs[len(forward.leaves) :]]

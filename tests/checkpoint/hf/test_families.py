@@ -201,10 +201,13 @@ def test_experts_in_mxfp4_are_read_as_bfloat16(tmp_path):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(name):
-    """Sizes and keys of hub/published.json were written down from the files of these models, without a download; those
-    of gpt-oss-120b, gemma-3-270m and SmolLM3 were compared with copies. The factors of longrope are invented. The
-    number of parameters is that of the model's card."""
+    """Sizes and keys of hub/published.json were written down from the files of these models, without a download.
+
+    `compared` is whether they were compared with a copy of the file in a public repository: key by key, the part of the
+    keys that the copy has, or not at all. The number of parameters is that of the model's card.
+    """
     config, billions = PUBLISHED[name]["config"], PUBLISHED[name]["billions"]
+    assert PUBLISHED[name]["compared"] in ("whole", "in part", "no")
     settings = DecoderConfig(**decoder_config_from_hf(config), scan=True)
     assert not settings.problems()
     state = nnx.state(nnx.eval_shape(lambda: make_decoder(settings, nnx.Rngs(0))))

@@ -101,6 +101,20 @@ class Stack(Blocks):
         return scan(x, self.layers)
 
 
+class Periods(Stack):
+    """Every step of the scan calls two layers."""
+
+    def call_layers(self, x):
+        graphdef, stack = nnx.split(self.layers)
+
+        def two(x, pair):
+            for i in range(2):
+                x = nnx.merge(graphdef, jax.tree.map(lambda leaf, i=i: leaf[i], pair))(x)
+            return x, None
+
+        return jax.lax.scan(two, x, jax.tree.map(lambda leaf: leaf.reshape(-1, 2, *leaf.shape[1:]), stack))[0]
+
+
 class Linears(nnx.Module):
     """Linear layers, without rules and without any sharding in the model; `combine(x, y)` adds their outputs."""
 
@@ -167,11 +181,12 @@ def trained(model, mesh, kind, schedule="1f1b", **kinds) -> Run:
 
 
 on_auto_axes = functools.cache(lambda model, mesh, schedule, remat: trained(model, mesh, "auto", schedule, remat=remat))
-MODELS = {"blocks": Blocks, "remat": Remat, "stack": Stack, "linears": Linears}
+MODELS = {"blocks": Blocks, "remat": Remat, "stack": Stack, "periods": Periods, "linears": Linears}
 MATRIX = {
     ("blocks", "dp", "explicit", "1f1b", "none"),
     ("linears", "dp", "mixed", "zb-h1", "full"),
     *product(["blocks"], ["fsdp and tp"], ["explicit"], ["1f1b", "interleaved-1f1b", "zb-h1", "zb-v"], ["none"]),
+    *product(["periods"], ["fsdp and tp"], ["explicit"], ["zb-h1", "interleaved-1f1b"], ["none"]),
     *product(["stack"], ["fsdp"], ["mixed"], ["zb-h1"], ["none", "cheap", "full"]),
     *product(["blocks"], MESHES, ["explicit", "mixed"], ["1f1b"], ["none"]),
     *product(MODELS, ["dp"], ["explicit"], ["zb-h1"], ["none"]),

@@ -135,10 +135,35 @@ def layer(carry, w):
     return carry, carry.sum()
 
 
+def period(carry, ws):
+    """Two layers in one step of a scan."""
+    sums = []
+    for i in range(2):
+        carry, total = layer(carry, ws[i])
+        sums.append(total)
+    return carry, jnp.stack(sums)
+
+
+def of_periods(w, x, **kinds):
+    carry, sums = lax.scan(period, x, w.reshape(2, 2, 3, 3), **kinds)
+    return carry, sums.reshape(4)
+
+
 STACKED = {  # (stack (DEPTH, 3, 3), x (2, 3)) -> a pytree
     "scan": lambda w, x: lax.scan(layer, x, w),
     "scan backwards": lambda w, x: lax.scan(layer, x, w, reverse=True),
     "scan of two": lambda w, x: lax.scan(lambda c, ab: layer(c, ab[0] * ab[1]), x, (w, jnp.arange(1, 5.0) / 4)),
+    "scan of periods": of_periods,
+    "scan of periods backwards": lambda w, x: of_periods(w, x, reverse=True),
+    "scan of one period": lambda w, x: lax.scan(
+        lambda c, ws: (period(c, ws[1:3])[0], 2 * ws), x, w.reshape(1, 4, 3, 3)
+    ),
+    "scan of periods and numbers": lambda w, x: lax.scan(
+        lambda c, ab: period(c, ab[0] * ab[1]), x, (w.reshape(2, 2, 3, 3), jnp.arange(1, 3.0))
+    ),
+    "periods": lambda w, x: jnp.flip(2 * w.reshape(2, 2, 3, 3), 0) + w.reshape(2, 2, 3, 3)[1],
+    "layers": lambda w, x: jnp.tanh(jnp.tanh(x @ w[1]) @ w[-1]) @ w[2:].sum((0, 1)),
+    "parts of layers": lambda w, x: w[:, 1:, ::2] + w[::2][1, 1, 2],
     "gradient": lambda w, x: jax.grad(lambda w: lax.scan(layer, x, w)[0].sum())(w),
     "elementwise": lambda w, x: jnp.where(w > 0, w * 2 + 1, jnp.exp(w)) - jnp.arange(36.0).reshape(4, 3, 3),
     "derivative": lambda w, x: jax.grad(lambda w: jnp.tanh(w).sum())(w),
@@ -168,7 +193,8 @@ def test_chunks_compute_the_same_as_the_entire_stack(name, cuts, seed):
     chunks = Chunks(np.split(stack, starts[1:]), starts)
     outs = interpret(program, [chunks, x])
     assert any(isinstance(out, Chunks) for out in outs) == (name in IN_CHUNKS or name.startswith("scan"))
-    assert all(out.starts == chunks.starts or name == "split" for out in outs if isinstance(out, Chunks))
+    whole_chunks = name != "split" and "period" not in name
+    assert all(out.starts == chunks.starts for out in outs if isinstance(out, Chunks) and whole_chunks)
     for have, want in zip(outs, program.call(stack, x), strict=True):
         # XLA inlines a scan of one layer and then rounds its tanh differently: each of DEPTH layers adds an error of
         # one ulp to values of at most 1, and the product of the next layer sums 3 of them. Results and cotangents are
@@ -192,6 +218,19 @@ def test_a_scan_over_chunks_becomes_one_scan_per_chunk():
         f32(3, 3, 3), f32(1, 3, 3), f32(2, 3),
     )  # fmt: skip
     assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [3, 1]
+
+
+def test_a_scan_over_periods_scans_those_in_one_chunk_and_calls_the_layers_of_the_others():
+    program, _ = trace(lambda w, x: lax.scan(period, x, w.reshape(5, 2, 3, 3)), f32(10, 3, 3), f32(2, 3))
+    split, _ = trace(
+        lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 5)), x])],
+        f32(5, 3, 3), f32(5, 3, 3), f32(2, 3),
+    )  # fmt: skip
+    assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [2, 2]
+    assert sum(name == "dot_general" for name in names(split)) == 2
+    for of_one_chunk in split.inputs[:2]:  # no equation combines the layers of both
+        used = [eqn for eqn in split.eqns if of_one_chunk in eqn.invars]
+        assert [eqn.primitive.name for eqn in used] == ["split"]
 
 
 def test_chunks_are_a_pytree_whose_paths_contain_the_first_layer():

@@ -1,5 +1,7 @@
 """Lists, scanned stacks and single layers under `layers` of split_stages."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -23,6 +25,23 @@ class Scanned(nnx.Module):
         return call(x, self.blocks.linear)
 
 
+class Periods(nnx.Module):
+    """Every second layer has another activation: a scan over pairs of the first four layers, and the fifth one."""
+
+    def __init__(self):
+        make = lambda key: nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(key))  # noqa: E731
+        self.blocks = nnx.vmap(make)(jax.random.split(jax.random.key(0), 5))
+
+    def __call__(self, x):
+        kernels = self.blocks.kernel[...]
+
+        def two(x, pair):
+            x = jnp.tanh(x @ pair[0])
+            return jnp.sin(x @ pair[1]), None
+
+        return jnp.tanh(jax.lax.scan(two, x, kernels[:4].reshape(2, 2, WIDTH, WIDTH))[0] @ kernels[4])
+
+
 class Inside(nnx.Module):
     def __init__(self, make):
         inner = make()
@@ -33,8 +52,8 @@ class Inside(nnx.Module):
         return self.backbone.inner(x)
 
 
-def split(make, layers, num_stages, loss_fn=squared_loss):
-    return split_stages(loss_fn, make, vectors(2), layers=layers, num_stages=num_stages)
+def split(make, layers, num_stages, loss_fn=squared_loss, **kinds):
+    return split_stages(loss_fn, make, vectors(2), layers=layers, num_stages=num_stages, **kinds)
 
 
 def stages_of(staged):
@@ -61,6 +80,32 @@ def test_a_scanned_stack_is_cut_between_its_layers(path):
     assert rows == {"blocks/linear/kernel": (2, 4)}
     assert list(staged.ranks) == [(path, i) for i in range(4)]
     assert str(staged).splitlines()[-1] == f"{path}: a stack of 4"
+
+
+CALLS = {  # cuts -> by stage (scans over whole periods, layers that are called one by one)
+    (2,): [(1, 0), (1, 1)],
+    (1,): [(0, 1), (1, 2)],
+    (3,): [(1, 1), (0, 2)],
+    (1, 2, 3): [(0, 1), (0, 1), (0, 1), (0, 2)],
+}
+
+
+@pytest.mark.parametrize("cuts", CALLS)
+def test_a_stack_that_is_scanned_in_periods_is_cut_between_any_layers(cuts):
+    staged = split(Periods, "blocks", len(cuts) + 1, cuts=cuts)
+    assert list(staged.ranks) == [("blocks", i) for i in range(5)]
+    assert max(staged.costs[:4]) < 1.01 * min(staged.costs[:4])
+    users = {leaf.rows: users for leaf, users in zip(staged.leaves, staged.users, strict=True)}
+    assert users == {rows: (k,) for k, rows in enumerate(itertools.pairwise((0, *cuts, 5)))}
+    programs = [[eqn.primitive.name for eqn in stage.forward.eqns] for stage in staged.cut(staged.example).stages]
+    assert [(names.count("scan"), names.count("dot_general")) for names in programs] == CALLS[cuts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", CALLS)
+def test_the_stages_of_a_stack_that_is_scanned_in_periods_compute_what_the_model_computes(cuts):
+    for split_backward in (False, True):
+        split(Periods, "blocks", len(cuts) + 1, cuts=cuts).check(split_backward=split_backward)
 
 
 def test_a_list_that_hangs_elsewhere_too_is_followed_whole():

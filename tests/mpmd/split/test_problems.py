@@ -48,9 +48,7 @@ class IndexedStack(nnx.Module):
         self.layers = make(jax.random.split(jax.random.key(0), 4))
 
     def __call__(self, x):
-        for i in range(4):
-            x = jnp.tanh(x @ self.layers.kernel[...][i])
-        return x
+        return jax.lax.fori_loop(0, 4, lambda i, x: jnp.tanh(x @ self.layers.kernel[...][i]), x)
 
 
 class Entries(Model):

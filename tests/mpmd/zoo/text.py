@@ -119,6 +119,8 @@ DECODERS = [
     decoder("decoder_remat", remat="full"),
     decoder("decoder_experts_scanned", num_experts=4, scan=True),
     decoder("decoder_untied", tied=False),
+    decoder("decoder_periods", scan=True, sliding_window=5, layer_pattern="local,global"),
+    decoder("decoder_periods_and_rest", scan=True, sliding_window=5, layer_pattern="local:2,global"),
 ]
 CASES = [
     Case("encoder_decoder", Translator, translation_loss, text, layers=("encoder/layers", "decoder/layers")),
