@@ -25,13 +25,13 @@ from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import PyTree, is_key, named_leaves, num_bytes
 
 TOLERANCE, ROUGH_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one for results that cannot be widened
-_ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
+_ROUNDINGS = 8  # a difference is rounding if below this many times the effect of parameters rounded differently
 _NOISE = 0.02  # standard deviation of the values in the place of zeros
 CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 
 
 class Results(NamedTuple):
-    """What one microbatch computes. The keys are indices of leaves of the model."""
+    """The results of one microbatch. The keys are indices of leaves of the model."""
 
     sums: list[Any]  # loss, weight and metrics
     variables: dict[int, Any]  # new values
@@ -94,7 +94,7 @@ def check_stages(
     remat: str,
     split: bool,
 ) -> None:
-    """CutError unless the stages of `forward` compute what `plain.loss_fn(model, batch)` and its gradient compute.
+    """CutError unless the stages of `forward` have the results of `plain.loss_fn(model, batch)` and its gradient.
 
     Args:
         forward: The stages, traced on `mesh`.
@@ -226,7 +226,7 @@ def _unsplit(forward: Forward, plain: PlainModel, seed: int) -> Run:
 def _staged(forward: Forward, remat: str, split: bool) -> Run:
     """The stages one after another: F of each, then B, and W if there is one, in reverse order.
 
-    As in a pipeline, a stage reads the value of a variable that its own F left in the microbatch before.
+    As in a pipeline, a stage reads the value of a variable that its F left in the microbatch before.
     """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages = [differentiate(stage, wrt, remat=remat, split=split) for stage in forward.stages]
@@ -374,6 +374,6 @@ def _rows(leaf: ModelLeaf, value: jax.Array) -> jax.Array:
 
 
 def _bytes(eqn: Eqn) -> int:
-    """Bytes of all values that an equation computes; those of a scan's body once per iteration."""
+    """Bytes of all values that an equation computes, with the body of a scan once per iteration."""
     inner = [sum(map(_bytes, body.eqns)) for body in bodies(eqn)]
     return sum(num_bytes(v.aval) for v in eqn.outvars) + max(inner, default=0) * eqn.params.get("length", 1)

@@ -23,7 +23,7 @@ def _stages_text(stages: Iterable[int]) -> str:
 
 
 def modules_text(model: PyTree) -> str:
-    """What the model has that `layers=` may name."""
+    """The lists and stacks of the model that `layers=` may name."""
     lists = sorted(
         "/".join(map(str, path))
         for path, node in nnx.iter_graph(model, graph=True)
@@ -49,7 +49,7 @@ def check_effects(program: Program) -> None:
 
 
 def check_references(program: Program) -> None:
-    """CutError for mutable references: what one equation writes is no value that can be sent to another stage.
+    """CutError for mutable references: an equation writes to them, so no value can be sent to another stage.
 
     A reference inside of a loop is a part of one equation.
     """
@@ -63,12 +63,12 @@ def check_references(program: Program) -> None:
 
 
 def check_meshes(eqns: Iterable[Eqn]) -> None:
-    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
+    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its group."""
     texts: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
-            # Those of jit and device_put are in tuples.
+            # jit and device_put have shardings in tuples.
             items = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
             named = [x for values in items for x in values if isinstance(x, NamedSharding)]
             # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
@@ -204,7 +204,7 @@ def imbalance(forward: Forward, model: PyTree, layers: Sequence[str], stages: Ma
     """Why one stage has more than 1.5 times the FLOPs of a mean stage, and how to repair it; or "".
 
     Two causes count, if they are more than half of the stage: calls of layers of earlier stages, and equations that
-    depend on no layer. A heavy layer or head is no reason for a warning, because the cut has weighed it. `stages` has
+    depend on no layer. A heavy layer or head does not cause a warning, because the cut has weighed it. `stages` has
     the stage of each input that belongs to a layer.
     """
     computed = _work(forward, stages)
@@ -241,7 +241,7 @@ def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int
 
     An equation is a part of the layer whose variables it reads, or else of the layers that computed its inputs. If it
     combines those with a variable of no layer, as a head does, it is a part of the stage that runs it, and the number
-    here is larger than that of any stage.
+    here is larger than in any stage.
     """
     stages = dict(of_inputs)
     # Of values that depend on variables alone.
