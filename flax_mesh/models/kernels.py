@@ -56,11 +56,11 @@ class Call:
 
 class _Misfit(NamedTuple):
     needs: str
-    found: str
+    got: str
     repair: str = ""
 
     def __str__(self) -> str:
-        return f"needs {self.needs}, got {self.found}"
+        return f"needs {self.needs}, got {self.got}"
 
 
 def misfits(kernel: str, call: Call) -> list[_Misfit]:

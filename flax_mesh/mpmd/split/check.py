@@ -245,30 +245,30 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
         for k, stage in enumerate(stages):
             inputs = [changed.get((k, at), given[at]) for at in stage.inputs]
             received = [sent[v] for v in stage.received]
-            found = iter(stage.call(stage.forward, inputs, received))
-            sent |= {v: next(found) for v in stage.sent}
-            outputs = {out: next(found) for out in stage.outputs}
+            arrays = iter(stage.call(stage.forward, inputs, received))
+            sent |= {v: next(arrays) for v in stage.sent}
+            outputs = {out: next(arrays) for out in stage.outputs}
             sums |= outputs
             new = {at: outputs[out] for at, out in updates[k].items()}
             changed, stored = changed | {(k, at): x for at, x in new.items()}, new | stored
-            saved.append((inputs, received, list(found)))
+            saved.append((inputs, received, list(arrays)))
         cotangents: dict[Var, list[jax.Array]] = {}
         grads: dict[int, list[jax.Array]] = {at: [] for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
             summed = [functools.reduce(operator.add, cotangents[stage.sent[i]]) for i in stage.floats_out]
-            found = iter(stage.call(stage.backward, inputs, received, summed, residuals))
+            gradients = iter(stage.call(stage.backward, inputs, received, summed, residuals))
             for i in stage.floats_in:
-                cotangents.setdefault(stage.received[i], []).append(next(found))
+                cotangents.setdefault(stage.received[i], []).append(next(gradients))
             if stage.weights is not None:
-                found = stage.call(stage.weights, inputs, received, summed, residuals, list(found))
-            for at, gradient in zip(stage.trained, found, strict=True):
+                gradients = stage.call(stage.weights, inputs, received, summed, residuals, list(gradients))
+            for at, gradient in zip(stage.trained, gradients, strict=True):
                 grads[at].append(gradient)
-        zeros = {at: [jnp.zeros_like(given[at])] for at, found in grads.items() if not found}
+        zeros = {at: [jnp.zeros_like(given[at])] for at, parts in grads.items() if not parts}
         results = Results(
             [sums[at] for at in range(len(forward.names))],
             dict(enumerate(given[: len(forward.leaves)])) | stored,
-            {at: functools.reduce(operator.add, found) for at, found in (grads | zeros).items()},
+            {at: functools.reduce(operator.add, parts) for at, parts in (grads | zeros).items()},
         )
         return results, changed
 
