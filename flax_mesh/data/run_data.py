@@ -45,7 +45,7 @@ class RunData:
     def resume(self, step: int, saved: Mapping[str, Any]) -> str:
         """Continue after `step` steps, from the field "data" of a checkpoint.
 
-        Returns one line if the last batch before them is another one now.
+        Returns one line if the last batch before them has changed since.
         """
         return "" if self.user_batches is None else self.user_batches.resume(step, saved)
 

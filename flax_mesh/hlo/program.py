@@ -84,7 +84,7 @@ class HloProgram:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Result -> argument in whose memory it is stored."""
+        """Maps each result that reuses the memory of an argument to this argument."""
         part = self.head.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         return {int(out or 0): number for out, number, _ in aliases_of(part)}
 

@@ -36,7 +36,7 @@ class Weight:
     cuts: frozenset[int] = field(default=frozenset(), metadata={"static": True})
 
     def changed(self, value: Any, change: Callable[[Any], Any], dims: Sequence[int] | None = None) -> "Weight":
-        """The weight with another value, and with factors that `change` changes likewise."""
+        """The weight with a new value, and with `change` applied to its factors."""
         a, b = (None if x is None else change(x) for x in (self.a, self.b))
         return replace(self, value=value, a=a, b=b, dims=self.dims if dims is None else tuple(dims))
 

@@ -1,4 +1,4 @@
-"""Which outputs of a traced function depend on its inputs, and which of them are inputs that it returns unchanged."""
+"""Which outputs of a traced function depend on its inputs, and which outputs are unchanged inputs."""
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence

@@ -237,7 +237,7 @@ def imbalance(forward: Forward, model: PyTree, layers: Sequence[str], stages: Ma
 
 
 def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int | None, set[str]]]:
-    """By id of the equation: (stage of the layer that it is a part of, if any; paths of the variables that it reads).
+    """Maps the id of each equation to (stage of its layer, if any; paths of the variables that it reads).
 
     An equation is a part of the layer whose variables it reads, or else of the layers that computed its inputs. If it
     combines those with a variable of no layer, as a head does, it is a part of the stage that runs it, and the number
