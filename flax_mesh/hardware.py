@@ -305,7 +305,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     values = _read_toml(file)
     known, base = {chip.name.lower(): chip for chip in CHIPS}, values.pop("base", None)
     start = known.get(base.lower()) if isinstance(base, str) else None
-    problems = []
+    problems: list[str] = []
     if base is not None and start is None:
         problems.append(f"base must be one of {', '.join(known)}, got {base!r}")
     elif missing := [name for name in _NEEDED if start is None and name not in values]:
@@ -400,7 +400,7 @@ def _problem(key: str, value: object) -> str:
 
 def _problems_together(chip: Chip) -> list[str]:
     """Mistakes in fields that depend on each other."""
-    problems = []
+    problems: list[str] = []
     if "bfloat16" not in chip.peak_flops:
         problems.append("peak_flops must contain bfloat16")
     if (chip.platform == "tpu") != bool(chip.pod):

@@ -120,7 +120,7 @@ def _head(search: LayoutSearch, width: int) -> str:
 
 def _table(search: LayoutSearch, width: int) -> str:
     first = search.planned[0]
-    rows = []
+    rows: list[list[str]] = []
     for planned in search.planned[:MOST_LAYOUTS]:
         mfu = "" if planned.plan.time.mfu is None else f"{planned.plan.time.mfu:.1%}"
         memory = number(planned.plan.memory.peak / 2**30)
