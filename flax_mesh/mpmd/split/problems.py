@@ -1,6 +1,7 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -27,7 +28,7 @@ def modules_text(model: PyTree) -> str:
     lists = sorted(
         "/".join(map(str, path))
         for path, node in nnx.iter_graph(model, graph=True)
-        if isinstance(node, nnx.List) and len(node)
+        if isinstance(node, nnx.List) and len(cast("nnx.List[Any]", node))
     )
     children = _children(model)
     modules = f" It has modules at {_quoted(sorted(children))}." if children else ""
@@ -69,7 +70,10 @@ def check_meshes(eqns: Iterable[Eqn]) -> None:
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
             # jit and device_put have shardings in tuples.
-            items = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
+            items = [
+                cast("Sequence[object]", value) if isinstance(value, tuple | list) else (value,)
+                for value in eqn.params.values()
+            ]
             named = [x for values in items for x in values if isinstance(x, NamedSharding)]
             # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
             params = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
@@ -136,7 +140,9 @@ def check_layers(
     raise CutError(f"{problem} Name the list of layers that the model calls. {modules_text(model)}")
 
 
-def check_states(forward: Forward, model: PyTree, layers: Sequence[str], ranks: Mapping[Layer, int], bounds) -> None:
+def check_states(
+    forward: Forward, model: PyTree, layers: Sequence[str], ranks: Mapping[Layer, int], bounds: Sequence[int]
+) -> None:
     """CutError unless every stage computes something, and has the new value of every variable that it reads."""
     problems = _unavailable_variables(forward, model, layers)
     empty = [k for k, stage in enumerate(forward.stages) if not stage.forward.eqns]
@@ -183,7 +189,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
     head = f"{_stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
-        among = frozenset().union(*(taken.get(v, ()) for v in inputs))
+        among = frozenset[Var]().union(*(taken.get(v, ()) for v in inputs))
         of_layers = {ranks[layer] for v in among if (layer := leaf_of[v].layer) is not None}
         if any(rank in ends and max(of_layers) >= ends[rank] for rank in of_layers):
             paths = paths_text(sorted({leaf_of[v].path for v in among}))
@@ -246,7 +252,7 @@ def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int
     stages = dict(of_inputs)
     # Of values that depend on variables alone.
     paths = {v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)}
-    work = {}
+    work: dict[int, tuple[int | None, set[str]]] = {}
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
         read = {path for v in inputs for path in paths.get(v, ())}
@@ -274,7 +280,7 @@ def _children(module: PyTree) -> list[str]:
     """Names of the attributes, or of the entries of an nnx.Dict, that are modules but no lists."""
     return [
         name
-        for name, value in vars(module).items()
+        for name, value in cast("Mapping[str, object]", vars(module)).items()
         if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.List | nnx.Rngs | nnx.RngStream)
     ]
 
