@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -171,7 +171,7 @@ class PartitionAxis:
         dims: list[AxisName] = []
         lost: list[Lost] = []
         for dim, logical in enumerate(logical_axes):
-            granted = []
+            granted: list[str] = []
             for axis in self.mesh_axes(logical, mode):
                 if axis in taken:
                     lost.append(Lost(dim, str(logical), axis))
@@ -253,11 +253,19 @@ def as_entry(axes: Iterable[AxisName]) -> AxisName:
     return flat[0] if len(flat) == 1 else flat or None
 
 
+def _strings(value: object) -> list[str] | None:
+    """The items of a list or tuple of strings; None for any other value."""
+    items = cast("Sequence[object]", value) if isinstance(value, list | tuple) else (None,)
+    strings = [item for item in items if isinstance(item, str)]
+    return strings if len(strings) == len(items) else None
+
+
 def _axis_name(field: str, value: object) -> AxisName:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value):
-        return as_entry(value)
+    names = _strings(value)
+    if names is not None:
+        return as_entry(names)
     raise TypeError(f"PartitionAxis.{field} must be a mesh axis name, a tuple of them or None, got {shown(value)}.")
 
 

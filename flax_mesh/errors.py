@@ -1,6 +1,6 @@
 """Public exceptions, and the problems they list. Errors in user input are ValueErrors: one `except` catches them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -77,7 +77,8 @@ def limited(lines: Sequence[str], *, end: str = "") -> str:
     tail = [shortened(end, MOST // 2)] if end else []
     if (len(lines) == 1 and not tail) or sum(map(len, [*lines, *tail])) + len(lines) <= MOST:
         return shortened("\n".join([*lines, *tail]), MOST)
-    kept, room = [], MOST - 40 - sum(map(len, tail))  # for the last lines
+    kept: list[str] = []
+    room = MOST - 40 - sum(map(len, tail))  # for the last lines
     for line in lines:
         line = shortened(line, MOST - 50 - sum(map(len, tail)))
         room -= len(line) + 1
@@ -172,7 +173,7 @@ class Mistakes:
 
 
 @contextmanager
-def labelled(label: str) -> Iterator[None]:
+def labelled(label: str) -> Generator[None]:
     """Begin every line of a ConfigError with the setting, the option or the file that it belongs to."""
     try:
         yield

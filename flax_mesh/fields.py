@@ -26,7 +26,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from flax_mesh.errors import ConfigError, Problem
 
@@ -35,6 +35,7 @@ ADDED = {"added": True}
 MAX_SIZE = 2**31 - 1  # indices and counters are int32
 MAX_FLOAT32 = 3.4028234663852886e38
 MOST_BYTES = 2**30  # size limit of a file that a user names
+_CALLABLE: Any = typing.get_origin(Callable[..., Any])  # collections.abc.Callable, whose type is not known
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in a path
 
@@ -46,7 +47,8 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-class _Kind(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Kind:
     """A type that a field may be annotated with."""
 
     name: str  # description of a valid value
@@ -67,7 +69,8 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
 
     With `only_limited`, and in a field that is `of_user`, fields without limits may contain anything.
     """
-    problems, hints = [], field_types(config)
+    problems: list[Problem] = []
+    hints = field_types(config)
     for item in dataclasses.fields(config):
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
@@ -80,7 +83,8 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
 
 def value_problems(config: Any, prefix: str = "") -> list[Problem]:
     """One line for every field, also of nested dataclasses, whose value its metadata does not allow."""
-    problems, hints = [], field_types(config)
+    problems: list[Problem] = []
+    hints = field_types(config)
     for item in dataclasses.fields(config):
         key, value = f"{prefix}{item.name}", getattr(config, item.name)
         if _is_config(value):
@@ -140,10 +144,11 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin in _CONTAINERS:
         is_listed = is_sized(value) and items[1:] in ((), (...,))
         return _CONTAINERS[origin](value) and not (is_listed and items and not all(_fits(x, items[0]) for x in value))
-    if origin is collections.abc.Callable:
+    if origin is _CALLABLE:
         return callable(value)
     if typing.Protocol in getattr(origin, "__bases__", ()):
-        return all(hasattr(value, name) for name in vars(origin) if name == "__call__" or name[0] != "_")
+        members = cast("Mapping[str, object]", vars(origin))
+        return all(hasattr(value, name) for name in members if name == "__call__" or name[0] != "_")
     return not _is_plain_class(hint) or isinstance(value, hint)
 
 
@@ -195,7 +200,7 @@ def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int 
     ]
 
 
-def field_types(config: Any) -> dict[str, Any]:
+def field_types(config: object) -> dict[str, Any]:
     """Name -> evaluated annotation of every field of a dataclass."""
     try:
         return typing.get_type_hints(type(config))
@@ -221,7 +226,8 @@ def parse_value(text: str, annotation: Any) -> Any:
 def value_to_text(value: Any) -> str:
     """The inverse of `parse_value`."""
     if isinstance(value, tuple):
-        return ",".join(map(value_to_text, value)) + ("," if len(value) < 2 else "")
+        items = cast("tuple[object, ...]", value)
+        return ",".join(map(value_to_text, items)) + ("," if len(items) < 2 else "")
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return repr(value) if isinstance(value, float) else str(value)
@@ -343,7 +349,7 @@ _KINDS: dict[Any, _Kind] = {  # parsed in this order: every text is a str
     tuple: _Kind("a tuple", tuple, _parse_tuple, "values joined by commas"),
     str: _Kind("text", str, lambda text, _: text),
     types.NoneType: _Kind("none", types.NoneType),
-    collections.abc.Callable: _Kind("a function", collections.abc.Callable),
+    _CALLABLE: _Kind("a function", _CALLABLE),
     collections.abc.Sequence: _Kind("a sequence", collections.abc.Sequence),
     collections.abc.Collection: _Kind("a collection", collections.abc.Collection),
     collections.abc.Iterable: _Kind("an iterable", collections.abc.Iterable),

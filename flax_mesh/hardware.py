@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias, TypeGuard
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, path_problem, read_file
@@ -107,7 +107,7 @@ class Chip:
     indexed_fraction: float = 1.0
     matrix_unit: int = 128
     clock: float = 0.0
-    sources: Mapping[str, str] = field(default_factory=dict, hash=False)
+    sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     @property
     def torus(self) -> int:
@@ -151,7 +151,8 @@ def figures(chip: Chip) -> set[str]:
         "devices_per_chip",
         "pod" if chip.pod else "domain",
     }
-    optional = ({"wrap"} if chip.pod else set()) | ({"clock"} if chip.clock else set())
+    optional = {"wrap"} if chip.pod else set[str]()
+    optional |= {"clock"} if chip.clock else set[str]()
     return numbers | optional | set(chip.peak_flops)
 
 
@@ -305,7 +306,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
     values = _read_toml(file)
     known, base = {chip.name.lower(): chip for chip in CHIPS}, values.pop("base", None)
     start = known.get(base.lower()) if isinstance(base, str) else None
-    problems = []
+    problems: list[str] = []
     if base is not None and start is None:
         problems.append(f"base must be one of {', '.join(known)}, got {base!r}")
     elif missing := [name for name in _NEEDED if start is None and name not in values]:
@@ -324,7 +325,7 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
 
 def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
     """The chip with the values of a file; other fields are taken from `start`."""
-    options: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in values.items()}
+    options: dict[str, Any] = {k: tuple(value) if _is_list(value) else value for k, value in values.items()}
     sources = dict.fromkeys({*values, *values.get("peak_flops", ())}, source)
     if start is None:
         return Chip(**options, sources=sources)
@@ -360,30 +361,38 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
-# Field -> (function that checks a value from a file, description of a valid value)
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _is_list(value: object) -> TypeGuard[list[object]]:
+    return isinstance(value, list)
+
+
+def _is_table(value: object) -> TypeGuard[dict[str, object]]:
+    return isinstance(value, dict)
+
+
+_Rule: TypeAlias = tuple[Callable[[Any], bool], str]  # (function that checks a value, description of a valid value)
+_FRACTION: _Rule = (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1")
+_RULES: dict[str, _Rule] = {  # by the field that a file sets
     "name": (lambda v: isinstance(v, str) and bool(re.fullmatch(r"[\w.-]{1,40}", v)), "letters, digits, '.', '_', '-'"),
     "platform": (lambda v: v in ("tpu", "gpu", "cpu"), "tpu, gpu or cpu"),
-    "kinds": (lambda v: isinstance(v, list) and all(isinstance(kind, str) and kind for kind in v), "a list of texts"),
+    "kinds": (lambda v: _is_list(v) and all(isinstance(kind, str) and kind for kind in v), "a list of texts"),
     "peak_flops": (
-        lambda v: isinstance(v, dict) and bool(v) and all(map(_is_positive, v.values())),
+        lambda v: _is_table(v) and bool(v) and all(map(_is_positive, v.values())),
         "a table with a positive number for each dtype",
     ),
     "pod": (
-        lambda v: isinstance(v, list) and len(v) in (2, 3) and all(map(_is_count, v)),
+        lambda v: _is_list(v) and len(v) in (2, 3) and all(map(_is_count, v)),
         f"a list of 2 or 3 integers from 1 to {MOST}",
     ),
     "wrap": (lambda v: v in ("cubes", "pod", ""), "cubes, pod or empty"),
     "domain": (_is_count, f"an integer from 1 to {MOST}"),
     "domain_spans_hosts": (lambda v: isinstance(v, bool), "true or false"),
     "devices_per_chip": (_is_count, f"an integer from 1 to {MOST}"),
+    "matrix_unit": (lambda v: v in (128, 256), "128 or 256"),
+    "overlap_fraction": (lambda v: v == 0 or (_is_positive(v) and v <= 1), "a number from 0 to 1"),
+    "link_fraction": _FRACTION,
+    "matmul_fraction": _FRACTION,
+    "indexed_fraction": _FRACTION,
 }
-_RULES |= dict.fromkeys(
-    ("link_fraction", "matmul_fraction", "indexed_fraction"),
-    (lambda v: _is_positive(v) and v <= 1, "a number above 0 and at most 1"),
-)
-_RULES["matrix_unit"] = (lambda v: v in (128, 256), "128 or 256")
-_RULES["overlap_fraction"] = (lambda v: v == 0 or (_is_positive(v) and v <= 1), "a number from 0 to 1")
 _NUMBER = (_is_positive, "a positive number")
 _NEEDED = [  # the fields of Chip without a default
     item.name
@@ -400,7 +409,7 @@ def _problem(key: str, value: object) -> str:
 
 def _problems_together(chip: Chip) -> list[str]:
     """Mistakes in fields that depend on each other."""
-    problems = []
+    problems: list[str] = []
     if "bfloat16" not in chip.peak_flops:
         problems.append("peak_flops must contain bfloat16")
     if (chip.platform == "tpu") != bool(chip.pod):

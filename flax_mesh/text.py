@@ -7,7 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
@@ -117,7 +117,7 @@ def group_paths(paths: Sequence[str], keys: Sequence[Hashable]) -> list[tuple[st
     also have dots (`layers.{0..125}.q`) or the form of `jax.tree_util.keystr` (`['layers'][{0..125}]['q']`).
     """
     parts = [NUMBER.split(path) for path in paths]  # words and numbers alternate
-    groups = []
+    groups: list[tuple[str, list[int]]] = []
     for indices in grouped(range(len(paths)), lambda i: (*parts[i][::2], keys[i])).values():
         columns = zip(*(map(int, parts[i][1::2]) for i in indices), strict=True)
         choices = [sorted(set(column)) for column in columns]
@@ -173,7 +173,7 @@ def table_text(
             if not shrinking:
                 break
             widths[max(shrinking, key=widths.__getitem__)] -= 1
-    lines = []
+    lines: list[str] = []
     for row in zip(*columns, strict=True):
         cells = [_folded(cell, size) for cell, size in zip(row, widths, strict=True)]
         for part in itertools.zip_longest(*cells, fillvalue=""):
@@ -213,8 +213,8 @@ def plain_data(value: Any) -> Any:
     """Named tuples as dicts and tuples as lists, at any depth: data for `json.dumps`."""
     value = value._asdict() if hasattr(value, "_asdict") else value
     if isinstance(value, Mapping):
-        return {name: plain_data(each) for name, each in value.items()}
-    return [plain_data(each) for each in value] if isinstance(value, tuple | list) else value
+        return {name: plain_data(each) for name, each in cast("Mapping[object, object]", value).items()}
+    return [plain_data(each) for each in cast("Sequence[object]", value)] if isinstance(value, tuple | list) else value
 
 
 def folded(text: str, width: int, indent: str = "") -> str:

@@ -1,5 +1,9 @@
 """Paths of leaves, such as "layers/0/attn/q/kernel". Only this file depends on the key path formats of NNX and JAX."""
 
+# JAX and NNX have no types for key paths, tree definitions and the values of Variables.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
+
 import functools
 import math
 import re
@@ -98,7 +102,8 @@ def check_arrays(named: Iterable[tuple[str, object]]) -> None:
 
 
 def _is_hijax(x: object) -> bool:
-    return isinstance(x, nnx.Variable) and not issubclass(type(x), nnx.Variable)
+    kind = type(x)
+    return isinstance(x, nnx.Variable) and not issubclass(kind, nnx.Variable)
 
 
 def map_named(fn: Callable[[str, Any], object], tree: PyTree) -> PyTree:

@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ MAX_TEXT = 300  # characters of the text of an exception
 
 
 @contextmanager
-def user_code(subject: str, place: str = "") -> Iterator[None]:
+def user_code(subject: str, place: str = "") -> Generator[None]:
     """Convert an exception of the user's code to a ConfigError: `subject`, the line of that code, and the exception.
 
     The line is the innermost line of the traceback that is in a file of the user. If there is none, because a file

@@ -159,7 +159,7 @@ def public(name: str) -> Any:
     return getattr(importlib.import_module(package), short)
 
 
-def test_the_names_of_the_root_are_those_of_its_stub():
+def test_the_root_exports_the_names_of_its_stub():
     assert fm.__all__ == EXPORTED["flax_mesh"]  # pyright: ignore[reportAttributeAccessIssue]
     assert {*fm.__all__, "__version__"} <= {*dir(fm)}  # pyright: ignore[reportAttributeAccessIssue]
     names: dict[str, object] = {}
@@ -293,14 +293,14 @@ def test_links_between_pages_lead_somewhere():
                 assert not anchor or anchor in anchors(other), f"{page.name} links to {target}#{anchor}"
 
 
-def test_the_version_of_the_citation_and_of_the_changelog_is_that_of_the_package():
+def test_citation_and_changelog_have_the_version_of_the_package():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     newest, *_ = re.findall(r"^## ([\d.]+)", (ROOT / "docs" / "changelog.md").read_text(), re.MULTILINE)
     assert newest == version
 
 
-def test_the_readme_has_a_line_for_every_folder_and_each_says_itself_what_is_in_it():
+def test_the_readme_and_a_docstring_describe_every_folder():
     text = (ROOT / "README.md").read_text()
     for path in sorted((ROOT / "flax_mesh").rglob("__init__.py")):
         assert f"| `{path.parent.relative_to(ROOT).as_posix()}/` |" in text, path

@@ -127,14 +127,14 @@ def names_of_primitives() -> set[str]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_name_in_a_table_is_that_of_a_primitive(table):
+def test_tables_contain_names_of_primitives_only(table):
     have = names_of_primitives()
     assert {name for name in TABLES[table] if name not in have} == {
         name for name in TABLES[table] if jax.__version_info__ < SINCE.get(name, (0,))
     }
 
 
-def test_every_name_that_is_compared_with_that_of_an_equation_is_that_of_a_primitive():
+def test_names_that_are_compared_with_equations_are_primitives():
     paths = [path for path in PACKAGE.rglob("*.py") if "primitive.name" in path.read_text()]
     found = {name for path in paths for text in COMPARED.findall(path.read_text()) for name in re.findall(r"\w+", text)}
     assert {"scan", "while", "cond", "dot_general"} <= found <= names_of_primitives()

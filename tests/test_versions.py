@@ -38,7 +38,7 @@ def bound(package: str, sign: str, when: str = "") -> Version:
     return version(found)
 
 
-def test_the_bounds_of_pyproject_are_those_of_the_table():
+def test_pyproject_has_the_bounds_of_the_table():
     oldest, newest = table()["oldest"], table()["newest"]
     assert version(PROJECT["requires-python"].removeprefix(">=")) == oldest["Python"]
     assert bound("jax", ">=") == oldest["jax"]

@@ -117,7 +117,7 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
 
 
 def fingerprints(named: Iterable[tuple[str, jax.Array]]) -> dict[str, int]:
-    """Path -> a number that changes with the bits of the array, of the arrays with a part on devices of this process.
+    """Maps the path of each array with a part on devices of this process to a number that changes with its bits.
 
     Every process must call it with the same arrays in the same order. Each array is read once, on its devices.
     """

@@ -49,7 +49,7 @@ def in_both(section: str, a: Record, b: Record) -> bool:
 
 
 def in_one(section: str, a: Record, b: Record) -> bool:
-    """Whether one record has a section that the other lacks."""
+    """Whether exactly one of two records has a section."""
     return section != "tree" and bool(_section(section, a)) != bool(_section(section, b))
 
 

@@ -115,7 +115,7 @@ def find_leftovers(folder: Path) -> list[Path]:
 
 
 def find_unfinished(folder: Path) -> list[Path]:
-    """Leftovers, and steps that Orbax has not committed, which are not removed: another program may be writing them."""
+    """Leftovers, and uncommitted steps of Orbax. These steps are not removed: another program may be writing them."""
     return sorted([*find_leftovers(folder), *filter(_is_uncommitted, entries(folder))])
 
 

@@ -216,7 +216,7 @@ def add_trained(parser: argparse.ArgumentParser) -> None:
 
 
 class TrainedRequest:
-    """The trained decoder that a command line names, None where it is wrong, which `mistakes` then contain.
+    """The trained decoder that a command line names. Wrong parts are None, and `mistakes` contain the reasons.
 
     >>> request = TrainedRequest(arguments, mistakes)
     >>> ...  # more checks, which may use request.source

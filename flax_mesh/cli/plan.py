@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _option_problems(arguments: argparse.Namespace) -> list[str]:
-    """One line for every option without another one that it requires, or with one that excludes it."""
+    """One line per missing or conflicting option."""
     compiles, searches, calibrates = arguments.compile, arguments.search is not None, arguments.calibrate is not None
     wrong = {
         "--limit requires --compile": arguments.limit is not None and not compiles,

@@ -34,20 +34,20 @@ class RunData:
     # (state -> sums of a batch) -> metrics of the held-out tokens; None without them.
     held_out: Callable[[Callable[[Any], Mapping[str, Any]]], dict[str, float | None]] | None = None
     prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
-    own: UserBatches | None = None
+    user_batches: UserBatches | None = None
 
     def record(self, step: int) -> dict[str, Any]:
         """The field "data" of the metadata of the checkpoint of `step`."""
         record = {name: getattr(self, name) for name in ("name", "kind", "description", "content_hash")}
         # The position is the step, since batches are a function of the step.
-        return {**record, "position": step, **({} if self.own is None else self.own.record(step))}
+        return {**record, "position": step, **({} if self.user_batches is None else self.user_batches.record(step))}
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> str:
         """Continue after `step` steps, from the field "data" of a checkpoint.
 
-        Returns one line if the last batch before them is another one now.
+        Returns one line if the last batch before them has changed since.
         """
-        return "" if self.own is None else self.own.resume(step, saved)
+        return "" if self.user_batches is None else self.user_batches.resume(step, saved)
 
 
 def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
@@ -58,7 +58,7 @@ def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         BATCHES,
         first=lambda: batches.first,
         batch=lambda step: put_batch(batches(step), mesh, axes),
-        own=batches,
+        user_batches=batches,
     )
 
 

@@ -75,7 +75,7 @@ class UserBatches:
         return {"state": self.iterator.state(step), "last_batch": {**last, "state": self.iterator.state(step - 1)}}
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> str:
-        """Continue with the batch of `step`, from `record(step)`. One line if the batch before it is another one now.
+        """Continue with the batch of `step`, from `record(step)`. Returns one line if the batch before it has changed.
 
         The batch before it is computed again. An iterator is set to the state before that batch, and the batch must
         lead to the next one: that an iterator returns a state that it was given does not show that it uses it.

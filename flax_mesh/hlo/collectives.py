@@ -82,7 +82,7 @@ def read_collectives(program: HloProgram, mesh: Mesh | AbstractMesh) -> list[Col
             f"mesh must be the mesh of the compiled step, but the step runs on {partitions[1] if partitions else 1} "
             f"devices and the mesh {dict(mesh.shape)} has {mesh.size}. Pass the mesh of its shardings."
         )
-    collectives = []
+    collectives: list[Collective] = []
     for name, instructions in program.computations.items():
         times, known = program.executions[name]
         for instruction in instructions if times else ():

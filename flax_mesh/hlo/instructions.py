@@ -131,7 +131,8 @@ def read_shape(text: str) -> Shape:
     """`(f32[8,128]{1,0:T(8,128)}, s32[])`: a tuple, or one array."""
     if not text.startswith("("):
         return _read_array(text)
-    parts, depth, start, inner = [], 0, 0, text[1:-1]
+    depth, start, inner = 0, 0, text[1:-1]
+    parts: list[str] = []
     for i, letter in enumerate(inner):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:

@@ -61,8 +61,8 @@ Value = Any  # a Buffer, or a tuple of Values
 
 
 class Walk(NamedTuple):
-    """`at_peak` are the arrays at the moment of the most bytes, the largest first; `weights` the names of collectives
-    whose operands are arguments, or moved from them."""
+    """`at_peak`: the arrays at the moment of the most bytes, the largest first. `weights`: the names of collectives
+    whose operands are arguments, or moved from arguments."""
 
     peak: int
     at_peak: list[Buffer]

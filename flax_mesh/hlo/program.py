@@ -84,7 +84,7 @@ class HloProgram:
 
     @property
     def aliases(self) -> dict[int, int]:
-        """Result -> argument in whose memory it is stored."""
+        """Maps each result that reuses the memory of an argument to this argument."""
         part = self.head.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         return {int(out or 0): number for out, number, _ in aliases_of(part)}
 
@@ -94,7 +94,8 @@ class HloProgram:
         The path has the classes whose methods were running, outermost first.
         """
         frame = _FRAME.search(text)
-        at, classes, line = int(frame[1]) if frame else 0, [], ""
+        at, line = int(frame[1]) if frame else 0, ""
+        classes: list[str] = []
         while fields := _fields(self.tables["StackFrames"].get(at, "")):
             location = _fields(self.tables["FileLocations"].get(fields["file_location_id"], ""))
             function = self.tables["FunctionNames"].get(location.get("function_name_id", 0), "")

@@ -117,7 +117,7 @@ def window_batch(tokens: Tokens, first: int, rows: int, sequence_length: int) ->
 
 
 def _count_of(num_tokens: int, sequence_length: int) -> int:
-    """Number of windows, of which the last one may be shorter."""
+    """The number of windows; the last window may be shorter."""
     return -(-(num_tokens - 1) // sequence_length)
 
 

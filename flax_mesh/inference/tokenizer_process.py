@@ -1,4 +1,4 @@
-"""Asks tokenizer_child.py, the process that runs the package tokenizers. Its errors, and its end, are ConfigErrors."""
+"""Sends requests to tokenizer_child.py, which runs the package tokenizers. ConfigError if it fails or ends."""
 
 import json
 import signal

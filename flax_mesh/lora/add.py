@@ -28,7 +28,7 @@ from flax_mesh.tree import in_stack, layer_path, named_leaves
 
 
 class _Product(NamedTuple):
-    """The dims of a weight: those with a matrix each, those that the product contracts, and those of its result."""
+    """The dims of a weight: batch dims (one matrix per index), dims that the product contracts, dims of its result."""
 
     batch: tuple[int, ...]
     contracted: tuple[int, ...]
@@ -105,7 +105,7 @@ def add_lora(
 def _initial_a(
     path: str, shape: Sequence[int], product: _Product, layers: Sequence[str], rank: int, seed: int
 ) -> jax.Array:
-    """A with a key for every layer: in a stack, that of the layer in a list of layers."""
+    """A with one key per layer: each layer of a stack has the same key as in a list of layers."""
     sizes = [shape[d] for d in product.contracted]
     limit = 1 / math.sqrt(math.prod(sizes))
     stack, count = in_stack(path, layers), math.prod(shape[d] for d in product.batch)
@@ -141,7 +141,7 @@ class _Search:
         self.shapes = {path: x.shape for path, x in named_leaves(self.state)}
         self.chosen = {path for path in self.shapes if any(re.search(pattern, path) for pattern in patterns)}
         self.found: dict[str, set[_Product]] = {}
-        self.others: dict[str, list[str]] = {}  # weights -> what uses them besides products
+        self.others: dict[str, list[str]] = {}  # weights -> their uses besides products
         self.vectors: set[str] = set()
 
     def products(self) -> dict[str, _Product]:

@@ -22,8 +22,8 @@ MARK = "is_adapted"  # attribute of a function that `with_lora` returned
 def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function(model, *args)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
 
-    The gradient of W, an array of its shape, is never computed. Without adapters the result is that of `function`. A
-    function that `with_lora` returned is returned as it is: the low-rank part would be added twice.
+    The gradient of W, an array of its shape, is never computed. Without adapters the result is the same as of
+    `function`. A function that `with_lora` returned is returned as it is: the low-rank part would be added twice.
 
     Raises:
         ValueError: An adapted weight is used by something else than a matrix product.

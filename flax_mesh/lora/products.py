@@ -17,8 +17,8 @@ from flax_mesh.step.parameter_flow import flow
 CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint"})
 CUSTOM = frozenset({"custom_vjp_call", "custom_jvp_call"})
 
-# What becomes of a product: (equation, values of its operands, number of the one that is a Weight) -> what is added to
-# the result; None: nothing.
+# Addition to a product: (equation, values of its operands, index of the operand that is a Weight) -> the array to add
+# to the result, or None.
 OnProduct = Callable[[Eqn, Sequence[Any], int], Any]
 # Any other use of a weight.
 OnOther = Callable[[Eqn, Weight], None]
@@ -28,7 +28,7 @@ class Products:
     """Evaluates programs in which some values are Weights.
 
     Args:
-        on_product: Returns what is added to the matrix product of a weight.
+        on_product: Returns the array that is added to the matrix product of a weight.
         on_other: Called with each use of a weight that is neither a product nor moves it there; it has no other effect.
     """
 
@@ -137,7 +137,7 @@ def _axes_of(x: Any) -> AbstractContextManager[Any]:
 
 
 def _only_product(eqn: Eqn) -> tuple[Program, Eqn] | None:
-    """The product of a function with a derivative of its own, and what computes its operands; None for any other."""
+    """The product in a function with a custom derivative, and the program of its operands; None for other functions."""
     inner = inline(program_of(eqn.params["call_jaxpr"]))
     if not inner.eqns:
         return None

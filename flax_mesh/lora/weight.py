@@ -18,7 +18,8 @@ class Weight:
 
     Attributes:
         value: The array.
-        a: A with the dims of `value`, those of the result with size 1, and the rank as a last dim. None: no factors.
+        a: A with the dims of `value`, where dims of the result have size 1, and the rank as a last dim. None: no
+            factors.
         b: B likewise, with contracted dims of size 1.
         path: The path of the weight in the state of the model.
         dims: For every dim of `value`, the dim of the weight that it is.
@@ -35,7 +36,7 @@ class Weight:
     cuts: frozenset[int] = field(default=frozenset(), metadata={"static": True})
 
     def changed(self, value: Any, change: Callable[[Any], Any], dims: Sequence[int] | None = None) -> "Weight":
-        """The weight with another value, and with factors that `change` changes likewise."""
+        """The weight with a new value, and with `change` applied to its factors."""
         a, b = (None if x is None else change(x) for x in (self.a, self.b))
         return replace(self, value=value, a=a, b=b, dims=self.dims if dims is None else tuple(dims))
 
@@ -87,7 +88,7 @@ class Weight:
 
 
 def with_factors(value: Any, path: str, a: Any, b: Any, dims: Sequence[Sequence[int | None]], scale: float) -> Weight:
-    """A weight with factors as the model has them: `dims` are the dims of the weight that those of A and of B are."""
+    """A weight with factors as stored in the model; `dims` maps the dims of A and of B to dims of the weight."""
     a, b = (_expanded(x, each, value.ndim) for x, each in zip((a, b), dims, strict=True))
     return Weight(value, a, b, path, tuple(range(value.ndim)), scale)
 
@@ -100,12 +101,12 @@ def _expanded(x: Any, dims: Sequence[int | None], ndim: int) -> Any:
 
 
 def _positions(ndim: int, without: Sequence[int]) -> dict[int, int]:
-    """The position of every dim once those of `without` are removed."""
+    """Maps every dim to its position after the dims `without` are removed."""
     return {d: at for at, d in enumerate(d for d in range(ndim) if d not in without)}
 
 
 def _order(batch: int, rows: int, free: int, at: int) -> tuple[int, ...]:
-    """The dims of the result, which has those of the left operand first, among (batch, rows of x, dims of weight)."""
+    """The dims of the result in terms of (batch, rows of x, dims of weight); dims of the left operand come first."""
     x, weight = range(batch, batch + rows), range(batch + rows, batch + rows + free)
     return (*range(batch), *(weight if at == 0 else x), *(x if at == 0 else weight))
 

@@ -4,9 +4,12 @@ JAX has two independent mesh contexts: `jax.set_mesh` (recommended) and the lega
 the first if it is set, otherwise the second. Both are thread-local: a new thread starts without a mesh.
 """
 
+# Users may pass other types than the annotated ones, which this file reports.
+# pyright: reportUnnecessaryIsInstance=false
+
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import jax
 import numpy as np
@@ -58,7 +61,7 @@ def in_mesh(mesh: Mesh | AbstractMesh | None):
 
 
 @contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
+def without_mesh() -> Generator[None]:
     """Context, or decorator, in which no mesh is set: all jitted programs would use the mesh of `jax.set_mesh`.
 
     A pipeline runs programs on the meshes of single groups, even if its caller has set the mesh of all groups.
@@ -105,7 +108,7 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
 
     Always returns a Python int, so that it can be used in shapes; 1 for no axis.
     """
-    sizes = []
+    sizes: list[int] = []
     for name in _as_names(axis_names):
         try:
             sizes.append(int(jax.lax.axis_size(name)))

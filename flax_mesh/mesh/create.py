@@ -1,10 +1,15 @@
 """`create_mesh`: a `jax.sharding.Mesh` from axis sizes and names."""
 
+# JAX has no types for its clients and devices.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# Users may pass other types than the annotated ones, which this file reports.
+# pyright: reportUnnecessaryIsInstance=false
+
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -228,7 +233,7 @@ def create_cpu_mesh(
 
 
 @contextmanager
-def force_cpu() -> Iterator[DeviceLike]:
+def force_cpu() -> Generator[DeviceLike]:
     """Places new arrays and uncommitted computations on the first local CPU device, and yields that device."""
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
@@ -236,7 +241,7 @@ def force_cpu() -> Iterator[DeviceLike]:
 
 
 @contextmanager
-def cpu_context() -> Iterator[Mesh]:
+def cpu_context() -> Generator[Mesh]:
     """Enters `create_cpu_mesh()` with `jax.set_mesh`, inside `force_cpu`; yields the mesh."""
     mesh = create_cpu_mesh()
     with force_cpu(), jax.set_mesh(mesh):

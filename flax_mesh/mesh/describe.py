@@ -83,7 +83,7 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
 
 def place_texts(layout: MeshLayout) -> list[str]:
     """The placement of each mesh axis: `2 slices over DCN, x 4 ring, y 2 of 4`; "-" for an axis of one device."""
-    texts = []
+    texts: list[str] = []
     for axis, split in enumerate(layout.splits):
         parts = [f"{split} {plural(layout.granule, split)} over DCN"] if split > 1 else []
         if layout.assignment is not None and layout.torus is not None:
@@ -99,7 +99,7 @@ def _granules(devices: np.ndarray) -> tuple[str, tuple[int, ...]]:
     groups, granule = find_granules(list(devices.flat))
     number = {device: i for i, group in enumerate(groups) for device in group}
     grid = np.array([number[device] for device in devices.flat]).reshape(devices.shape)
-    splits = []
+    splits: list[int] = []
     for axis, size in enumerate(devices.shape):
         line = np.moveaxis(grid, axis, 0).reshape(size, -1)
         splits.append(1 + int(sum((line[i] != line[i - 1]).any() for i in range(1, size))))
@@ -109,7 +109,7 @@ def _granules(devices: np.ndarray) -> tuple[str, tuple[int, ...]]:
 
 def _assignment_of(points: np.ndarray, torus: Torus) -> Assignment | None:
     """The number of distinct coordinates along each mesh axis, if these factors multiply to both shapes."""
-    columns = []
+    columns: list[list[int]] = []
     for axis, size in enumerate(points.shape[:-1]):
         line = np.moveaxis(points, axis, 0).reshape(size, -1, len(torus.shape))[:, 0]
         columns.append([len(set(line[:, p].tolist())) for p in range(len(torus.shape))])
@@ -119,7 +119,7 @@ def _assignment_of(points: np.ndarray, torus: Torus) -> Assignment | None:
 
 
 def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
-    texts = []
+    texts: list[str] = []
     for p, row in enumerate(assignment):
         factor, stride = row[axis], strides_of(assignment)[p][axis]
         if factor == 1:
@@ -136,7 +136,8 @@ def _factor_texts(torus: Torus, assignment: Assignment, axis: int) -> list[str]:
 
 def _axes_table(mesh: Mesh, layout: MeshLayout) -> str:
     """One row per axis; empty columns are omitted."""
-    heads, rows = ("axis", "size", "placement", "hops", "gather 64 MiB", "GB/s"), []
+    heads = ("axis", "size", "placement", "hops", "gather 64 MiB", "GB/s")
+    rows: list[tuple[str, ...]] = []
     for axis, (name, place) in enumerate(zip(mesh.axis_names, place_texts(layout), strict=True)):
         size = mesh.devices.shape[axis]
         hops = "" if layout.hops is None or layout.block.shape[axis] == 1 else f"{layout.hops[axis]:.3g}"
@@ -172,7 +173,7 @@ def _assignment_text(layout: MeshLayout, names: Sequence[str]) -> str:
             "order: the ring order of this device kind, as in JAX, or an order that does not follow from an assignment"
         )
     shape, ours = layout.block.shape, assignment_cost(layout.torus, layout.assignment)
-    jax_assignments = []
+    jax_assignments: list[Assignment] = []
     for allow_split in (False, True):
         try:
             jax_assignments.append(known_assignment(layout.torus.shape, shape, allow_split=allow_split))
@@ -196,7 +197,7 @@ def _drawing(mesh: Mesh, layout: MeshLayout) -> list[str]:
     shown = [axis for axis, size in enumerate(mesh.devices.shape) if size > 1] or [0]
     title = f"({', '.join(mesh.axis_names[axis] for axis in shown)})"
     label = {device: ",".join(str(index[axis]) for axis in shown) for index, device in np.ndenumerate(mesh.devices)}
-    lines = []
+    lines: list[str] = []
     panels = device_panels(mesh, layout)
     first = [panel for panel in panels if panel[0] == panels[0][0]]
     planes = first if layout.block.size <= _PICTURE_LIMIT else first[:1]
@@ -215,7 +216,7 @@ def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[l
 
     Without a torus each granule is one plane: the last axis longer than 1 is horizontal, the axes before it vertical.
     """
-    panels = []
+    panels: list[tuple[str, str, list[list[object]]]] = []
     inner = layout.block.shape
     for index in np.ndindex(*layout.splits):
         part = mesh.devices[tuple(slice(i * n, (i + 1) * n) for i, n in zip(index, inner, strict=True))]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -25,6 +25,11 @@ CONTIGUOUS: dict[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+def _all_devices() -> list[DeviceLike]:
+    # JAX does not state the type of a device.
+    return cast("list[DeviceLike]", jax.devices())  # pyright: ignore[reportUnknownMemberType]
+
+
 def create_device_mesh(
     mesh_shape: Sequence[int],
     devices: Sequence[DeviceLike] | None = None,
@@ -44,7 +49,7 @@ def create_device_mesh(
         NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
     """
     require_types(create_device_mesh, devices=devices)
-    devices = jax.devices() if devices is None else list(devices)
+    devices = _all_devices() if devices is None else list(devices)
     shape = integers(mesh_shape, "mesh_shape", least=1)
     if not devices or math.prod(shape) != len(devices):
         raise ValueError(
@@ -83,7 +88,7 @@ def create_hybrid_device_mesh(
             differ in size, or any error of `create_device_mesh`.
     """
     require_types(create_hybrid_device_mesh, devices=devices)
-    devices = jax.devices() if devices is None else list(devices)
+    devices = _all_devices() if devices is None else list(devices)
     keys = [read_device(device).process if process_is_granule else read_device(device).slice for device in devices]
     if None in keys:
         without = [device.id for device, key in zip(devices, keys, strict=True) if key is None]

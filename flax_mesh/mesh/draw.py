@@ -35,7 +35,8 @@ def draw_mesh_svg(mesh: Mesh) -> str:
     per_row = min(_PANELS_PER_ROW, len(panels))
     texts = _legend(mesh, layout)
     top = MARGIN + LINE * (len(texts) + 1)
-    body, spots = [], {}
+    body: list[str] = []
+    spots: _Spots = {}
     for number, (granule, plane, grid) in enumerate(panels):
         left = MARGIN + (number % per_row) * (width + PANEL_GAP)
         upper = top + (number // per_row) * (height + PANEL_GAP + LINE)
@@ -78,7 +79,7 @@ def _device(mesh: Mesh, index: tuple[int, ...], device: object, spots: _Spots) -
 
 def _links(mesh: Mesh, layout: MeshLayout, spots: _Spots, columns: int, rows: int) -> list[str]:
     """Lines between neighbors along the busiest axis in the same panel; stubs for links that wrap around."""
-    lines = []
+    lines: list[str] = []
     devices = np.moveaxis(mesh.devices, _busiest(mesh), -1)
     size = devices.shape[-1]
     for group in devices.reshape(-1, size):
@@ -143,7 +144,8 @@ def _cells(index: np.ndarray, left: float, top: float, groups: dict[tuple[int, .
 
     `groups` numbers the groups along that axis, in the order in which they are drawn.
     """
-    lines, boxes = [], []
+    lines: list[str] = []
+    boxes: list[str] = []
     columns, rows = index.shape[:2]
     for x, y in np.ndindex(columns, rows):
         place = tuple(index[x, y].tolist())

@@ -1,5 +1,8 @@
 """Sizes and names of mesh axes: validation, inference, parsing, splitting between hosts. No devices, no JAX."""
 
+# Users may pass other types than the annotated ones, which this file reports.
+# pyright: reportUnnecessaryIsInstance=false
+
 import math
 from collections.abc import Sequence
 
@@ -149,7 +152,8 @@ def split_between_hosts(shape: Sequence[int], num_hosts: int) -> tuple[int, ...]
     >>> split_between_hosts((4, 6), 6)
     (2, 3)
     """
-    left, splits = num_hosts, []
+    left = num_hosts
+    splits: list[int] = []
     for size in shape:
         splits.append(math.gcd(left, size))
         left //= splits[-1]
@@ -158,7 +162,7 @@ def split_between_hosts(shape: Sequence[int], num_hosts: int) -> tuple[int, ...]
 
 def _repair(sizes: Sequence[int], names: Sequence[str], total: int) -> str:
     """The changes of a single size that make the product match."""
-    repairs = []
+    repairs: list[str] = []
     for i, size in enumerate(sizes):
         others = math.prod(other for j, other in enumerate(sizes) if j != i and other != -1)
         if -1 not in sizes and total % others == 0:

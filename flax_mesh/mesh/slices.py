@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Sequence
+from typing import cast
 
 from flax_mesh.hardware import chip_of
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
@@ -101,7 +102,9 @@ def preferred_splits(dims: Sequence[int], names: Sequence[str], num_granules: in
 
 
 def _product(dims: object) -> int | None:
-    return math.prod(dims) if isinstance(dims, Sequence) and all(isinstance(size, int) for size in dims) else None
+    sizes = cast("Sequence[object]", dims) if isinstance(dims, Sequence) else (None,)
+    integers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(integers) if len(integers) == len(sizes) else None
 
 
 def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> list[list[DeviceLike]]:
@@ -117,7 +120,7 @@ def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> 
     # If two groups shared a slice, its fast links between them would count as the slow network.
     for attribute in ("slice", "process"):
         owners = [{getattr(read_device(device), attribute) for device in run} for run in runs]
-        several = len(set().union(*owners)) > 1
+        several = len({key for ids in owners for key in ids}) > 1
         divided = sorted({key for i, ids in enumerate(owners) for other in owners[:i] for key in ids & other}, key=str)
         if several and divided:
             raise ValueError(

@@ -54,7 +54,7 @@ class Attention(nnx.Module):
         segment_ids_BS: jax.Array | None = None,
         kind: LayerKind | None = None,
     ) -> jax.Array:
-        """`kind` is that of the layer, by default of the first one."""
+        """`kind` is the kind of this layer, by default the kind of the first layer."""
         kind = kind or self.config.kinds[0]
         return self._attend(*self._project(x_BSD, mode, kind), mode, kind, segment_ids_BS)
 
@@ -77,9 +77,9 @@ class Attention(nnx.Module):
         layer: jax.Array | None = None,
         kind: LayerKind | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for one token of each row, and `keys` and `values` with those of the token.
+        """The output for one token of each row, and `keys` and `values` updated with the token.
 
-        They are those of one layer, or with the index `layer` those of a stack.
+        `keys` and `values` belong to one layer, or to a stack if the index `layer` is given.
         """
         kind = kind or self.config.kinds[0]
         axes, position = self.config.axes, cache.positions_B[:, None]
@@ -203,7 +203,7 @@ def attend(
 
 
 def is_fused_attention(primitive: jex.Primitive, *_: object, **params: object) -> bool:
-    """A policy of `jax.checkpoint` that saves what kernels of attention return."""
+    """A policy of `jax.checkpoint` that saves the results of attention kernels."""
     if primitive.name.startswith("dot_product_attention_fwd"):
         return True
     return primitive.name == "name" and params["name"] == RESIDUALS

@@ -51,7 +51,7 @@ class KVCache:
         return self.lengths_B + self.used - self.prompt
 
     def mask_BT(self, num_slots: int, window: int) -> jax.Array:
-        """Which slots the next token attends to, its own included; with `window`, only that many positions."""
+        """Which slots the next token attends to, including itself; `window` limits the number of positions."""
         slots_T = jnp.arange(num_slots)
         is_prompt_BT = slots_T < self.lengths_B[:, None]
         is_read_BT = is_prompt_BT | ((slots_T >= self.prompt) & (slots_T <= self.used))

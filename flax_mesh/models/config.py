@@ -1,4 +1,4 @@
-"""DecoderConfig: sizes and options of a decoder, and what a layer makes of them."""
+"""DecoderConfig: sizes and options of a decoder, and the values derived from them for a layer."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -41,7 +41,7 @@ class DecoderConfig:
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
     layers or for runs of them, "full:16,none". See `models.remat` and `remat_names`. Policies that save dots also save
     the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of `remat`,
-    which compiles faster; results and checkpoints are those of the unrolled list. `loss_chunk`: the number of tokens
+    which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the number of tokens
     per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
@@ -175,14 +175,14 @@ class DecoderConfig:
     def remat_names(self) -> tuple[str, ...]:
         """The values of a layer that `remat` may name, in the order in which they are computed.
 
-        "layer_input" is saved in any case, and is named to save it in the memory of the host. "q", "k" and "v" are
-        those that attention reads, "attention" its weighted sums of values, "attention_out" what it adds to the
-        residual stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
+        "layer_input" is saved in any case, and is named to save it in the memory of the host. "q", "k" and "v" are the
+        inputs of attention, "attention" its weighted sums of values, "attention_out" its addition to the residual
+        stream, "mlp_gate" and "mlp_up" the two products of the MLP's input (without experts).
         """
         return ("layer_input", "q", "k", "v", "attention", "attention_out", *(() if self.num_experts else MLP_NAMES))
 
     def matrices(self) -> str:
-        """`optimizer.matrices`: every projection but those of the embedding, the head and the router."""
+        """`optimizer.matrices`: every projection except the embedding, the head and the router."""
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
         mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
         return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
@@ -256,7 +256,7 @@ class DecoderConfig:
         return [line for line in problem_lines(self.attention, call) if line not in known]
 
     def notes_on(self, mesh: Mesh | AbstractMesh, sequence_length: int | None = None) -> list[str]:
-        """What `auto` chooses on this mesh, and why: lines for the output of a run."""
+        """The choices of `auto` on this mesh with their reasons, as lines for the output of a run."""
         call = self._call(mesh=mesh, platform=platform_of(mesh), queries=sequence_length, keys=sequence_length)
         text = choice_text(self.attention, call)
         return [text] if text else []

@@ -120,7 +120,7 @@ def _forward(
         d_GCV = d_GCV.astype(x_GCD.dtype)
         dx_GCD = jnp.einsum("gcv,dv->gcd", d_GCV, weights_DV, preferred_element_type=jnp.float32)
         dx_GCD = _constrain(dx_GCD.astype(x_GCD.dtype), layout.tokens)
-        # Each group sums over its own tokens; one all-reduce at the end instead of one per chunk.
+        # Each group sums over its tokens; one all-reduce at the end instead of one per chunk.
         dw_GDV += jnp.einsum("gcd,gcv->gdv", x_GCD, d_GCV, preferred_element_type=jnp.float32)
         dw_GDV = _constrain(dw_GDV, layout.tokens, None, layout.vocab)
         dx_NGCD = jax.lax.dynamic_update_index_in_dim(dx_NGCD, dx_GCD, n, 0)

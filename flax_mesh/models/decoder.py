@@ -1,8 +1,8 @@
 """A decoder-only language model in plain NNX: RMSNorm, rotary positions, grouped-query attention, SwiGLU or experts.
 
 Shape letters: B batch, S sequence, D hidden, H query heads, K key-value heads, C head dim, F mlp, V vocab.
-Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023), SwiGLU (Shazeer 2020); with experts
-that of Mixtral (Jiang et al. 2024).
+Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023), SwiGLU (Shazeer 2020); with experts as
+in Mixtral (Jiang et al. 2024).
 """
 
 from collections.abc import Callable, Mapping
@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """`segment_ids` (B, S) integers: tokens attend only to those of the same id, such as one packed document."""
+        """`segment_ids` (B, S) integers: tokens attend only to tokens with the same id, such as one packed document."""
         return self.forward(tokens_BS, mode, segment_ids=segment_ids)[0]
 
     def forward(
@@ -120,7 +120,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:
         """Embedded tokens (B, S, D), and the table (V, D)."""
         axes = self.config.axes
-        # The table stays split over the vocabulary: each shard looks up its own rows, and a sum combines them.
+        # The table stays split over the vocabulary: each shard looks up its rows, and a sum combines them.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
         x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
@@ -139,7 +139,7 @@ class Decoder(nnx.Module):
         """
         call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
         logits_BV, keys, values = self._with_logits(call, tokens_BP, lengths_B)
-        # Arrays of their own, since a step donates them.
+        # Separate arrays, since a step donates them.
         prompt, used = jnp.int32(tokens_BP.shape[1]), jnp.int32(tokens_BP.shape[1])
         return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used)
 

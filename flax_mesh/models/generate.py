@@ -36,7 +36,8 @@ class Generated(NamedTuple):
 
     Attributes:
         tokens: Generated ids, int32; a stop token is the last one.
-        log_probs: Their log-probabilities in nats, float32, those of the model: without temperature, top_k and top_p.
+        log_probs: Their log-probabilities in nats, float32, as the model predicts them: without temperature, top_k and
+            top_p.
         stopped: Whether a stop token ended it, not `max_tokens`.
     """
 
@@ -285,7 +286,7 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
 def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: Any = 0.8) -> jax.Array:
     """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids. It may be traced.
 
-    Temperature 0 is greedy: every id is that of the largest logit. A negative temperature or nan raises ConfigError; if
+    Temperature 0 is greedy: every id has the largest logit. A negative temperature or nan raises ConfigError; if
     it is traced, the sampled ids are -1. `generate` continues several prompts, with more options.
     """
     if not isinstance(temperature, Tracer) and not temperature >= 0:

@@ -20,10 +20,10 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text, listed
 from flax_mesh.tree import PyTree
 
-_CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, which is what `auto` uses
+_CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, the limit of `auto`
 LANES = 128  # the smallest block of splash attention
 BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
-RESIDUALS = "attention"  # the name, for `models.remat`, of what the backward pass of splash attention reads
+RESIDUALS = "attention"  # the name, for `models.remat`, of the residuals of splash attention
 _BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
 _INTERPRETED = ("splash", "cpu")
 DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
@@ -31,7 +31,7 @@ DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
 
 @dataclass(frozen=True)
 class Call:
-    """What decides which kernels can compute an attention. `platform` is "" and a length None if it is not known."""
+    """The properties that decide which kernels can compute an attention. Unknown: `platform` "", a length None."""
 
     dtype: str
     head_dim: int
@@ -56,15 +56,15 @@ class Call:
 
 class _Misfit(NamedTuple):
     needs: str
-    found: str
+    got: str
     repair: str = ""
 
     def __str__(self) -> str:
-        return f"needs {self.needs}, got {self.found}"
+        return f"needs {self.needs}, got {self.got}"
 
 
 def misfits(kernel: str, call: Call) -> list[_Misfit]:
-    """Why a kernel cannot compute a call. What is not known fits."""
+    """Why a kernel cannot compute a call. Unknown properties fit."""
     if kernel == "xla":
         return []
     needs = "scores without caps and sinks"
@@ -113,7 +113,7 @@ def choice_text(attention: str, call: Call) -> str:
 
 
 def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
-    """The platform of a mesh, "" if it has no devices; without a mesh that of JAX's default devices."""
+    """The platform of a mesh, "" if it has no devices; without a mesh, the platform of JAX's default devices."""
     if mesh is None:
         return jax.default_backend()
     if isinstance(mesh, Mesh):

@@ -27,7 +27,8 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
     """`config` with the settings in the config.json of a Hugging Face folder, or of a run that started from one.
 
     To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
-    those of `config`. A folder with mistakes, which the run reports with those of all settings, does not change it.
+    as in `config`. A folder with mistakes leaves `config` unchanged; the run reports them together with the mistakes of
+    all settings.
     """
     try:
         path = user_path(folder) if folder and not path_problem(folder) else None
@@ -42,11 +43,11 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
 def load_decoder(
     folder: str | Path, mesh: Mesh, *, dtype: DTypeLike | None = None, ignore: Iterable[str] = (), **overrides: Any
 ) -> tuple[Decoder, DecoderConfig]:
-    """Load a pretrained decoder from a Hugging Face folder, each device reading only its own slices.
+    """Load a pretrained decoder from a Hugging Face folder, each device reading only its slices.
 
     The folder contains config.json and the parameters as safetensors, as a model of the hub does after its download or
-    as `save_safetensors` writes it. The families are those of `DECODER_NAMES`, such as Llama, Qwen3, Gemma 3, gpt-oss
-    and Phi-3. Parameters are sharded by the decoder's own rule table.
+    as `save_safetensors` writes it. The supported families are the keys of `DECODER_NAMES`, such as Llama, Qwen3, Gemma
+    3, gpt-oss and Phi-3. Parameters are sharded by the rule table of the decoder.
 
     Args:
         folder: The local folder.
@@ -55,8 +56,8 @@ def load_decoder(
             config.json. For a training run with float32 parameters and bfloat16 computation pass
             `dtype="bfloat16", param_dtype="float32"`.
         ignore: Keys of config.json, and regular expressions for names of arrays, that have no effect.
-        **overrides: Fields of `DecoderConfig` that replace those of config.json, such as `scan=True`, `remat="full"`
-            or `attention="xla"`.
+        **overrides: Fields of `DecoderConfig` that replace the values of config.json, such as `scan=True`,
+            `remat="full"` or `attention="xla"`.
 
     Returns:
         The model, with its arrays on the devices of the mesh, and its config.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class LayerKind(NamedTuple):
-    """What the attention of a layer has: the sliding window, and rotary positions."""
+    """Whether the attention of a layer has the sliding window, and rotary positions."""
 
     local: bool
     rope: bool = True
@@ -27,7 +27,7 @@ _KINDS = {str(kind): kind for kind in (LayerKind(local, rope) for local in (True
 
 
 def pattern_problem(text: str) -> str:
-    """What is wrong with a pattern, "" if nothing is."""
+    """The problem of a pattern, "" if it is valid."""
     for part in text.split(","):
         kind, colon, count = part.strip().partition(":")
         if kind not in _KINDS or (colon and not re.fullmatch("[1-9][0-9]{0,5}", count)):

@@ -51,13 +51,13 @@ def parse_remat(text: str) -> tuple[RematRun, ...]:
 
 @lru_cache
 def names_of(text: str) -> frozenset[str]:
-    """The names of values in a text, without those of kinds."""
+    """The names of values in a text, without names of kinds."""
     kinds = [run.kind for run in parse_remat(text) if run.kind not in ("none", "full", *_POLICIES)]
     return frozenset(name.removesuffix(_ON_HOST) for kind in kinds for name in kind.split("+"))
 
 
 def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str]:
-    """What is wrong with a text for a model of so many layers whose values have `names`, one line each."""
+    """The problems of a text, for a model with `num_layers` layers whose values have `names`, one line each."""
     problems, total, without = [], 0, 0
     for part in text.split(","):
         kind, colon, count = part.strip().partition(":")
@@ -104,7 +104,7 @@ def named(x: jax.Array, name: str, text: str) -> jax.Array:
 
 
 def _with_remat(call: _CallLayer, kind: str, *, also: _Policy = None) -> _CallLayer:
-    """`call` with one kind of remat. Policies that save dots also save what the policy `also` saves."""
+    """`call` with one kind of remat. Policies that save dots also save the values of the policy `also`."""
     if kind == "none":
         return call
     if kind == "full":
@@ -138,10 +138,10 @@ def call_layers(
     scan: bool = False,
     kinds: Sequence[Any] = (None,),
 ) -> tuple[jax.Array, PyTree]:
-    """The output of the last layer, and what the layers returned beside it, with a leading layer dim.
+    """The output of the last layer, and the other results of the layers with a leading layer dim.
 
     `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x, kind)` calls
-    one layer, whose kind is the next of `kinds`, which repeat; `also` is that of `_with_remat`.
+    one layer, whose kind is the next of `kinds`, which repeat; `also` is passed to `_with_remat`.
     """
     depth = jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
     runs = parse_remat(text)
@@ -167,7 +167,7 @@ def call_layers(
 def scan_layers(calls: Sequence[Callable[..., tuple[Any, Any]]], carry: PyTree, stack: PyTree) -> tuple[Any, Any]:
     """Call the layers of a stack, the i-th with the i-th of `calls`, which repeat: one loop over the repetitions.
 
-    Results are the last carry, and what the layers returned beside it with a leading layer dim. The layers after the
+    Results are the last carry, and the other results of the layers with a leading layer dim. The layers after the
     last complete repetition follow the loop.
     """
     if len(calls) == 1:

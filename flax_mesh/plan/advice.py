@@ -17,7 +17,7 @@ from flax_mesh.sharding.rules import Finding
 
 def surprises(estimated: Estimate, topology: Topology) -> list[Finding]:
     """Loops and kernels that the estimate cannot count, and activations that are gathered."""
-    findings = []
+    findings: list[Finding] = []
     for operation, _ in estimated.program.block.walk():
         place = operation.source or operation.kind
         if operation.kind == "while" and not operation.times_known:

@@ -81,7 +81,7 @@ def estimate(
 def parts_of(estimated: Estimate, topology: Topology, name: str = "", times: int = 1) -> list[Part]:
     """One part per phase; with `name` one part for all of them."""
     groups = [(name, PHASES)] if name else [(phase, (phase,)) for phase in PHASES]
-    parts = []
+    parts: list[Part] = []
     for title, phases in groups:
         chosen = [cost for cost in estimated.costs if cost.phase in phases]
         network = _exchange_seconds([x for x in estimated.exchanges if x.phase in phases], estimated.program, topology)
@@ -138,7 +138,7 @@ def seconds_of(exchange: Exchange, program: Program, topology: Topology) -> floa
 
 def traffic_of(estimated: Estimate, topology: Topology, times: int = 1) -> list[Traffic]:
     """The collectives of a program by kind and axes."""
-    traffic = []
+    traffic: list[Traffic] = []
     for exchange in estimated.exchanges:
         network = network_of(topology, estimated.program.axis_sizes, exchange.axes)
         sent = ring_bytes(exchange.kind, exchange.payload_bytes, estimated.program.group_size(exchange.axes))

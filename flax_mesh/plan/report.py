@@ -33,7 +33,7 @@ BYTES = (Unit("TiB", 2**40, 2**47), Unit("GiB", 2**30, 2**27), Unit("MiB", 2**20
 TIMES = (Unit("s", 1, 100), Unit("ms", 1e-3, 1e-4), Unit("µs", 1e-6, 0))
 WIDTH = 80  # columns
 MOST_ROWS = 12  # of a table
-VERDICTS = {True: "fits", False: "does not fit", None: "unknown whether it fits"}
+VERDICTS: dict[bool | None, str] = {True: "fits", False: "does not fit", None: "unknown whether it fits"}
 
 
 # --- text ---

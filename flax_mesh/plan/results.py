@@ -76,7 +76,7 @@ class Traffic(NamedTuple):
 
 def summed(traffic: Iterable[Traffic]) -> list[Traffic]:
     """The sums per kind and axes, those with the most seconds first."""
-    sums = []
+    sums: list[Traffic] = []
     for (kind, axes), group in grouped(traffic, lambda each: (each.kind, each.axes)).items():
         amounts: Any = map(sum, zip(*(each[2:] for each in group), strict=True))
         sums.append(Traffic(kind, axes, *amounts))

@@ -1,4 +1,4 @@
-"""Standard output and standard error that never end a process: text that they cannot take is dropped.
+"""Standard output and standard error that never end a process: text that cannot be written is dropped.
 
 A reader that ends (`| head`), a terminal that is closed and a full disk make every later `print` raise an OSError, in
 any thread and also at the exit of the interpreter. The commands run with the streams of this file instead, and decide

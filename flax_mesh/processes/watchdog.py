@@ -302,7 +302,7 @@ def step_timeout_problem(name: str, seconds: float | None) -> str | None:
 
 
 def _exit_after(report: Callable[[], int], code: int) -> NoReturn:
-    """Exits with the code that `report` returns, without the exit handlers, which would wait for the other processes.
+    """Exits with the code that `report` returns. Exit handlers are skipped: they would wait for the other processes.
 
     If `report` raises an error, or if its output blocks, the process exits with `code`.
     """

@@ -44,7 +44,8 @@ def check_config(config: TrainConfig) -> list[str]:
 
 def _check_together(config: TrainConfig) -> list[str]:
     """One line for every mistake in the texts of settings, and in settings that depend on each other."""
-    run, problems = config.run, []
+    run = config.run
+    problems: list[str] = []
     axes = ", ".join(MODEL_AXES)
     if unknown := [name for name in shard_over(config.optimizer) if name not in MODEL_AXES]:
         problems.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
@@ -137,7 +138,7 @@ def _check_lora(config: TrainConfig) -> list[str]:
     """One line for every setting that adapters leave without a meaning."""
     if not config.lora.rank:
         return []
-    problems = []
+    problems: list[str] = []
     try:
         re.compile(config.lora.modules)
     except re.error as error:
@@ -170,7 +171,7 @@ def _check_filter(wrt: Any) -> list[str]:
 
 def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
     """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
-    problems = []
+    problems: list[str] = []
     try:
         parse_cut(config.cut)
     except ConfigError as error:
@@ -251,7 +252,7 @@ def _undivided(
     dims: Sequence[tuple[str, str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis
 ) -> list[Problem]:
     """One problem for every (setting, its value, logical axis, size) that is not divisible by its mesh axes."""
-    problems = []
+    problems: list[Problem] = []
     for setting, value, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
         ways = math.prod(mesh.shape[name] for name in names)

@@ -225,7 +225,7 @@ class TrainConfig:
     sample: Callable[..., jax.Array] | None = None
     flops_per_token: Callable[[Any, int, int], float] | None = None
     rules: Any = None
-    make_optimizer: Callable[["TrainConfig", nnx.State], optax.GradientTransformation] | None = None
+    make_optimizer: Callable[["TrainConfig", nnx.State[Any, Any]], optax.GradientTransformation] | None = None
     make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
     wrt: Any = nnx.Param
     hooks: tuple[Callable[..., Any], ...] = ()

@@ -54,7 +54,7 @@ def explain(config: TrainConfig) -> Explanation:
 
 
 def _attention_lines(recipe: Recipe) -> tuple[str, ...]:
-    """What run.attention does, from a trace of the step; shorter sequences than a block stay as they are."""
+    """The effect of run.attention, from a trace of the step; sequences shorter than a block stay as they are."""
     if not recipe.batch or recipe.user_batches is not None or recipe.data.sequence_length < BLOCK:
         return ()
     program = train_program(recipe)

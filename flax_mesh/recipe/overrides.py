@@ -67,7 +67,9 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    fields, problems, values = flat_fields(config), [], {}
+    fields = flat_fields(config)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
     for text in overrides:
         given, equals, value = text.partition("=")
         key, renamed_values = RENAMED.get(given, (given, {}))
@@ -117,7 +119,7 @@ def setting_of(text: str) -> str:
 
 def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Settings saved by any version, under their current names. Unknown values are returned unchanged."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for key, value in saved.items():
         name, values = RENAMED.get(key, (key, {}))
         settings[name] = values.get(value, value) if isinstance(value, str) else value
@@ -185,7 +187,7 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
 
 def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
     hints = field_types(section)
-    fields = {}
+    fields: dict[str, tuple[Any, Any, bool]] = {}
     for item in dataclasses.fields(section):
         key, value = f"{prefix}.{item.name}", getattr(section, item.name)
         matters = changes_result and item.metadata.get("changes_result", True)
@@ -201,7 +203,8 @@ def _replace(node: Any, values: Mapping[str, Any]) -> Any:
 
     All fields of one dataclass are replaced in one call, so that its `__post_init__` checks them together.
     """
-    direct, nested = {}, {}
+    direct: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         head, dot, rest = key.partition(".")
         if dot:

@@ -101,7 +101,7 @@ def build_program(
 
 
 def attention_lines(program: TrainProgram) -> tuple[str, ...]:
-    """What run.attention has done, of a step that has been traced. The text of a pipeline's stages contains it."""
+    """The effect of run.attention on a traced step; () for a pipeline, whose stages print it."""
     return () if program.pipeline is not None else getattr(program.step, "attention_lines", ())
 
 

@@ -22,7 +22,7 @@ Rewrite = Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None]
 
 
 class AttentionOption:
-    """Applies the option to traces. `lines` are those of the last one."""
+    """Applies the option to traces. `lines` describe the last trace."""
 
     def __init__(self, attention: str, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
         if attention not in MODES:

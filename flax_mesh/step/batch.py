@@ -21,8 +21,8 @@ from flax_mesh.tree import PyTree, path_of
 def shapes_of(batch: PyTree) -> PyTree:
     """`batch` as ShapeDtypeStructs without shardings.
 
-    Their dtypes are those on devices: int32 for int64, unless 64-bit types are enabled. ConfigError for leaves that are
-    no arrays.
+    Their dtypes are the dtypes on devices: int32 for int64, unless 64-bit types are enabled. ConfigError for leaves
+    that are not arrays.
     """
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
     others = [(path, x) for path, x in named if not _has_numbers(x)]
@@ -108,7 +108,7 @@ def batch_sharding(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: Part
 
 @check_types
 def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -> PyTree:
-    """Places a batch on the devices of `mesh`, each with its own rows only.
+    """Places a batch on the devices of `mesh`. Each device receives only its rows.
 
     A train step does this itself with arrays of NumPy. Call it for the next batch while the devices compute, such as in
     the thread of a loader. The arrays of NumPy are copied first: you may fill the same arrays again.
@@ -116,7 +116,7 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
     Args:
         batch: A tree of arrays (row, ...) with equal numbers of rows. The second dim of an array with two dims is the
             sequence. Scalars are replicated. In a run of several processes every process passes the same NumPy arrays,
-            the global batch, and transfers the rows of its own devices.
+            the global batch, and transfers the rows of its devices.
         mesh: The mesh of the state.
         axes: Maps the logical axes "batch" and "sequence" to mesh axes.
 
@@ -124,8 +124,8 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
         The batch as arrays of JAX with the dtypes that devices have, int32 for int64.
 
     Raises:
-        ConfigError: Numbers of rows differ or are not divisible by the mesh axes of the batch, a leaf is no array of
-            numbers, or int32 does not have an integer of the batch.
+        ConfigError: Numbers of rows differ or are not divisible by the mesh axes of the batch, a leaf is not an array
+            of numbers, or int32 does not have an integer of the batch.
 
     Example:
         >>> from flax_mesh.train import place_batch

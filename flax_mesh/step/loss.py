@@ -105,7 +105,7 @@ def traced_loss(
     trains: bool = False,
     rewrite: Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None] = lambda closed: None,
 ) -> Callable[[nnx.State], _Result]:
-    """A function that evaluates the trace of `loss_of(params)`, whose results are those of `run_loss`.
+    """A function that evaluates the trace of `loss_of(params)` and returns the same results as `run_loss`.
 
     Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. A parameter
     that the call did not change is the argument itself, also if it went through a loop of NNX. `rewrite` may return
@@ -226,10 +226,10 @@ def sums_of(result: object) -> tuple[jax.Array, jax.Array, Metrics]:
 
 
 def is_sum_over_rows(loss_fn: LossFn, make: Make, batch: Batch) -> bool:
-    """Whether the sums of a batch are those of its parts, up to rounding, by the form of the loss and a trace.
+    """Whether summing the losses of microbatches gives the loss of the batch, up to rounding.
 
-    That is, `loss_fn` returns (loss_sum, weight), and the model draws no random numbers and changes no variable: each
-    microbatch would have masks and statistics of its own.
+    That is, `loss_fn` returns (loss_sum, weight), and a trace of the model draws no random numbers and changes no
+    variable, because masks and statistics would differ between microbatches.
     """
     graphdef, state = abstract_split(make)
     streams, others = nnx.split_state(state, nnx.RngState, ...)

@@ -41,7 +41,7 @@ class StateLayout:
     Attributes:
         rules: A rule table, a PartitionRules, or mesh axes such as "fsdp". None: the table or the annotations of the
             model.
-        axes: The mesh axes of each logical axis. None: those of the table.
+        axes: The mesh axes of each logical axis. None: the axes of the table.
         shard_optimizer_over: Mesh axes for ZeRO stage 1.
         optimizer_memory: Where the optimizer's arrays are stored between steps, "device" or "pinned_host".
     """

@@ -1,4 +1,4 @@
-"""Which outputs of a traced function depend on its inputs, and which of them are inputs that it returns unchanged."""
+"""Which outputs of a traced function depend on its inputs, and which outputs are unchanged inputs."""
 
 import functools
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,7 +11,7 @@ from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 _Flows: TypeAlias = Sequence[Hashable]  # of several values, see `flow`
 _Body: TypeAlias = jex.ClosedJaxpr | jex.Jaxpr
 DEPENDS = "depends"
-# Primitives that return what their body returns, for the same inputs.
+# Primitives that call a body with their inputs and return its results.
 CALLS = (*JIT, *REMAT, "custom_jvp_call", "custom_vjp_call")
 
 
@@ -23,10 +23,10 @@ class _Row(NamedTuple):
 
 
 def flow(eqns: Iterable[jex.JaxprEqn], inputs: Sequence[jex.Var], outputs: Sequence[Any], given: _Flows) -> _Flows:
-    """The flow of every output of a jaxpr: None if it does not depend on the inputs, DEPENDS, or that of an input.
+    """The flow of every output of a jaxpr: None if it does not depend on the inputs, DEPENDS, or the flow of an input.
 
     `given` has the flow of every input: None for an input that does not count, else a name. An output with the name of
-    an input has the same value. Values count as dependent if a gradient is zero too, such as those of comparisons.
+    an input has the same value. Values with zero gradients, such as results of comparisons, count as dependent too.
     Calls, loops and branches are followed; every other equation mixes its inputs.
     """
     known = dict(zip(inputs, given, strict=True))

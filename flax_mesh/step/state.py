@@ -46,7 +46,7 @@ class TreeDefinition:
 
     @functools.cached_property
     def axes(self) -> PartitionAxis:
-        """The mesh axes of the logical axes: those of the model or of its rule table."""
+        """The mesh axes of each logical axis, as the model or its rule table defines them."""
         return model_axes(self._model)
 
     @functools.cached_property
@@ -121,7 +121,7 @@ class TrainState:
 
 
 def check_train_state(state: object) -> None:
-    """Raises a TypeError for an object that is no TrainState."""
+    """Raises a TypeError for an object that is not a TrainState."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state must be a TrainState, got an object of type {type(state).__name__}. Create it with "
@@ -141,7 +141,7 @@ def check_not_donated(state: TrainState) -> None:
 
 
 def check_same_definition(layout: TrainState, state: TrainState) -> None:
-    """Raises a ValueError that names what differs between the state that a step was made for and its argument."""
+    """Raises a ValueError with the differences between the state that a step was made for and its argument."""
     if layout.definition == state.definition:
         return
     expected, actual = (dict.fromkeys(path for path, _ in named_leaves(x.to_nnx())) for x in (layout, state))

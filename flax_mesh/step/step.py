@@ -76,10 +76,10 @@ def make_train_step(
         state: Arrays or an abstract state. Only its structure, shardings and dtypes are used.
         num_microbatches: The batch is split into this number of equal parts along its first dim, which are computed
             one after another. Their gradients are accumulated in float32 or wider, and divided by the summed weight.
-        layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default:
-            those of the model's rule table.
-        axes: Maps the logical axes "batch" and "sequence" to mesh axes, for the dims of a batch. Default: those of the
-            model's rule table. Rows that are split over Explicit axes already stay as they are.
+        layers: Paths of the layer lists or scanned stacks, which make the random streams of both the same. Default: the
+            layers of the model's rule table.
+        axes: Maps the logical axes "batch" and "sequence" to mesh axes, for the dims of a batch. Default: the axes of
+            the model's rule table. Rows that are split over Explicit axes already stay as they are.
         options: Seed, reported learning rate, XLA options, whether steps that are not finite are skipped, and whether
             attention is computed in blocks.
         keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`,
@@ -91,10 +91,10 @@ def make_train_step(
     Returns:
         step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `batch` is
         a tree of arrays (row, ...) with equal numbers of rows, of NumPy or of JAX, and of scalars. Each device receives
-        its own rows only, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
-        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower`, `trace` and
-        `eval_shape` of `jax.jit`. If a callback (`jax.debug.callback`, `jax.pure_callback`) raises an exception, its
-        results are zeros, and the next call of the step raises the exception.
+        only its rows, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
+        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower`, `trace` and `eval_shape`
+        of `jax.jit`. If a callback (`jax.debug.callback`, `jax.pure_callback`) raises an exception, its results are
+        zeros, and the next call of the step raises the exception.
 
     Raises:
         ConfigError: A callback raised an exception in the previous call; its line is named.
@@ -166,7 +166,7 @@ def make_train_step(
         variables, (grads, sums, weight) = _accumulate(run, (params, others), batch, num_microbatches, axes)
         return apply_gradients(state, variables, grads, sums, weight, learning_rate)
 
-    # Without out_shardings the compiler may return a leaf with another sharding than that of the input; and what the
+    # Without out_shardings the compiler may return a leaf with another sharding than the input; and leaves that the
     # step brought from the memory of the host would stay on the device.
     shardings = jax.tree.map(lambda x: x.sharding if mesh is not None or is_on_host(x) else None, state)
     xla = dict(options.compiler_options) if options.compiler_options else None
@@ -230,7 +230,7 @@ def check_callbacks(*steps: object) -> None:
 
 
 class _PlacingStep:
-    """A jitted step that places copies of the NumPy arrays of its batch on the devices, each with its own rows only.
+    """A jitted step that copies the NumPy arrays of its batch to the devices. Each device receives only its rows.
 
     jax.jit alone may compute with the memory of the array itself, which the caller fills again meanwhile. A program
     with callbacks is traced once more, so that they record their exceptions; the next call raises them.
@@ -261,7 +261,7 @@ class _PlacingStep:
 
     @property
     def attention_lines(self) -> tuple[str, ...]:
-        """What the option `attention` has done in the last trace, one line for each kind of attention."""
+        """The effect of the option `attention` in the last trace, one line for each kind of attention."""
         return self._attention.lines
 
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:

@@ -213,7 +213,7 @@ def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
 
 
 def _check_stages(run: Run, *, is_new: bool) -> None:
-    """`pipeline.check`: process 0 compares the stages with the model before the split, on its own data."""
+    """`pipeline.check`: process 0 compares the stages with the model before the split, on its data."""
     pipeline, setting = run.program.pipeline, run.recipe.pipeline.check
     if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
         return

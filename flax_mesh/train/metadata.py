@@ -51,8 +51,9 @@ def _data_line(run: Mapping[str, Any]) -> str:
 
 
 def repeats_rows(run: Mapping[str, Any], config: TrainConfig, lines: Sequence[str], last: int) -> bool:
-    """Whether a new run computes all rows of an earlier run again, whose config.txt has `lines` and whose last step is
-    `last`: settings and data are equal, and that run was killed before its first save.
+    """Whether a new run repeats all rows of an earlier run, with config.txt `lines` and last step `last`.
+
+    That is, settings and data are equal, and the earlier run was killed before its first save.
     """
     before = dict(line.split("=", 1) for line in lines if "=" in line and not line.startswith("#"))
     saves = [before.get(key, "") for key in ("checkpoint.every", "run.steps")]

@@ -1,4 +1,4 @@
-"""Runs by the workers of Ray, which starts them, initializes JAX in them, and restarts all of them if one is lost."""
+"""Runs under Ray, which starts the workers, initializes JAX in each, and restarts all workers if one is lost."""
 
 import json
 import math

@@ -106,7 +106,7 @@ def test_a_checkpoint_without_the_frozen_weights_is_restored_in_every_layout_and
     np.testing.assert_equal(read[0], read[1])
 
 
-def test_what_the_optimizer_trains_is_saved_and_so_is_what_the_base_lacks(tmp_path):
+def test_trained_variables_and_variables_missing_in_the_base_are_saved(tmp_path):
     folder, state = save(tmp_path, "step")
     everything = random_values(layout_of(wrt=nnx.Param))
     with Checkpointer(folder) as checkpointer:

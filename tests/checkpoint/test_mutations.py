@@ -177,7 +177,7 @@ def test_mutated_folders_of_safetensors(command, tmp_path, name):
     assert FINDINGS in codes and len(codes) > 1
 
 
-def test_commands_on_what_is_no_checkpoint(command, tmp_path):
+def test_commands_on_folders_that_are_not_checkpoints(command, tmp_path):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "state").write_text("x")
     (tmp_path / "8").write_text("x")

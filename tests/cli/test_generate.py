@@ -33,7 +33,7 @@ def rows(text: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_the_text_that_is_streamed_is_that_of_the_json_and_ends_before_a_stop_token(run, command, tmp_path):
+def test_streamed_text_equals_the_json_and_ends_before_a_stop_token(run, command, tmp_path):
     out = tmp_path / "out.jsonl"
     options = (MESH, "--temperature", 1, "--seed", 4, "--max-tokens", 12)
     code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")
 
 
 @pytest.mark.slow
-def test_the_text_json_and_page_are_those_of_the_plan_by_default_for_the_devices_here(capsys, tmp_path):
+def test_plan_writes_its_text_json_and_page_by_default_for_the_local_devices(capsys, tmp_path):
     found = plan(apply_overrides(load_recipe(TINY), SMALL), parse_topology("v5e:2x4"))
     command = ["plan", TINY, *SMALL, "--topology", "v5e:2x4"]
     assert main(command) == DONE

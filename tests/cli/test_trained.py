@@ -23,7 +23,7 @@ def trained(run) -> TrainedModel:
     return open_trained(run, MESH)
 
 
-def test_texts_are_those_of_the_command(run, trained, call):
+def test_generate_equals_the_command(run, trained, call):
     options = ("--temperature", 1, "--seed", 4, "--max-tokens", 12, MESH, "--json")
     text = call("generate", run, "--prompt", "é and", "--prompt", "x", *options)[1]
     lines = [json.loads(line) for line in text.splitlines()]
@@ -34,7 +34,7 @@ def test_texts_are_those_of_the_command(run, trained, call):
     assert trained.generate(["é and", "x"], stop=[tokens[4]], **sampled)[0] == before
 
 
-def test_numbers_are_those_of_the_command(run, trained, call, tmp_path):
+def test_evaluate_equals_the_command(run, trained, call, tmp_path):
     (tmp_path / "a.txt").write_text("def squares(numbers): return [x * x for x in numbers]")
     options = ("--batch-size", 2, "--max-tokens", 40, MESH, "--json")
     text = call("evaluate", run, "--data", f"a={tmp_path / 'a.txt'}", *options)[1]

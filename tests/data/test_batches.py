@@ -187,7 +187,7 @@ OUTSIDE = "token id {} is outside the vocabulary of 101 ids, 0 to 100"
         (lambda: on_one(make_eval_fn, np.full(101, -1))(0), OUTSIDE.format(-1)),
     ],
 )
-def test_what_is_no_batch_is_one_line(call, problem):
+def test_a_wrong_batch_is_a_one_line_error(call, problem):
     on_one(make_batch_fn, PART, seed=0)(0)
     with pytest.raises(ConfigError, match=problem):
         call()

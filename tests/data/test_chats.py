@@ -232,7 +232,7 @@ def losses(model: nnx.Module, inputs: Any, targets: Any, **packed: Any) -> np.nd
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
+def test_losses_of_packed_documents_equal_separate_documents(tmp_path):
     iterator = read(config_of(tmp_path / "a.jsonl", texts(30), batch_size=1)).batches(0)
     model = make_decoder(DecoderConfig(vocab_size=len(VOCABULARY), **SIZES), nnx.Rngs(0))
     batch = next(x for x in iterator if x["segment_ids"].max() > 2)
@@ -251,7 +251,7 @@ def test_losses_of_packed_documents_are_those_of_the_documents_alone(tmp_path):
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_what_was_read_is_described_and_the_end_of_the_file_is_held_out(tmp_path):
+def test_the_rows_of_a_file_are_described_and_its_end_is_held_out(tmp_path):
     rows = [*texts(8), {"other": 1}, "", {"text": "x" * 60}, {"text": "last"}]
     config = config_of(tmp_path / "a.jsonl.gz", rows, on_bad_row="skip", on_long_row="truncate", held_out=0.2)
     found = read(config)
@@ -327,7 +327,7 @@ def test_a_run_of_the_recipe_learns_and_resumes_bit_for_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_of_a_packed_batch_equal_those_of_transformers(tmp_path):
+def test_loss_and_gradients_of_a_packed_batch_equal_transformers(tmp_path):
     """The documents of a batch one by one in PyTorch."""
     torch = pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")

@@ -35,7 +35,7 @@ def accuracy_loss(model: Any, batch: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
-def test_losses_and_metrics_are_those_of_the_built_in_batches_and_evaluation(mesh, tmp_path, text):
+def test_losses_and_metrics_equal_the_built_in_batches_and_evaluation(mesh, tmp_path, text):
     functions = {"first": held_out, "second": lambda config, evaluate: {"half": held_out(config, evaluate)["loss"] / 2}}
     words = [*MESHES[mesh], *EVERY_2]
     built_in = run(config_of(tmp_path / "a", text, None, *words, eval_fns=functions)).rows
@@ -53,7 +53,7 @@ def test_losses_and_metrics_are_those_of_the_built_in_batches_and_evaluation(mes
 
 
 @pytest.mark.slow
-def test_the_rates_are_those_of_examples_unless_the_flops_of_tokens_are_known(tmp_path, text):
+def test_rates_count_examples_unless_the_flops_of_tokens_are_known(tmp_path, text):
     ran = run(config_of(tmp_path / "a", text, token_batches, *PLAIN, "run.steps=1", "run.eval_every=5"))
     rows = ran.rows
     assert rows[0]["examples_per_s"] == pytest.approx(8 / rows[0]["seconds"])

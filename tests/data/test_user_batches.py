@@ -31,7 +31,7 @@ def batches_of(batch_fn: Any) -> UserBatches:
     return UserBatches(lambda: batch_fn, ROWS)
 
 
-def test_the_shapes_are_those_of_the_first_batch_with_the_dtypes_of_devices():
+def test_shapes_follow_the_first_batch_with_the_dtypes_of_devices():
     found = batches_of(lambda step: IMAGES).shapes
     assert found["images"].shape == (ROWS, 4, 4, 1) and found["images"].dtype == np.float32
     assert found["labels"].shape == (ROWS,) and found["labels"].dtype == np.int32
@@ -78,7 +78,7 @@ def test_a_later_batch_of_another_kind_names_step_and_leaf(batch, problem):
         own(3)
 
 
-def test_the_hash_is_that_of_paths_dtypes_and_values():
+def test_the_hash_depends_on_paths_dtypes_and_values():
     arrays = [np.zeros(ROWS, np.float32), np.zeros(ROWS, np.float32), np.ones(ROWS, np.float32), np.zeros(ROWS, "i4")]
     first, same, *others = (batches_of(lambda step, x=x: {"x": x}).content_hash for x in arrays)
     assert first == same
@@ -105,7 +105,7 @@ class Count:
         self.state = state
 
 
-def test_the_state_of_a_step_is_that_after_its_batch_although_the_next_one_is_drawn():
+def test_the_state_of_an_iterator_does_not_include_the_next_batch():
     batches = IteratorBatches(Count(), "")
     assert batches.first()["x"][0] == 1, "not consumed"
     for step in range(4):
@@ -142,7 +142,7 @@ class Refills(Count):
         return {"x": self.array}
 
 
-def test_batches_in_one_array_that_is_filled_again_are_those_of_their_steps():
+def test_an_iterator_may_reuse_one_array_for_all_batches():
     mesh = create_mesh((1,), ("dp",), devices=jax.devices()[:1])
     own = UserBatches(Refills, ROWS)
     placed = [put_batch(own(step), mesh, PartitionAxis()) for step in range(3)]

@@ -64,7 +64,7 @@ ENTRY %main (a: f32[256], b: f32[512]) -> (f32[256], f32[512]) {
 """
 
 
-def test_the_walk_counts_what_is_alive_once():
+def test_the_walk_counts_live_arrays_once():
     """At the peak, in the loop: both arguments, the state of the loop, and what its body computes from it."""
     found = walk(read_hlo(LOOP))
     assert found.peak == 4 * (256 + 512 + 256 + 1024)

@@ -56,7 +56,7 @@ def test_templates_that_cannot_render_a_conversation_are_one_line(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [CHATML, HEADERS, LAST_ONLY])
-def test_the_tokens_of_a_chat_are_those_of_transformers(template, tmp_path, monkeypatch, capsys):
+def test_the_tokens_of_a_chat_equal_transformers(template, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=len(VOCABULARY), num_key_value_heads=2, eos_token_id=END, **sizes)

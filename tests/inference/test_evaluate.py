@@ -53,7 +53,7 @@ def loss_of(trained: TrainedModel, *sets, batch_size: int = 3, sequence_length: 
 
 
 @pytest.mark.slow
-def test_the_loss_is_that_of_plain_forward_passes_on_every_mesh(run):
+def test_the_loss_equals_plain_forward_passes_on_every_mesh(run):
     one = open_trained(run, ["mesh.shape=fsdp:1"])
     sets = TOKENS, TOKENS[:2], TOKENS[: 2 * LENGTH + 1]
     expected = [plain_loss(one, tokens) for tokens in sets]
@@ -105,7 +105,7 @@ def test_bits_and_perplexity_follow_from_the_loss():
     assert math.isnan(nothing.loss) and math.isnan(nothing.perplexity) and math.isnan(nothing.bits_per_byte or 0)
 
 
-def test_bytes_of_texts_are_those_of_the_predicted_tokens(tmp_path):
+def test_bytes_of_texts_count_the_predicted_tokens(tmp_path):
     for name, text in {"a.txt": "hello wörld", "b.txt": "low held"}.items():
         (tmp_path / name).write_text(text)
     documents = load_documents(str(tmp_path), "uint16")
@@ -164,7 +164,7 @@ def test_sets_that_cannot_be_evaluated_are_one_line():
     assert set_problems(np.array([1, -3]), 256) == ["it has the token -3; the ids of this model are 0 to 255"]
 
 
-def test_one_program_is_compiled_and_its_loss_is_that_of_plain_forward_passes(run, compilations):
+def test_one_program_is_compiled_and_its_loss_equals_plain_forward_passes(run, compilations):
     trained = open_trained(run, ["mesh.shape=fsdp:1"])
     loss_of(trained, TOKENS)
     compilations.clear()

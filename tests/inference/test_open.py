@@ -131,7 +131,7 @@ def refused(folder, *settings, **options) -> str:
     return str(caught.value)
 
 
-def test_settings_that_have_no_effect_are_refused_together_and_those_that_do_not_fit(run):
+def test_settings_without_effect_and_settings_that_do_not_fit_are_refused(run):
     text = refused(run, "run.steps=2", "optimizer.lr=1", "mesh.shape=pp:2,dp:2", "model.hiden_size=2", "nonsense")
     assert len(text.splitlines()) == 5
     assert "run.steps has no effect here; the settings are model.*, mesh.* and run.platform" in text

@@ -90,7 +90,7 @@ def test_the_stream_decodes_a_few_tokens_at_a_time(byte_tokenizer, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["▁hello"], ["▁hello", "中"], ["▁hello", *["</s>"] * 9], ["<s>"], [], ["ဗမာ" * 9]])
-def test_a_text_continues_that_of_its_prompt(byte_tokenizer, words):
+def test_a_generated_text_continues_its_prompt(byte_tokenizer, words):
     prompt = ids_of(byte_tokenizer, *words)
     for more in (["▁world", "a"], ["中", "▁world"], ["▁", "▁world", "</s>", "▁hello"], []):
         ids = ids_of(byte_tokenizer, *more)
@@ -120,7 +120,7 @@ def test_the_truncation_and_padding_of_the_file_are_not_applied(tokenizer, tmp_p
     assert 2 < len(expected) < 20 and JsonTokenizer(path).encode("hello world").tokens.tolist() == expected
 
 
-def test_text_runs_have_bytes_and_others_the_file_and_the_stop_tokens_of_one_of_two(tmp_path):
+def test_text_runs_use_bytes_and_other_sources_the_tokenizer_and_stop_tokens_of_their_folder(tmp_path):
     write_tokenizer(tmp_path, eos_token_id=2)
     text = Source(tmp_path, DecoderConfig(), tmp_path, is_text=True)
     found = open_tokenizer(text)

@@ -73,7 +73,7 @@ def test_auto_chooses_the_kernel_of_the_platform_where_it_fits(row):
     assert found == kernel and re.search(reason, why)
 
 
-def test_what_is_not_known_fits():
+def test_unknown_properties_fit():
     call = Call("bfloat16", 128, PartitionAxis())
     assert [misfits(kernel, call) for kernel in ("xla", "cudnn", "splash")] == [[], [], []]
 
@@ -223,7 +223,7 @@ def distance(one: Any, other: Any) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "segments"), [(0, False), (40, False), (0, True), (40, True)])
-def test_splash_attention_equals_that_of_xla(window, segments):
+def test_splash_attention_equals_xla(window, segments):
     """Values and gradients, with grouped queries: two heads of queries per head of keys."""
     found = value_and_gradients("splash", window, segments)
     assert distance(found, value_and_gradients("xla", window, segments)) < TOLERANCE
@@ -232,7 +232,7 @@ def test_splash_attention_equals_that_of_xla(window, segments):
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1, 2, 2), pytest.param((1, 1, 4, 2, 1), marks=pytest.mark.slow)], ids=str)
-def test_splash_attention_on_a_mesh_equals_that_of_one_device(shape):
+def test_splash_attention_on_a_mesh_equals_one_device(shape):
     """Rows, heads and queries are split; ep splits none of them, and the rows are too few for it."""
     found = value_and_gradients("splash", 130, True, mesh=create_mesh(shape))
     assert distance(found, value_and_gradients("xla", 130, True)) < TOLERANCE

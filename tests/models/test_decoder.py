@@ -27,7 +27,7 @@ draw = jax.jit(sample, static_argnums=2)
 
 
 @pytest.mark.parametrize("change", [{}, {"tied": False, "num_kv_heads": 1, **OPTIONS}], ids=["plain", "all options"])
-def test_logits_equal_those_of_numpy(change):
+def test_logits_equal_numpy(change):
     model, tokens = small(**change), tokens_of()
     logits = logits_of(model, tokens)
     assert logits.dtype == jnp.float32 and logits.shape == (2, 12, 64)

@@ -70,7 +70,7 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
         ({"qkv_bias": True, "qk_norm": True, "tied": False}, "dp and tp", "auto"),
     ],
 )
-def test_tokens_and_log_probabilities_are_those_of_the_training_forward_pass_on_every_mesh(change, mesh, axis_types):
+def test_tokens_and_log_probabilities_equal_the_training_forward_pass_on_every_mesh(change, mesh, axis_types):
     config = dataclasses.replace(CONFIG, **change)
     one, other = model_on(config), model_on(config, MESHES[mesh], axis_types)
     for sampling in (Sampling(), RANDOM):

@@ -145,7 +145,7 @@ sys.exit(1 if first else 5)
 
 
 @pytest.mark.slow
-def test_the_code_of_the_process_that_failed_goes_before_that_of_those_that_lost_it():
+def test_launch_exits_with_the_code_of_the_process_that_failed_by_itself():
     done = subprocess.run([sys.executable, "-c", LAUNCHER, FAILS_LAST], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
     assert "first, process 1 ended with exit code 5" in done.stderr

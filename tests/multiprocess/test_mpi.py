@@ -28,7 +28,7 @@ def under_mpi(name: str, *command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mesh"), [("mpich", "pp:2,fsdp:4"), ("openmpi", "fsdp:4,tp:2")])
-def test_a_run_under_mpi_is_that_of_launch(name, mesh, tmp_path):
+def test_a_run_under_mpi_equals_a_run_of_launch(name, mesh, tmp_path):
     if not (BIN / LAUNCHERS[name][0]).is_file():
         pytest.skip(f"needs the package {name}, whose programs are beside Python")
     options = f"mesh.shape={mesh}", "run.steps=3", "checkpoint.every=3"

@@ -17,7 +17,7 @@ MESHES = ("pp:2,fsdp:4", "fsdp:4,tp:2")
 
 
 @pytest.mark.slow
-def test_runs_under_ray_whose_workers_are_killed_are_those_of_launch(tmp_path):
+def test_runs_under_ray_with_killed_workers_equal_runs_of_launch(tmp_path):
     if find_spec("ray") is None:
         pytest.skip("needs the package ray")
     seed = "1"

@@ -137,7 +137,7 @@ def test_one_device_has_the_links_of_the_base():
     assert found.link_bandwidth == CHIP["cpu"].link_bandwidth
 
 
-def test_what_contradicts_the_figures_is_a_finding():
+def test_measurements_that_contradict_the_figures_are_findings():
     samples = [Sample("copy", "float32", 1 << 20, 3e-3), Sample("copy", "float32", 1 << 20, 1e-3, spread=0.6)]
     slow, unsteady = deviations(samples, [1e-3, 1e-3])
     assert slow == "copy, 1.00 MiB: takes 3.00 times what the figures forecast"

@@ -44,13 +44,13 @@ def check_operands(found: Figures, true: Figures, case: Case) -> None:
 
 @pytest.mark.slow
 @every_case
-def test_the_memory_is_what_xla_allocates(case: Case):
+def test_the_memory_equals_xlas_allocation(case: Case):
     for name, true in compiled(case).items():
         check_memory(estimated(case)[name], true)
 
 
 @every_case
-def test_the_arguments_are_those_of_the_compiled_step(case: Case):
+def test_the_arguments_equal_the_compiled_step(case: Case):
     for name, true in compiled(case).items():
         found = estimated(case)[name].arguments
         if case.platform == "cpu":
@@ -60,7 +60,7 @@ def test_the_arguments_are_those_of_the_compiled_step(case: Case):
 
 
 @every_case
-def test_the_collectives_are_those_of_the_compiled_step(case: Case):
+def test_the_collectives_equal_the_compiled_step(case: Case):
     for name, true in compiled(case).items():
         check_operands(estimated(case)[name], true, case)
 

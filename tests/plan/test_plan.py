@@ -21,7 +21,7 @@ def array(*shape: int, spec: P = REPLICATED, mesh: AbstractMesh = MESH, dtype=jn
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
-def test_a_step_of_ones_own_is_planned_with_its_collectives():
+def test_a_custom_step_is_planned_with_its_collectives():
     arguments = array(512, 256, spec=P("tp")), array(64, 512, spec=P("dp", "tp"))
     found = plan_step(jax.jit(lambda w, x: x @ w), arguments, "v5e:2x4")
     (reduced,) = found.traffic
@@ -66,7 +66,7 @@ def own_step(*arguments: jax.ShapeDtypeStruct):
         (lambda: plan(replace(PLANNED, data=replace(PLANNED.data, batch_size=30)), "v5e:2x4"), "data.batch_size"),
     ],
 )
-def test_what_cannot_be_planned_is_refused_in_one_line(call, problem):
+def test_recipes_that_cannot_be_planned_are_refused_in_one_line(call, problem):
     with pytest.raises(ConfigError, match=problem) as error:
         call()
     assert "\n" not in str(error.value)

@@ -58,7 +58,7 @@ def forward_flops(devices: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
-def test_the_flops_of_a_decoder_are_those_of_the_formula(scan):
+def test_the_flops_of_a_decoder_equal_the_formula(scan):
     one = tiny(scan=scan)
     assert flops(one, "forward") == pytest.approx(forward_flops(8), rel=0.01)
     assert flops(one, "backward") == pytest.approx(2 * forward_flops(8), rel=0.01)
@@ -298,7 +298,7 @@ def test_the_bytes_of_a_layer_do_not_depend_on_the_number_of_layers(platform):
 
 
 @pytest.mark.parametrize(("platform", "reads"), [("tpu", [4]), ("gpu", [2, 2, 2])])
-def test_tpus_compute_what_is_around_a_product_with_it_and_gpus_in_other_kernels(platform, reads):
+def test_tpus_fuse_operations_around_a_product_and_gpus_use_other_kernels(platform, reads):
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     one = estimate(jax.jit(lambda a, b, c, d: (a * b) @ c + d), (x,) * 4, {}, platform)
     assert [len(kernel.reads) for kernel in one.kernels] == reads

@@ -25,7 +25,7 @@ from tests.train.support.runs import run
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.py"
 
 
-def test_settings_that_the_named_optimizer_does_not_use_may_be_those_of_the_recipe():
+def test_settings_without_effect_are_accepted_if_the_recipe_makes_the_optimizer():
     def problems(functions: list[str], *settings: str) -> list[str]:
         config = apply_overrides(load_recipe(str(TINY)), [f"optimizer.{one}" for one in settings])
         return check_config(replace(config, **dict.fromkeys(functions, lambda *_: None)))  # which are not called
@@ -103,7 +103,7 @@ def test_a_run_prints_and_uses_its_options(tmp_path, text):
     assert list((tmp_path / "dump").glob("*jit_step*"))
 
 
-def test_the_peak_of_the_mfu_is_that_of_a_hardware_file(tmp_path):
+def test_the_mfu_uses_the_peak_of_a_hardware_file(tmp_path):
     (tmp_path / "chip.toml").write_text('base = "cpu"\npeak_flops = {bfloat16 = 2e9}\n')
     for settings, peak in [([], None), ([f"run.hardware={tmp_path / 'chip.toml'}"], 2e9)]:
         config = replace(apply_overrides(recipe(), settings), flops_per_token=lambda model, parameters, length: 1e3)

@@ -141,7 +141,7 @@ def test_make_may_return_several_modules_or_arrays(make, mesh):
         ({"a": np.ones(8)}, "make must be a function, got {'a': array"),
     ],
 )
-def test_what_make_must_be_is_said_in_one_line(make, message, mesh):
+def test_a_wrong_make_is_a_one_line_error(make, message, mesh):
     for call in (fm.abstract_state, fm.explain_sharding):
         with pytest.raises(TypeError, match=message):
             call(make, mesh, "fsdp")

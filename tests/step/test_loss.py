@@ -20,7 +20,7 @@ def parts(model, b):
     return jnp.sum(error), len(error), jnp.sum(error < 1.5)
 
 
-def test_a_loss_is_a_sum_over_rows_if_it_says_so_and_the_model_has_no_state_of_its_own():
+def test_a_loss_is_a_sum_over_rows_if_it_returns_sums_of_a_model_without_state():
     total = lambda model, b: (model.layers[1](model.layers[0](b["x"])).sum(), len(b["x"]))  # noqa: E731
     forms = [total, lambda m, b: (*total(m, b), {}), lambda m, b: total(m, b)[0], lambda m, b: (total(m, b)[0], {})]
     counts = lambda m, b: (m(b["x"]).sum(), len(b["x"]))  # noqa: E731

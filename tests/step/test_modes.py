@@ -231,7 +231,7 @@ RULES = [("kernel", P("fsdp", "tp")), (".*", ())]
 
 @pytest.mark.parametrize("mode", ["graph", "tree", "no_eager_sharding"])
 @pytest.mark.parametrize("kind", [nnx.Optimizer, nnx.ModelAndOptimizer])
-def test_the_state_of_an_optimizer_is_sharded_and_saved_and_that_of_a_filter_sharded(kind, mode, mesh, tmp_path):
+def test_optimizer_states_are_sharded_and_saved_and_filtered_states_sharded(kind, mode, mesh, tmp_path):
     with MODES[mode]():
         model = Listed()
         optimizer = kind(model, optax.adam(1e-2), wrt=nnx.Param)

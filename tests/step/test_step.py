@@ -92,7 +92,7 @@ def test_a_scanned_stack_has_the_same_streams_as_the_list_of_its_layers():
     assert len(set(map(tuple, of_list))) == 3
 
 
-def test_layers_default_to_those_of_the_model_and_an_argument_overrides_them():
+def test_layers_default_to_the_table_of_the_model_and_an_argument_overrides_them():
     @partitioned([(".*", ())], layers="layers")
     class Drops(nnx.Module):
         def __init__(self):
@@ -336,7 +336,7 @@ def test_the_next_call_raises_the_exception_of_a_callback_on_8_devices(call):
         (lambda x: sys.exit("the data is wrong"), "SystemExit: the data is wrong"),
     ],
 )
-def test_what_else_a_callback_may_do_wrong_is_raised_by_the_next_evaluation(callback, problem):
+def test_wrong_results_of_a_callback_are_raised_by_the_next_evaluation(callback, problem):
     def loss_fn(model, b):
         return jnp.mean(model(b["x"]) ** 2) + jnp.sum(jax.pure_callback(callback, jax.typeof(b["x"]), b["x"]))
 

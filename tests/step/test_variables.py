@@ -179,7 +179,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("message", CHANGES)
-def test_what_a_call_must_not_change_is_named(message, mesh):
+def test_forbidden_changes_of_a_call_are_named(message, mesh):
     make = maker(lambda rngs: Changing(rngs, CHANGES[message]))
     layout = abstract_train_state(make, fm.abstract_state(make, mesh, "fsdp"))
     with pytest.raises(ValueError, match=message):

@@ -53,7 +53,7 @@ def test_the_tests_of_the_versions_tier_exist():
         assert f"def {function}" in (tiers.TESTS.parent / path).read_text(), line
 
 
-def test_each_slow_test_is_in_one_slice_and_those_of_touched_folders_are_in_all():
+def test_slow_tests_are_in_one_slice_or_in_all_if_their_folder_is_touched():
     names = [f"tests/train/test_a.py::test_{i}" for i in range(40)] + ["tests/mpmd/split/test_b.py::test_0[1-2]"]
     parts = [[name for name in names if tiers.is_selected(name, (k, 4), set())] for k in range(4)]
     assert sorted(name for part in parts for name in part) == sorted(names) and all(len(part) > 2 for part in parts)

@@ -128,7 +128,7 @@ def loss_fn(model, batch):
     return ((model(batch) - 1) ** 2).sum(), len(batch)
 
 
-def test_a_loop_of_ones_own_has_the_same_argument():
+def test_a_custom_loop_has_the_same_argument():
     layouts = [
         fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), "fsdp", optimizer_memory=memory)
         for memory in ("device", "pinned_host")

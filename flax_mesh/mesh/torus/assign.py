@@ -77,7 +77,8 @@ def axis_phases(torus: Torus, factors: Sequence[int], strides: Sequence[int], nu
 
 def gather_seconds(phases: Sequence[Phase], num_bytes: float = DEFAULT_BYTES) -> float:
     """Predicted time of the all-gather described in the module docstring; 0 for an axis of one device."""
-    pieces, seconds = 1, []
+    pieces = 1
+    seconds: list[float] = []
     total = math.prod(phase.size for phase in phases)
     for phase in phases:
         seconds.append(num_bytes * pieces * (phase.size - 1) / total / phase.bandwidth)

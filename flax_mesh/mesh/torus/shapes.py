@@ -44,7 +44,10 @@ def side_problem(chip: Chip, sides: tuple[int, ...]) -> str:
 
 def best_shape(chip: Chip, count: int) -> tuple[int, ...] | None:
     """The sides of the slice with this number of chips: with rings if possible, and short. None if no slice has it."""
-    key = lambda shape: (not all(chip.wraps(shape)), sum(shape), shape)  # noqa: E731
+
+    def key(shape: tuple[int, ...]) -> tuple[bool, int, tuple[int, ...]]:
+        return not all(chip.wraps(shape)), sum(shape), shape
+
     return min(_shapes(chip, count), key=key, default=None)
 
 

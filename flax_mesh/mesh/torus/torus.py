@@ -172,7 +172,8 @@ def arrange(physical: np.ndarray, assignment: Assignment) -> np.ndarray:
     matrix = np.array(assignment)
     num_physical, num_logical = matrix.shape
     order = [p * num_logical + a for a in range(num_logical) for p in range(num_physical)]
-    return physical.reshape(matrix.reshape(-1)).transpose(order).reshape(matrix.prod(axis=0))
+    mesh_shape: list[int] = matrix.prod(axis=0).tolist()
+    return physical.reshape(matrix.reshape(-1)).transpose(order).reshape(mesh_shape)
 
 
 def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
@@ -181,7 +182,7 @@ def mean_hops(points: np.ndarray, torus: Torus) -> tuple[float, ...]:
     `points` contains physical coordinates and has shape mesh_shape + (number of physical axes,). The two cores of a
     chip are one hop apart. The result depends only on the finished mesh, so it applies to any method of creating one.
     """
-    hops = []
+    hops: list[float] = []
     for axis in range(points.ndim - 1):
         distance = np.abs(np.roll(points, -1, axis=axis) - points)
         distance = np.where(torus.wraps, np.minimum(distance, np.array(torus.shape) - distance), distance)

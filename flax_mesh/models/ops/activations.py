@@ -1,4 +1,4 @@
-"""The gated activations of an MLP: what its down projection reads, from its gate and up projections."""
+"""The gated activations of an MLP: the input of its down projection, from its gate and up projections."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +16,7 @@ SWIGLU_ALPHA = 1.702  # of the sigmoid in the clamped SwiGLU of gpt-oss
 
 
 def activated(gate: jax.Array, activation: str = "silu", limit: float = 0.0) -> jax.Array:
-    """The factor of the gate; with a `limit` that of the clamped SwiGLU of gpt-oss."""
+    """The factor of the gate; with a `limit`, the clamped SwiGLU of gpt-oss."""
     if not limit:
         return ACTIVATIONS[activation](gate)
     gate = jnp.minimum(gate, limit)

@@ -12,7 +12,7 @@ def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: obj
     """`jax.lax.dot_general` with a float32 result, for trailing dims of `x` against leading dims of `w`.
 
     With `preferred_element_type=float32` alone, the backward pass multiplies the float32 cotangent, and a GPU runs both
-    of its products at the rate of TF32, half that of bf16. Here the cotangent is first rounded to the dtype of `x`.
+    of its products at the rate of TF32, half the rate of bf16. Here the cotangent is first rounded to the dtype of `x`.
     This loses no precision if the result is rounded to that dtype next, as in a residual stream. All three products
     accumulate in float32, over the shards of a mesh too. A custom VJP has no forward-mode derivative, so float32 arrays
     use plain `dot_general`.

@@ -13,7 +13,7 @@ KINDS = ("llama3", "linear", "yarn", "longrope")
 
 
 class RopeScaling(NamedTuple):
-    """Scaling of rotary frequencies for longer contexts than in training; `factor` 1 is no scaling.
+    """Scaling of rotary frequencies for longer contexts than in training; `factor` 1 disables it.
 
     llama3    A frequency with fewer than `low_frequency_factor` periods in `original_length` positions is divided by
               `factor`; one with more than `high_frequency_factor` periods is unchanged; between them it is interpolated
@@ -21,10 +21,11 @@ class RopeScaling(NamedTuple):
     linear    Every frequency is divided by `factor` (Chen et al. 2023).
     yarn      As llama3, but interpolated linearly in the index of the frequency (Peng et al. 2023). Both factors are
               the paper's beta_slow and beta_fast; with `truncate` the ends of the interpolation are integers.
-    longrope  Every frequency is divided by a factor of its own: `short_factors` in sequences of at most
+    longrope  Every frequency is divided by a separate factor: `short_factors` in sequences of at most
               `original_length` positions, `long_factors` in longer ones (Ding et al. 2024).
 
-    yarn and longrope multiply the rotated queries and keys by `attention_factor`; 0 stands for that of the papers.
+    yarn and longrope multiply the rotated queries and keys by `attention_factor`; 0 stands for the factor of the
+    papers.
     """
 
     factor: float = 1.0
@@ -62,7 +63,7 @@ class Rope(NamedTuple):
 def rotate(x_BSHC: jax.Array, rope: Rope, positions: jax.Array | None = None, length: int | None = None) -> jax.Array:
     """Rotate pairs of the last dim by the position; angles in float32.
 
-    `positions` are those of all rows, (S,), or of each, (B, S); by default 0 to S - 1. `length` is the number of
+    `positions` are shared by all rows, (S,), or given per row, (B, S); by default 0 to S - 1. `length` is the number of
     positions that longrope counts, by default S.
     """
     if 0 < rope.dims < x_BSHC.shape[-1]:

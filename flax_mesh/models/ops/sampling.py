@@ -42,7 +42,7 @@ class Sampling:
 def choose_tokens(
     logits_BV: jax.Array, keys_B: jax.Array, temperature: ArrayLike, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0
 ) -> jax.Array:
-    """A token (B,) int32 of every row, by its own random key; the others are the fields of `Sampling`, or traced."""
+    """One token per row (B,) int32, drawn with the row's random key; the others are fields of `Sampling`, or traced."""
 
     def sampled() -> jax.Array:
         scaled_BV = logits_BV / temperature

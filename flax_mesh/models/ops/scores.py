@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-    """`x`, smoothly limited to -cap ... cap (Gemma 2); 0 is no cap."""
+    """`x`, smoothly limited to -cap ... cap (Gemma 2); 0 disables the cap."""
     return cap * jnp.tanh(x / cap) if cap else x
 
 

@@ -13,12 +13,15 @@ schedules that are dominated, or whose lower bound is too large, therefore finds
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flax_mesh.mpmd.schedules.lower_bound import Problem, tails
 from flax_mesh.mpmd.schedules.simulate import TOLERANCE
 
 _NEVER = float("inf")
+
+
+_Entry = TypeVar("_Entry")
 
 
 class Partial(NamedTuple):
@@ -36,6 +39,10 @@ class Partial(NamedTuple):
     idle: float  # total idle time of the groups so far
     start: float  # start of the action scheduled last
     trail: "tuple[int, Partial] | None"  # the lane served last, and the schedule before it
+
+
+# (counts, queues) -> the times of schedules with these actions
+_Frontier = dict[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]], list[tuple[float, ...]]]
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ class BeamSearch:
         beam, complete, work = [self._empty()], True, 0
         too_long = better_than * (1 - TOLERANCE)
         for _ in range(self.problem.num_microbatches * len(self.problem.lanes)):
-            offers = []
+            offers: list[tuple[float, float, int, float, int, float, Partial]] = []
             for partial in beam:
                 for lane, start in self._choices(partial, self.rooms[reserve], may_wait):
                     bound = self._bound(partial, lane, start)
@@ -91,7 +98,8 @@ class BeamSearch:
             if work > most_work:
                 return _BeamResult([], False, work)
             offers.sort()
-            beam, frontier = [], {}
+            beam: list[Partial] = []
+            frontier: _Frontier = {}
             for _, idle, _, bound, lane, start, partial in offers:
                 if len(beam) == width:
                     complete = False
@@ -131,9 +139,11 @@ class BeamSearch:
         schedule are then scheduled in the order of their starts.
         """
         free, ready, stored, duration = partial.free, partial.ready, partial.stored, self.problem.duration
-        first_end, first, choices = _NEVER, -1, []
+        first_end, first = _NEVER, -1
+        choices: list[tuple[int, float]] = []
         for group, lanes in enumerate(self.lanes_of):
-            since, in_use, startable, before = free[group], stored[group], [], first_end
+            since, in_use, before = free[group], stored[group], first_end
+            startable: list[tuple[int, float]] = []
             for lane in lanes:
                 start = ready[lane]
                 if start < _NEVER and in_use <= room[lane] and (self.one_stage_each or self._can_serve(partial, lane)):
@@ -233,9 +243,7 @@ class BeamSearch:
             ready = max(ready, ends[other][microbatch] + delay)
         return ready
 
-    def _dominated(
-        self, partial: Partial, frontier: dict[tuple, list[tuple[float, ...]]], may_wait: bool = False
-    ) -> bool:
+    def _dominated(self, partial: Partial, frontier: _Frontier, may_wait: bool = False) -> bool:
         """Whether a schedule in `frontier` has the same actions and is nowhere later. If not, adds this one to it."""
         times = [*partial.free, partial.start] if may_wait else list(partial.free)
         for lane, user in self.sends:
@@ -247,12 +255,12 @@ class BeamSearch:
         return False
 
 
-def _with(values: tuple, place: int, value) -> tuple:
+def _with(values: tuple[_Entry, ...], place: int, value: _Entry) -> tuple[_Entry, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
 def _served(partial: Partial) -> list[int]:
-    served = []
+    served: list[int] = []
     while partial.trail is not None:
         lane, partial = partial.trail
         served.append(lane)

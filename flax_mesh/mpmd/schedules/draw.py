@@ -22,7 +22,7 @@ LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 _COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 LIGHTER, LIGHTEST = 0.45, 0.7  # share of white that every further stage of a group adds, and the maximum of the sum
-IDLE = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
+IDLE: dict[str, Any] = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
 CURVE_COLOUR, INK = "#9a9a9a", "#222"
 
 
@@ -88,7 +88,8 @@ def _document(panels: Sequence[_Panel], schedule: Schedule, unit: str = "") -> s
     wide = min(max(span * LEAST_BOX / shortest, LEAST_WIDTH), MOST_WIDTH) if span else LEAST_WIDTH
     scale = wide / span if span else 1.0
     height = schedule.num_groups * (BAR + CURVE + GAP)
-    body, top = [], MARGIN
+    body: list[str] = []
+    top = MARGIN
     for title, events in panels:
         body.append(_text(MARGIN, top + 4, title, size=14))
         body += _panel(events, schedule, top + LINE, scale, wide)
@@ -111,7 +112,7 @@ def _panel(events: Sequence[Event], schedule: Schedule, top: float, scale: float
     shades = _shades(schedule.stage_to_group)
     curves = [_stored(of_group, schedule.splits_backward) for of_group in events_of]
     peaks = [max(count for _, count in curve) for curve in curves]
-    body = []
+    body: list[str] = []
     for group, (of_group, curve, peak) in enumerate(zip(events_of, curves, peaks, strict=True)):
         upper = top + group * (BAR + CURVE + GAP)
         left = MARGIN + NAME_WIDTH
@@ -153,7 +154,8 @@ def _stored(events: Iterable[Event], splits_backward: bool) -> list[tuple[float,
 
 
 def _curve(curve: Sequence[tuple[float, int]], left: float, base: float, scale: float, peak: int, span: float) -> str:
-    points, height = [], 0.0
+    points: list[str] = []
+    height = 0.0
     for time, count in curve:
         x, before, height = left + time * scale, height, (CURVE - 3) * count / max(peak, 1)
         points += [f"{x:.1f},{base - before:.1f}", f"{x:.1f},{base - height:.1f}"]
@@ -189,7 +191,8 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
     entries.append(([{**IDLE, "height": 18}], "idle"))
     entries.append(([{"fill": CURVE_COLOUR, "height": 9}], "stored activations"))
     entries.append(([], "number: microbatch"))
-    parts, x, top = [], float(MARGIN), y
+    parts: list[str] = []
+    x, top = float(MARGIN), y
     for looks, label in entries:
         width = SAMPLE * len(looks) + 2 + LETTER * len(label)
         if x > MARGIN and x + width > right:
@@ -205,7 +208,7 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
 def _shades(stage_to_group: Sequence[int]) -> list[int]:
     """The number of every stage among the stages of its group."""
     counts: Counter[int] = Counter()
-    shades = []
+    shades: list[int] = []
     for group in stage_to_group:
         shades.append(counts[group])
         counts[group] += 1
@@ -213,7 +216,7 @@ def _shades(stage_to_group: Sequence[int]) -> list[int]:
 
 
 def _styles(schedule: Schedule) -> str:
-    rules = []
+    rules: list[str] = []
     for (kind, chunk), fill in fills(1 + max(_shades(schedule.stage_to_group))).items():
         light = sum(weight * part for weight, part in zip((0.299, 0.587, 0.114), fill, strict=True))
         rules.append(f".{kind}{chunk}{{fill:{hex_colour(fill)}}}")

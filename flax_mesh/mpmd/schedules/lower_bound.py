@@ -30,7 +30,7 @@ class Problem:
         return len(self.limits)
 
     def users(self) -> list[list[int]]:
-        """Of each lane: the lanes that depend on it."""
+        """Maps each lane to the lanes that depend on it."""
         users: list[list[int]] = [[] for _ in self.lanes]
         for lane, needs in enumerate(self.needs):
             for needed, _ in needs:

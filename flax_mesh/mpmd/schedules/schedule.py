@@ -8,7 +8,7 @@ gradients of its weights.
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from re import fullmatch
 from typing import NamedTuple
@@ -62,7 +62,7 @@ def dependencies(action: Action, num_stages: int, num_slices: int = 1) -> list[A
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("B", stage, microbatch)]
-    needed = []
+    needed: list[Action] = []
     if kind == "F":
         if stage:
             needed.append(Action("F", stage - 1, microbatch))
@@ -186,7 +186,8 @@ class Schedule:
                 f"{shortened(head)!r}"
             )
         stage_to_group = tuple(int(group) for group in match[2].split(","))
-        rows, problems = [], []
+        rows: list[list[Action]] = []
+        problems: list[str] = []
         for number, line in lines:
             rows.append([])
             for word in line.split():
@@ -269,7 +270,7 @@ def make_schedule(
     stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
-    rows = []
+    rows: list[tuple[Action, ...]] = []
     for group in range(num_groups):
         stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
         words = kind.pattern(num_groups, group, num_slots, num_virtual_stages)
@@ -292,7 +293,7 @@ def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Seq
     rows: list[list[Action]] = [[] for _ in range(num_groups)]
     done = [0] * len(stage_to_group)  # microbatches that each stage has processed
     while done[-1] < num_microbatches:
-        chosen = {}
+        chosen: dict[int, int] = {}
         for stage, group in enumerate(stage_to_group):
             if done[stage] < (done[stage - 1] if stage else num_microbatches):
                 chosen[group] = stage
@@ -308,7 +309,7 @@ def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: i
     The slices of a sequence pass backward in reverse order.
     """
     counts: dict[str, int] = {}
-    row = []
+    row: list[Action] = []
     for word in pattern:
         microbatch = counts.get(word, 0)
         counts[word] = microbatch + 1
@@ -382,7 +383,8 @@ def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> lis
     ]
 
 
-class _Kind(NamedTuple):
+@dataclass(frozen=True)
+class _Kind:
     pattern: Callable[[int, int, int, int], Sequence[str]]
     virtual: int = 1
     fixed: bool = True  # `virtual` is the only valid number of stages per group
@@ -431,7 +433,7 @@ def _kind(name: str) -> _Kind:
     if match := fullmatch("(v|seq1f1b)-([1-9][0-9]{0,5})", name):
         number = int(match[2])
         if match[1] == "v":
-            return _v_kind(lambda groups: number)._replace(memory=number)
+            return replace(_v_kind(lambda groups: number), memory=number)
         return _Kind(
             lambda groups, group, slots, virtual: _after_warmup(groups - group - 1 + number, slots), slices=number
         )

@@ -167,7 +167,8 @@ def _that_fit(
     placements: Sequence[tuple[int, ...]], sizes: Sequence[float], limits: Sequence[float]
 ) -> list[tuple[int, ...]]:
     """The placements in which every group can store one microbatch of its stages. ValueError if none fits."""
-    fitting, problem = [], ""
+    fitting: list[tuple[int, ...]] = []
+    problem = ""
     for placement in placements:
         least = [0.0] * len(limits)
         for stage, group in enumerate(placement):

@@ -115,7 +115,7 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
 def peak_memory(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
     """The maximum memory of each group, if one activation of stage s takes `sizes[s]`, in any unit such as bytes."""
     release = "W" if schedule.splits_backward else "B"
-    peaks = []
+    peaks: list[float] = []
     for row in schedule.rows:
         stored = peak = 0
         for kind, stage, _ in row if any(action.kind == release for action in row) else ():
@@ -143,7 +143,7 @@ def action_duration(stages: Sequence[StageCost], splits_backward: bool) -> Calla
 def stage_costs(costs: Costs, num_stages: int) -> tuple[StageCost, ...]:
     """One StageCost per stage; a ValueError lists every invalid entry and a wrong number of entries."""
     listed = [costs] * num_stages if isinstance(costs, StageCost) else list(costs)
-    problems = []
+    problems: list[str] = []
     if len(listed) != num_stages:
         problems.append(
             f"expected costs of {num_stages} stages, got {len(listed)}; pass one for all stages or one per stage"

@@ -53,7 +53,7 @@ def summary(result: Simulation, unit: str = "") -> str:
 
 
 def _groups_text(schedule: Schedule, result: Simulation) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for group, (busy, peak) in enumerate(zip(result.busy, result.peak_activations, strict=True)):
         stages = [str(stage) for stage, owner in enumerate(schedule.stage_to_group) if owner == group]
         share = busy / result.makespan if result.makespan else 1.0
@@ -66,7 +66,7 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
     if not spans:
         return [" ".join(map(str, row)) for row in schedule.rows]
     scale = min((_label(result) + 1) / min(spans), _MOST_BLOCKS * per_block / result.makespan)
-    bars = []
+    bars: list[str] = []
     for row in schedule.rows:
         bar = ["."] * round(result.makespan * scale)
         for action in row:

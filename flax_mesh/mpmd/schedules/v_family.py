@@ -102,7 +102,8 @@ def _blocks(num_groups: int, memory_limit: int) -> list[Block]:
 def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int]) -> Block:
     """The block with these hops and turns. An action is delayed while its time modulo 6 is taken on its group."""
     taken: list[set[int]] = [set() for _ in range(num_groups)]
-    block, time = [], 0
+    block: list[tuple[int, ...]] = []
+    time = 0
     for way, hops in enumerate(ways):
         times = [0] * num_groups
         groups = range(num_groups) if way % 2 == 0 else range(num_groups - 1, -1, -1)

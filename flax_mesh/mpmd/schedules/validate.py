@@ -107,7 +107,7 @@ def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[_La
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
     num_slots = schedule.num_microbatches * schedule.num_slices
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
-    mistakes = []
+    mistakes: list[_Mistake] = []
     for lane, group in group_of.items():
         if not (count := num_slots - have[lane]):
             continue
@@ -126,7 +126,7 @@ def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mappi
         for position, action in enumerate(row):
             if action in wrong:
                 places.setdefault(action, []).append((group, position))
-    mistakes = []
+    mistakes: list[_Mistake] = []
     for action, spots in sorted(places.items()):
         if action[:2] not in group_of or action.microbatch < 0:
             text = f"{action} appears in the table, but the schedule has no such action"
@@ -141,7 +141,7 @@ def _wrong_places(schedule: Schedule, wrong: Collection[Action], group_of: Mappi
 
 
 def _before_their_dependencies(schedule: Schedule) -> list[_Mistake]:
-    mistakes = []
+    mistakes: list[_Mistake] = []
     for group, row in enumerate(schedule.rows):
         position = {action: i for i, action in enumerate(row)}
         for action, i in position.items():
@@ -156,7 +156,7 @@ def _out_of_order(schedule: Schedule) -> list[_Mistake]:
     """The first message of each edge that is not received in the order of sending."""
     sends: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
     receives: dict[tuple[int, int, str], list[tuple[Action, Place]]] = {}
-    receiver_of = {}  # action whose result another group receives -> that group
+    receiver_of: dict[Action, int] = {}  # action whose result another group receives -> that group
     for group, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             for needed in schedule.needs(action):
@@ -168,7 +168,7 @@ def _out_of_order(schedule: Schedule) -> list[_Mistake]:
         for position, action in enumerate(row):
             if action in receiver_of:
                 sends.setdefault((group, receiver_of[action], action.kind), []).append((action, (group, position)))
-    mistakes = []
+    mistakes: list[_Mistake] = []
     for (sender, receiver, _), received in receives.items():
         sent = sends[sender, receiver, received[0][0].kind]
         for (first, its_place), (other, place) in zip(sent, received, strict=True):
@@ -192,7 +192,7 @@ def _deadlock(schedule: Schedule) -> list[_Mistake]:
 def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequence[float]) -> list[_Mistake]:
     release = "W" if schedule.splits_backward else "B"
     noun = " activations" if set(sizes) == {1} else ""
-    mistakes = []
+    mistakes: list[_Mistake] = []
     for group, (row, peak, limit) in enumerate(zip(schedule.rows, peak_memory(schedule, sizes), limits, strict=True)):
         if peak <= limit * (1 + TOLERANCE):
             continue
@@ -208,7 +208,7 @@ def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequ
 
 def _excerpt(schedule: Schedule, places: Sequence[Place]) -> list[str]:
     """The rows around the marked actions, which are in brackets; not more than `MOST` of them."""
-    lines = []
+    lines: list[str] = []
     for group in sorted({group for group, _ in places[:MOST]}):
         marked = [position for g, position in places[:MOST] if g == group]
         row = schedule.rows[group]

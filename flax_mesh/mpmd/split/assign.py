@@ -5,8 +5,9 @@
 2. `balance`: stages are contiguous ranges of ranks, with equal FLOPs and without boundaries of many bytes.
 3. `cut_stages` repeats 4 and 5 until every stage that reads a variable returns its new value.
 4. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
-   only on the batch or only on parameters. Every stage that uses those computes its own copy, so they are not sent.
-5. `stage_programs`: what a stage receives from earlier stages is a minimum cut in bytes, see `min_cut.py`.
+   only on the batch or only on parameters. Every stage that uses such an equation computes it, so its results are not
+   sent.
+5. `stage_programs`: the values that a stage receives from earlier stages are a minimum cut in bytes, see `min_cut.py`.
 
 Example: four layers w0..w3 in two stages, with an embedding e that is also the output projection.
 
@@ -45,7 +46,7 @@ EXPENSIVE |= {"eigh", "svd"}
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
-# What a byte of a stage boundary activation costs: accelerators compute 400 to 10,000 FLOPs while it is transferred.
+# The cost of a byte of a stage boundary activation: accelerators compute 400 to 10,000 FLOPs while it is transferred.
 _FLOPS_PER_BYTE = 1000
 _NO_UPDATES: Mapping[int, int] = {}
 
@@ -78,7 +79,7 @@ class StageProgram(NamedTuple):
     trained: tuple[int, ...] = ()  # the `inputs` that are differentiated
     floats_in: tuple[int, ...] = ()  # indices into `received`: the ones that have a gradient
     floats_out: tuple[int, ...] = ()  # indices into `sent`: the ones that have a cotangent
-    frozen: frozenset[Var] = frozenset()  # of `received` and `sent`, what depends on no trained parameter
+    frozen: frozenset[Var] = frozenset()  # values in `received` and `sent` that depend on no trained parameter
 
     def call(self, program: Program, *values: Sequence[Any]) -> list[Any]:
         """Evaluate F, B or W. `values` has one sequence per group of `arguments`; trailing groups may be omitted."""
@@ -152,7 +153,7 @@ def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
 def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
     """Bytes of the activations that are transferred over a boundary before each rank; 0 before the first.
 
-    They are those of a split with one stage per rank. The outputs of `program` must be sums.
+    The split has one stage per rank. The outputs of `program` must be sums.
     """
     settled, targets = settle(program, labels, num_ranks, {})
     stages = stage_programs(program, settled, targets, num_ranks, is_data)
@@ -166,7 +167,7 @@ def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_d
 
 
 def entry_costs(num_bytes: Sequence[int]) -> list[int]:
-    """What the boundary before each rank costs in FLOPs, from `boundary_bytes`.
+    """The cost in FLOPs of the boundary before each rank, from `boundary_bytes`.
 
     Only bytes beyond twice the smallest boundary count, which no choice avoids: stages of equal layers are balanced by
     their FLOPs alone.
@@ -276,7 +277,7 @@ def stage_programs(
     is_data: Sequence[bool],
     updates: Mapping[int, int] = _NO_UPDATES,
 ) -> tuple[StageProgram, ...]:
-    """The stages of a program, from the results of `settle`. The other arguments are those of `cut_stages`."""
+    """The stages of a program, from the results of `settle`. `cut_stages` documents the other arguments."""
     producer = {v: i for i, eqn in enumerate(program.eqns) for v in eqn.outvars}
     position = {v: i for i, v in enumerate(program.inputs)}
     outputs = [tuple(at for at, owners in enumerate(output_stages) if k in owners) for k in range(num_stages)]
@@ -360,7 +361,7 @@ def _stages_of_unread(
 def _at_first_use(
     program: Program, stages: Sequence[int], num_stages: int, targets: Sequence[Collection[int]]
 ) -> list[int]:
-    """The stage of every equation: that of its first use for OUTSIDE equations, and expensive ones with a lower label.
+    """The stage of every equation: the stage of its first use, if it is OUTSIDE or is expensive with a lower label.
 
     One pass in reverse order is enough, because all uses of a variable come after the equation that computes it.
     """
@@ -382,7 +383,7 @@ def _at_first_use(
 
 
 def _copies_and_crossing(program, required, stages, stage, producer, position) -> tuple[set[int], list[Var]]:
-    """The cheap equations of which a stage runs its own copy, and the values of earlier stages that it uses."""
+    """The cheap equations that a stage computes again, and the values of earlier stages that it uses."""
     copies: set[int] = set()
     crossing: list[Var] = []
     seen: set[Var] = set()

@@ -26,7 +26,7 @@ def differentiate(
 
     Output 0 of that program is the loss. The stage that returns it uses 1 as its cotangent. `remat` is one of
     REMAT_MODES. With "full", F stores no residuals and B recomputes the stage from its inputs. With `split`, W computes
-    the gradients of the weights; otherwise B does, and there is no W.
+    the gradients of the weights; otherwise B does, and W does not exist.
     """
     trained = tuple(at for at in stage.inputs if at in set(trained))
     floats_in = tuple(i for i, v in enumerate(stage.received) if _has_gradient(v) and v not in stage.frozen)

@@ -25,13 +25,13 @@ from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import PyTree, is_key, named_leaves, num_bytes
 
 TOLERANCE, ROUGH_TOLERANCE = 1e-5, 3e-2  # of the largest value; the second one for results that cannot be widened
-_ROUNDINGS = 8  # a difference is rounding if it is below this many times that of parameters rounded differently
+_ROUNDINGS = 8  # a difference is rounding if below this many times the effect of parameters rounded differently
 _NOISE = 0.02  # standard deviation of the values in the place of zeros
 CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 
 
 class Results(NamedTuple):
-    """What one microbatch computes. The keys are indices of leaves of the model."""
+    """The results of one microbatch. The keys are indices of leaves of the model."""
 
     sums: list[Any]  # loss, weight and metrics
     variables: dict[int, Any]  # new values
@@ -94,7 +94,7 @@ def check_stages(
     remat: str,
     split: bool,
 ) -> None:
-    """CutError unless the stages of `forward` compute what `plain.loss_fn(model, batch)` and its gradient compute.
+    """CutError unless the stages of `forward` have the results of `plain.loss_fn(model, batch)` and its gradient.
 
     Args:
         forward: The stages, traced on `mesh`.
@@ -226,7 +226,7 @@ def _unsplit(forward: Forward, plain: PlainModel, seed: int) -> Run:
 def _staged(forward: Forward, remat: str, split: bool) -> Run:
     """The stages one after another: F of each, then B, and W if there is one, in reverse order.
 
-    As in a pipeline, a stage reads the value of a variable that its own F left in the microbatch before.
+    As in a pipeline, a stage reads the value of a variable that its F left in the microbatch before.
     """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages = [differentiate(stage, wrt, remat=remat, split=split) for stage in forward.stages]
@@ -245,30 +245,30 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
         for k, stage in enumerate(stages):
             inputs = [changed.get((k, at), given[at]) for at in stage.inputs]
             received = [sent[v] for v in stage.received]
-            found = iter(stage.call(stage.forward, inputs, received))
-            sent |= {v: next(found) for v in stage.sent}
-            outputs = {out: next(found) for out in stage.outputs}
+            arrays = iter(stage.call(stage.forward, inputs, received))
+            sent |= {v: next(arrays) for v in stage.sent}
+            outputs = {out: next(arrays) for out in stage.outputs}
             sums |= outputs
             new = {at: outputs[out] for at, out in updates[k].items()}
             changed, stored = changed | {(k, at): x for at, x in new.items()}, new | stored
-            saved.append((inputs, received, list(found)))
+            saved.append((inputs, received, list(arrays)))
         cotangents: dict[Var, list[jax.Array]] = {}
         grads: dict[int, list[jax.Array]] = {at: [] for at in wrt}
         for stage, (inputs, received, residuals) in reversed([*zip(stages, saved, strict=True)]):
             assert stage.backward is not None
             summed = [functools.reduce(operator.add, cotangents[stage.sent[i]]) for i in stage.floats_out]
-            found = iter(stage.call(stage.backward, inputs, received, summed, residuals))
+            gradients = iter(stage.call(stage.backward, inputs, received, summed, residuals))
             for i in stage.floats_in:
-                cotangents.setdefault(stage.received[i], []).append(next(found))
+                cotangents.setdefault(stage.received[i], []).append(next(gradients))
             if stage.weights is not None:
-                found = stage.call(stage.weights, inputs, received, summed, residuals, list(found))
-            for at, gradient in zip(stage.trained, found, strict=True):
+                gradients = stage.call(stage.weights, inputs, received, summed, residuals, list(gradients))
+            for at, gradient in zip(stage.trained, gradients, strict=True):
                 grads[at].append(gradient)
-        zeros = {at: [jnp.zeros_like(given[at])] for at, found in grads.items() if not found}
+        zeros = {at: [jnp.zeros_like(given[at])] for at, parts in grads.items() if not parts}
         results = Results(
             [sums[at] for at in range(len(forward.names))],
             dict(enumerate(given[: len(forward.leaves)])) | stored,
-            {at: functools.reduce(operator.add, found) for at, found in (grads | zeros).items()},
+            {at: functools.reduce(operator.add, parts) for at, parts in (grads | zeros).items()},
         )
         return results, changed
 
@@ -374,6 +374,6 @@ def _rows(leaf: ModelLeaf, value: jax.Array) -> jax.Array:
 
 
 def _bytes(eqn: Eqn) -> int:
-    """Bytes of all values that an equation computes; those of a scan's body once per iteration."""
+    """Bytes of all values that an equation computes, with the body of a scan once per iteration."""
     inner = [sum(map(_bytes, body.eqns)) for body in bodies(eqn)]
     return sum(num_bytes(v.aval) for v in eqn.outvars) + max(inner, default=0) * eqn.params.get("length", 1)

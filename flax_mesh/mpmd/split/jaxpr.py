@@ -50,7 +50,7 @@ class Program(NamedTuple):
 
 
 def with_axes_of(v: Var, x: Any) -> Any:
-    """`x` with axes of the same types as those of `v`: another program may have returned it on Auto axes."""
+    """`x` with the axis types of `v`: another program may have returned it on Auto axes."""
     wanted, actual = v.aval.sharding.mesh, jax.typeof(x).sharding.mesh
     if wanted.empty or actual.empty or wanted.axis_types == actual.axis_types:
         return x
@@ -76,7 +76,7 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     explicit = next((mesh.abstract_mesh for mesh in meshes if has_explicit_axes(mesh)), None)
     if explicit is None:
         args = jax.tree.map(lambda x: x.update(sharding=None) if isinstance(x, jax.ShapeDtypeStruct) else x, args)
-    # Values without a type of their own take the mesh from the context.
+    # Values without a mesh in their type take it from the context.
     with jax.sharding.use_abstract_mesh(explicit) if explicit is not None else contextlib.nullcontext():
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     if kept := [array_text(c) for c in closed.consts if isinstance(c, core.Tracer)]:
@@ -239,8 +239,8 @@ def flops(eqn: Eqn) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
     if name == "ragged_dot_general":
-        # Every row is multiplied with the matrix of its own group. If the rows are contracted, so with one result per
-        # group, every group contracts its own rows only.
+        # Every row is multiplied with the matrix of its group. If the rows are contracted, so with one result per
+        # group, every group contracts only its rows.
         ragged = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = ragged.dot_dimension_numbers
         groups = eqn.invars[2].aval.shape[-1] if set(ragged.lhs_ragged_dimensions) & set(contracted) else 1

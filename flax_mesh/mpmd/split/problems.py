@@ -1,6 +1,7 @@
 """Why a model cannot be split into stages: the checks of split_stages, whose errors name lines of the model."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
@@ -23,11 +24,11 @@ def _stages_text(stages: Iterable[int]) -> str:
 
 
 def modules_text(model: PyTree) -> str:
-    """What the model has that `layers=` may name."""
+    """The lists and stacks of the model that `layers=` may name."""
     lists = sorted(
         "/".join(map(str, path))
         for path, node in nnx.iter_graph(model, graph=True)
-        if isinstance(node, nnx.List) and len(node)
+        if isinstance(node, nnx.List) and len(cast("nnx.List[Any]", node))
     )
     children = _children(model)
     modules = f" It has modules at {_quoted(sorted(children))}." if children else ""
@@ -49,7 +50,7 @@ def check_effects(program: Program) -> None:
 
 
 def check_references(program: Program) -> None:
-    """CutError for mutable references: what one equation writes is no value that can be sent to another stage.
+    """CutError for mutable references: an equation writes to them, so no value can be sent to another stage.
 
     A reference inside of a loop is a part of one equation.
     """
@@ -63,13 +64,16 @@ def check_references(program: Program) -> None:
 
 
 def check_meshes(eqns: Iterable[Eqn]) -> None:
-    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its own group."""
+    """CutError for shardings on a mesh of devices: each stage runs on the mesh of its group."""
     texts: dict[str, str] = {}
 
     def walk(eqns: Iterable[Eqn]) -> None:
         for eqn in eqns:
-            # Those of jit and device_put are in tuples.
-            items = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
+            # jit and device_put have shardings in tuples.
+            items = [
+                cast("Sequence[object]", value) if isinstance(value, tuple | list) else (value,)
+                for value in eqn.params.values()
+            ]
             named = [x for values in items for x in values if isinstance(x, NamedSharding)]
             # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
             params = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
@@ -136,7 +140,9 @@ def check_layers(
     raise CutError(f"{problem} Name the list of layers that the model calls. {modules_text(model)}")
 
 
-def check_states(forward: Forward, model: PyTree, layers: Sequence[str], ranks: Mapping[Layer, int], bounds) -> None:
+def check_states(
+    forward: Forward, model: PyTree, layers: Sequence[str], ranks: Mapping[Layer, int], bounds: Sequence[int]
+) -> None:
     """CutError unless every stage computes something, and has the new value of every variable that it reads."""
     problems = _unavailable_variables(forward, model, layers)
     empty = [k for k, stage in enumerate(forward.stages) if not stage.forward.eqns]
@@ -183,7 +189,7 @@ def _empty_stages(forward: Forward, empty: Sequence[int], ranks: Mapping[Layer, 
     head = f"{_stages_text(empty)} {'computes' if len(empty) == 1 else 'compute'} nothing"
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
-        among = frozenset().union(*(taken.get(v, ()) for v in inputs))
+        among = frozenset[Var]().union(*(taken.get(v, ()) for v in inputs))
         of_layers = {ranks[layer] for v in among if (layer := leaf_of[v].layer) is not None}
         if any(rank in ends and max(of_layers) >= ends[rank] for rank in of_layers):
             paths = paths_text(sorted({leaf_of[v].path for v in among}))
@@ -204,7 +210,7 @@ def imbalance(forward: Forward, model: PyTree, layers: Sequence[str], stages: Ma
     """Why one stage has more than 1.5 times the FLOPs of a mean stage, and how to repair it; or "".
 
     Two causes count, if they are more than half of the stage: calls of layers of earlier stages, and equations that
-    depend on no layer. A heavy layer or head is no reason for a warning, because the cut has weighed it. `stages` has
+    depend on no layer. A heavy layer or head does not cause a warning, because the cut has weighed it. `stages` has
     the stage of each input that belongs to a layer.
     """
     computed = _work(forward, stages)
@@ -237,16 +243,16 @@ def imbalance(forward: Forward, model: PyTree, layers: Sequence[str], stages: Ma
 
 
 def _work(forward: Forward, of_inputs: Mapping[Var, int]) -> dict[int, tuple[int | None, set[str]]]:
-    """By id of the equation: (stage of the layer that it is a part of, if any; paths of the variables that it reads).
+    """Maps the id of each equation to (stage of its layer, if any; paths of the variables that it reads).
 
     An equation is a part of the layer whose variables it reads, or else of the layers that computed its inputs. If it
     combines those with a variable of no layer, as a head does, it is a part of the stage that runs it, and the number
-    here is larger than that of any stage.
+    here is larger than in any stage.
     """
     stages = dict(of_inputs)
     # Of values that depend on variables alone.
     paths = {v: {leaf.path} for v, leaf in zip(forward.program.inputs, forward.leaves, strict=False)}
-    work = {}
+    work: dict[int, tuple[int | None, set[str]]] = {}
     for eqn in forward.program.eqns:
         inputs = variables(eqn.invars)
         read = {path for v in inputs for path in paths.get(v, ())}
@@ -274,7 +280,7 @@ def _children(module: PyTree) -> list[str]:
     """Names of the attributes, or of the entries of an nnx.Dict, that are modules but no lists."""
     return [
         name
-        for name, value in vars(module).items()
+        for name, value in cast("Mapping[str, object]", vars(module)).items()
         if isinstance(value, nnx.Pytree) and not isinstance(value, nnx.List | nnx.Rngs | nnx.RngStream)
     ]
 

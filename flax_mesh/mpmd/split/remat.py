@@ -27,8 +27,8 @@ from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 from flax_mesh.tree import num_bytes
 
-# What B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED; "full": the
-# entire stage.
+# The part of F that B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED;
+# "full": the entire stage.
 REMAT_MODES = ("none", "cheap", "full")
 STORED = EXPENSIVE | {"random_bits", "random_gamma", "threefry2x32"}
 CONSTRAINT, RESHARD = "sharding_constraint", "reshard"  # on Auto axes, on Explicit axes

@@ -79,7 +79,7 @@ class StagedModel:
     example: Batch  # shapes of the microbatch that was traced
     groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
     schedule: Schedule | None = None  # likewise
-    remark: str = ""  # why the cut is not that of equal FLOPs
+    remark: str = ""  # why the stages do not have equal FLOPs
     specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
     axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
     make_state: Make | None = None  # returns (model, optimizer), if split_stages was given such a function
@@ -105,7 +105,7 @@ class StagedModel:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train, precision)
         if key not in self._cuts:
-            shared = ("", 0) in self.ranks  # the list has one layer several times: the ranks are those of the calls
+            shared = ("", 0) in self.ranks  # the list has one layer several times: each call has a rank
             loss_fn = _marked(self.loss_fn, self.layers[0]) if shared else self.loss_fn
             with axis_types_explained():
                 forward = trace_forward(
@@ -138,11 +138,12 @@ class StagedModel:
         """Compare the stages with the model before the split, on two microbatches and one device of this process.
 
         The stages run one after another, forward and backward, from the initial values of the model; zeros of trained
-        variables are replaced by small random values, because they hide mistakes in what they are multiplied by. The
-        second microbatch reads the variables that the first one changed. Half-precision and 8-bit floats are computed
-        in float32. The loss, its weight and metrics, the new values of all variables, and all gradients must be those
-        of the model, up to 1e-5 of the largest value of each, or 3e-2 for results of a kernel that takes no float32. A
-        larger difference is accepted where rounding the parameters differently changes the result of the model as much.
+        variables are replaced by small random values, because a product with zero hides mistakes in the other factor.
+        The second microbatch reads the variables that the first one changed. Half-precision and 8-bit floats are
+        computed in float32. The loss, its weight and metrics, the new values of all variables, and all gradients must
+        equal the results of the model, up to 1e-5 of the largest value of each, or 3e-2 for results of a kernel that
+        takes no float32. A larger difference is accepted where rounding the parameters differently changes the result
+        of the model as much.
 
         Args:
             batch: A batch, of which the first two microbatches are used, or the first one twice if there is only one.
@@ -284,20 +285,20 @@ def split_stages(
             default the mesh in context. Constraints in the model see the mesh of a group.
         schedule: A name of `schedules.SCHEDULE_NAMES` for the groups of `mesh`, or a Schedule. It determines the number
             of stages.
-        num_microbatches: Microbatches of a batch. By default those of `schedule`, and 1 without one.
+        num_microbatches: Microbatches of a batch. Default: the number of `schedule`, and 1 without a schedule.
         num_stages: The number of stages, if no schedule is given.
         layers: Path of the `nnx.List` or scanned stack to split, "layers" or "encoder/layers", or several paths. Any
             other module is one layer, as in ("inc", "down", "up", "out"). By default the paths of the model's own table
             (`@partitioned`), or else "layers" if that is a list.
         cuts: Position of the first layer of every stage but the first. By default the most expensive stage is made as
             cheap as possible.
-        balance: What makes a stage expensive: its "flops", embedding and head included, or the "count" of its layers.
+        balance: The measure of a stage's cost: its "flops", embedding and head included, or the "count" of its layers.
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
             one.
         attention: Whether the attention of the loss function is computed in blocks, as in `make_train_step`.
-        check: Run the stages on two microbatches and compare all results with those of the model, on one device;
-            see `StagedModel.check`.
+        check: Run the stages on two microbatches and compare all results with the model's, on one device; see
+            `StagedModel.check`.
 
     Returns:
         A StagedModel, for `Pipeline`. Its text lists stages, bytes of state, share of FLOPs, and boundary activations.
@@ -461,7 +462,7 @@ def chain_stages(
     """A StagedModel from modules that are stages already, called in order; the low-level API beside `split_stages`.
 
     Args:
-        loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns what a LossFn returns.
+        loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns the same as a LossFn.
         stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
             the others with the result of the previous one, any pytree. Every stage must have variables. A function may
             return (modules, optimizer), as in `split_stages`.
@@ -545,7 +546,7 @@ def _input_ranks(
 def _copies_beside(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[Layer, int]) -> dict[str, Layer]:
     """The `frozen_copies`, if they can be computed beside their layers: no equation of a layer waits for a later one.
 
-    A layer that uses what a copy has computed of the same batch would otherwise be in the last stage.
+    A layer that uses the results of a copy on the same batch would otherwise be in the last stage.
     """
     copies = {path: layer for path, layer in frozen_copies(leaves).items() if layer in ranks}
     if not copies:
@@ -610,7 +611,7 @@ def _abstract(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.Close
 
 
 def _with_optimizer(result: Any) -> tuple[Any, nnx.Optimizer | None]:
-    """What a function has returned: (model, optimizer), with None for a model alone."""
+    """(model, optimizer) from the result of a function; the optimizer is None if it returned a model only."""
     return result if is_with_optimizer(result) else (result, None)
 
 
@@ -628,7 +629,7 @@ def _wrt(wrt: Filter | None, filters: Sequence[Filter]) -> Filter:
 def _layout_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[tuple[PartitionSpec, ...], PartitionAxis]:
     """The layout with which the model is traced on Explicit axes: (specs of its leaves, mesh axes of the batch).
 
-    It is that of the model's own table or annotations. A Pipeline with other rules traces again, and reports names and
+    It follows the model's table or annotations. A Pipeline with other rules traces again, and reports names and
     dims that do not fit. A model without rules is replicated.
     """
     axes = getattr(model, "axes", DEFAULT_AXES)
@@ -664,13 +665,13 @@ def _calls_of_shared(model: PyTree, layers: Sequence[str]) -> int:
 
 
 def _layers_of(model: PyTree) -> tuple[str, ...]:
-    """Default of `layers=`: those of the model's table, or else the list `layers`."""
+    """Default of `layers=`: the layers of the model's table, or else the list `layers`."""
     if named := model_layers(model):
         return named
     attribute = getattr(model, "layers", None)
     if isinstance(attribute, nnx.List) and any(isinstance(item, nnx.Pytree) for item in attribute):
         return ("layers",)
-    # A module `layers` may be a scanned stack or anything else: it does not show which dim is that of the layers.
+    # A module `layers` may be a scanned stack or anything else: it does not show which dim counts the layers.
     what = "its `layers` is not a list" if attribute is not None else "it has no list `layers`"
     raise CutError(
         f"the layers of {type(model).__name__} must be named: it has no table that names them, and {what}. Name "
@@ -701,7 +702,7 @@ def _bounds(
     balance: str,
     boundary_bytes: Callable[[], list[int]],
 ) -> tuple[tuple[int, ...], str]:
-    """(boundaries of the stages, why they are not those of equal FLOPs)."""
+    """(boundaries of the stages, why the stages do not have equal FLOPs)."""
     if cuts is not None:
         bounds = (0, *cuts, len(costs))
         if len(cuts) != num_stages - 1 or any(a >= b for a, b in pairwise(bounds)):

@@ -1,4 +1,4 @@
-"""Splits every scan of a backward pass in two: one scan for the gradients of the inputs, one for those of the weights.
+"""Splits every scan of a backward pass in two: one scan for input gradients, one scan for weight gradients.
 
 The derivative of a scan over layers is one scan equation that computes both kinds of gradients, so B and W could not
 each have its part of it. Example with the layer h = tanh(x @ w), whose residuals are x and h. The scan runs over the
@@ -71,8 +71,8 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
     # 2. Equations of the first scan: those that these outputs depend on.
     early_eqns, _ = needed(inner.eqns, pick(inner.outputs, is_early))
     known_early = {v for i in early_eqns for v in inner.eqns[i].outvars} | set(pick(carry_in, is_early))
-    # 3. Equations of the second scan: those of the rest that the other outputs depend on. What they use of the first
-    #    scan is passed on, stacked over the layers.
+    # 3. Equations of the second scan: the remaining ones that the other outputs depend on. Values of the first scan
+    #    that they use are passed on, stacked over the layers.
     rest = [i for i in range(len(inner.eqns)) if i not in set(early_eqns)]
     late, late_live = needed([inner.eqns[i] for i in rest], pick(inner.outputs, is_late))
     passed = [v for v in late_live if v in known_early]

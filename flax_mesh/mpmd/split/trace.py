@@ -65,7 +65,7 @@ class Forward(NamedTuple):
     """
 
     program: Program
-    leaves: tuple[ModelLeaf, ...]  # the first inputs; initially those of `jax.tree.leaves(nnx.state(model))`
+    leaves: tuple[ModelLeaf, ...]  # the first inputs; initially `jax.tree.leaves(nnx.state(model))`
     names: tuple[str, ...]  # of the first outputs, which are sums: "loss", "weight" and the metrics
     updates: Mapping[int, int]  # position of any other output -> index of the leaf whose new value it is
     opened_remat: bool = False  # a remat over several layers was inlined
@@ -96,8 +96,8 @@ def trace_forward(
     """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
 
     On a `mesh` with Explicit axes, `specs`, one per leaf of the model, and `axes` are the layout of model and batch.
-    `train=False` is `eval()` mode without new values of variables. `attention` is that of StepOptions, and `placed`
-    returns the specs of the leaves on Auto axes.
+    `train=False` is `eval()` mode without new values of variables. `attention` is the option of StepOptions, and
+    `placed` returns the specs of the leaves on Auto axes.
     """
     graphdef, state = split
     leaves, treedef = jax.tree.flatten(state)
@@ -137,7 +137,7 @@ def trace_forward(
         ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
         for at, (path, leaf) in enumerate(named_leaves(state))
     ]
-    # Trained parameters and variables that are no random streams may change: the last outputs are their new values.
+    # Trained parameters and variables other than random streams may change: the last outputs are their new values.
     changing = (kinds[0], kinds[2]) if train else ()
     sources = [leaf.source for kind in changing for leaf in model_leaves if leaf.path in kind]
     trained = [leaf.source if leaf.trained else None for leaf in model_leaves]
@@ -222,7 +222,7 @@ def frozen_copies(leaves: Sequence[ModelLeaf]) -> dict[str, Layer]:
     """The layer that each leaf of a frozen copy copies, such as the reference model of DPO or the teacher of BYOL.
 
     A frozen copy is a list outside the layers whose variables are not trained, with as many entries as a list of
-    layers, and whose variables have the names and shapes of those of the layers with the same indices.
+    layers, and whose variables have the names and shapes of the variables of the layers with the same indices.
     """
     layers: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}
     others: dict[str, dict[tuple[int, str], tuple[int, ...]]] = {}

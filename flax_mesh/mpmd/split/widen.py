@@ -1,7 +1,7 @@
 """Evaluates a program with float32 in the place of half-precision and 8-bit floating-point types.
 
 Two programs that compute the same results in bfloat16 differ by its rounding errors, up to some percent, which would
-hide small mistakes. Widened, they differ by those of float32.
+hide small mistakes. Widened, they differ by the rounding errors of float32.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def _widened_jaxpr(jaxpr: Any) -> Any:
 
 
 def _mesh_of(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
-    """Context with the mesh of the values of an equation: in `auto_axes`, it differs from that of the program."""
+    """Context with the mesh of the values of an equation: in `auto_axes`, it differs from the mesh of the program."""
     meshes = [atom.aval.sharding.mesh for atom in eqn.outvars if hasattr(atom.aval, "sharding")]
     mesh = next((mesh for mesh in meshes if not mesh.empty), None)
     return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)

@@ -82,8 +82,9 @@ def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]
 
 
 def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
-    """On TPUs XLA states the peak. Elsewhere that number lacks the allocations of loops; all temporary bytes are used.
+    """Bytes of the arguments and at the peak.
 
+    On TPUs XLA states the peak. Elsewhere its number lacks the allocations of loops, so all temporary bytes are added.
     For CPUs XLA counts the `host` bytes among the arguments; for others it counts them separately.
     """
     memory = program.memory_analysis()

@@ -1,4 +1,4 @@
-"""The devices that a program is compiled for, none of which need be here, and the environment that they need."""
+"""The devices that a program is compiled for, which the machine need not have, and the environment of the compiler."""
 
 import importlib.util
 import math

@@ -137,7 +137,7 @@ class _Partial:
             yield "all-reduce", rest, size
 
     def _narrowed(self, array: Array) -> int:
-        """Bits per element of a sum. Accelerators reduce it in the type that its only use casts it to.
+        """Bits per element of a sum. If its only use is a cast, accelerators reduce it in the type of the cast.
 
         In loops XLA overlaps such sums with their products, and adds them in the wider type.
         """

@@ -41,7 +41,7 @@ MOVES = frozenset({"transpose", "reshape", "slice", "concatenate", "pad", "dynam
 
 @dataclass(eq=False, slots=True, repr=False)
 class Buffer:
-    """The memory of one value. `fixed`: it exists before and after the block, which therefore does not count it."""
+    """The memory of one value. A `fixed` buffer exists before and after the block, so the block does not count it."""
 
     bytes: int
     array: Array
@@ -151,7 +151,7 @@ class _Fusion:
         return operation.kind in ROOTS or any(x.array is None or operation.kind == "reshard" for x in exchanges)
 
     def _extend(self, product: Operation) -> None:
-        """Find the operations that follow a product elementwise, one after another."""
+        """Find the chain of elementwise operations after a product."""
         if product.kind not in PRODUCTS or self.exchanges.get(id(product)):
             return
         chain, array, inside = [product], product.outputs[0], set(self.block.operations)

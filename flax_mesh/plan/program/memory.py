@@ -87,7 +87,7 @@ def _breadth_first(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def _least_memory(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """List scheduling: of the kernels that are ready, the one that frees most bytes more than it writes.
+    """List scheduling: the next kernel is the ready one with the largest difference of bytes freed and written.
 
     Copies from the memory of the host are ready from the start, and made when nothing else is.
     """

@@ -74,7 +74,7 @@ def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dic
 
 
 def comparison(planned: Planned, first: Planned) -> str:
-    """Why a layout is not the first one; "" for the first one if it fits."""
+    """Why a layout is not ranked first; "" for the first layout if it fits."""
     memory = planned.plan.memory
     if planned.plan.fits is False:
         return f"does not fit: {bytes_text(memory.missing)} too much, most are {memory.largest}"
@@ -120,7 +120,7 @@ def _head(search: LayoutSearch, width: int) -> str:
 
 def _table(search: LayoutSearch, width: int) -> str:
     first = search.planned[0]
-    rows = []
+    rows: list[list[str]] = []
     for planned in search.planned[:MOST_LAYOUTS]:
         mfu = "" if planned.plan.time.mfu is None else f"{planned.plan.time.mfu:.1%}"
         memory = number(planned.plan.memory.peak / 2**30)

@@ -1,4 +1,4 @@
-"""The layouts that a search chooses from: settings of a recipe on a number of devices, and reasons against others."""
+"""The layouts that a search chooses from: settings of a recipe on N devices, and the reasons that exclude others."""
 
 import dataclasses
 import math
@@ -111,7 +111,7 @@ class Space:
 
     @property
     def own_rows(self) -> list[int]:
-        """The row of the layout that the recipe has; none if it is for another number of devices."""
+        """The row of the recipe's layout; empty if the recipe is for another number of devices."""
         data, pipeline = self.config.data, self.config.pipeline
         mine = (data.batch_size, pipeline.num_microbatches)
         rows = [row for row, layout in enumerate(self.layouts) if (layout.batch, layout.parts) == mine]
@@ -157,7 +157,7 @@ class Space:
         return sorted({layout.remat for layout in self.layouts})
 
     def usual(self) -> list[Layout]:
-        """Layouts around one that splits everything over fsdp (or dp), each of which differs from it in one setting.
+        """The layout that splits everything over fsdp (or dp), and layouts that differ from it in one choice.
 
         Not all of them need to be in the space; see `nearest`.
         """

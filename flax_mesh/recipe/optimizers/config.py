@@ -95,7 +95,7 @@ class OptimizerConfig:
         return [*problems, *parse_groups(self.groups)[1], *parse_matrices(self.matrices)[1]]
 
     def _schedule_problems(self) -> list[str]:
-        problems = []
+        problems: list[str] = []
         if self.schedule != "constant" and self.warmup_steps >= self.decay_steps:
             problems.append(
                 f"optimizer.warmup_steps={self.warmup_steps} must be below optimizer.decay_steps={self.decay_steps}, "

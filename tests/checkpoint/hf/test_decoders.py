@@ -57,7 +57,7 @@ def with_dims(case, path, dims):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(case):
+def test_logits_equal_transformers(case):
     assert difference(decoder_of(DATA / case), DATA / case) < TOLERANCE
 
 
@@ -101,7 +101,7 @@ def test_loading_and_saving_a_folder_of_transformers_is_bitwise(case, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers_for_new_weights(case, dtype, tmp_path):
+def test_logits_equal_transformers_for_new_weights(case, dtype, tmp_path):
     """bfloat16 is the stored dtype; both compute in float32."""
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")

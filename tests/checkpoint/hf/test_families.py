@@ -83,7 +83,7 @@ def check(config, folder, shape=ONE, **change):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_those_of_transformers(case, scan, tmp_path):
+def test_loss_and_gradients_equal_transformers(case, scan, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")
     check({**SMALL, **CASES[case]}, tmp_path, scan=scan)

@@ -37,7 +37,7 @@ def test_greedy_tokens_are_those_that_transformers_generated(case, shape):
 
 @pytest.mark.parametrize("seed", [10, 14])  # without near ties, whatever the case
 @pytest.mark.parametrize("case", LIKE_TRANSFORMERS)
-def test_greedy_tokens_of_new_weights_are_those_of_transformers(case, seed, tmp_path):
+def test_greedy_tokens_of_new_weights_equal_transformers(case, seed, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")
     write_reference(case, tmp_path, seed=seed)

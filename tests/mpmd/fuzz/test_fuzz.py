@@ -83,7 +83,7 @@ def test_the_comparison_detects_other_masks_of_dropout():
     assert any("trace/layers/0/operations/0/linear/kernel" in line for line in found)
 
 
-def test_what_the_library_refuses_is_no_failure():
+def test_cases_that_the_library_refuses_are_not_failures():
     case = Case.parse("layers=linear+shared_average_rw,linear+shared_average_rw")
     outcome = check_case(case)
     assert outcome.kind == "refused" and "changes in stage" in outcome.detail

@@ -274,7 +274,7 @@ FLOPS = {
 
 
 @pytest.mark.parametrize("name", CONTRACTIONS | FLOPS)
-def test_flops_equal_the_expected_count_and_those_of_contractions_the_count_of_xla(name):
+def test_flops_equal_the_expected_count_and_for_contractions_xlas_count(name):
     fn, shapes, want = (CONTRACTIONS | FLOPS)[name]
     shapes = [f32(*shape) for shape in shapes]
     eqns = trace(fn, *shapes)[0].eqns

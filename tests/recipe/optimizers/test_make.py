@@ -116,7 +116,7 @@ def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("mesh", ["mesh", "pp"])
-def test_a_state_that_is_one_array_is_that_of_an_optimizer(mesh):
+def test_the_state_of_an_optimizer_may_be_one_array(mesh):
     def update(updates, state, params=None):
         return jax.tree.map(lambda x: -0.1 / (1 + state) * x, updates), state + 1
 
@@ -193,7 +193,7 @@ DECAY = 0.7
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["mesh", "pp"])
-def test_the_average_equals_that_of_optax_over_the_history(mesh):
+def test_the_average_equals_optax_over_the_history(mesh):
     history, _ = plain(optax.chain(CLIP, PLAIN["adamw"][1]()))
     _, state, _ = trained(config_of(mesh, ema=DECAY))
     averaged = with_average(state, DECAY)
@@ -266,7 +266,7 @@ def test_a_schedule_free_optimizer_with_another_average_is_refused():
 
 
 @pytest.mark.slow
-def test_the_evaluation_of_a_schedule_free_run_is_that_of_optax_and_its_exports_say_what_they_are(tmp_path, text):
+def test_a_schedule_free_run_evaluates_as_optax_and_describes_its_exports(tmp_path, text):
     def eval_fn(config, evaluate):
         sums = evaluate(host_batch(7))
         return {"loss": sums["loss"] / sums["weight"]}

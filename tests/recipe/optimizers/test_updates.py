@@ -38,7 +38,7 @@ def updated(optimizer, steps=3) -> tuple[list[dict[str, jax.Array]], Any]:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_the_updates_of_an_optimizer_by_name_are_those_of_plain_optax(name):
+def test_updates_of_an_optimizer_by_name_equal_plain_optax(name):
     settings, make = PLAIN[name]
     matrices = MODEL.matrices() if name == "muon" else ""
     config = config_of("one", **settings, matrices=matrices).optimizer
