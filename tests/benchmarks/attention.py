@@ -39,6 +39,7 @@ MASKS: dict[str, Callable[[Any, Any], Any]] = {  # (positions of queries, of key
     "documents": lambda q, k: (q >= k) & (q // 1000 == k // 1000),
 }
 MESHES = ("dp:1", "fsdp:4", "dp:2,sp:2", "pp:2,dp:2")
+WRITTEN = "as written"
 MIB = 2**20
 
 
@@ -67,33 +68,36 @@ def measure_functions(given: Any) -> Iterator[dict[str, Any]]:
             args = [jax.random.normal(jax.random.key(n), shape).astype(given.dtype) for n in range(3)]
             variants = {f"blocks of {n}": fm.blockwise_attention(plain, block=n) for n in given.blocks}
             variants |= {"cuDNN": cudnn} if given.gpu and mask == "causal" else {}
-            yield from compare(f"{mask} {length}", {"as written": plain, **variants}, args, given)
+            yield from compare(f"{mask} {length}", {WRITTEN: plain, **variants}, args, given)
 
 
 def compare(title: str, variants: dict[str, Callable[..., Any]], args: Sequence[Any], given: Any) -> Iterator[Any]:
-    rows, turns, base = {}, {}, "as written"
+    rows: dict[str, dict[str, Any]] = {name: {"attention": title, "variant": name} for name in variants}
+    turns: dict[str, Turn] = {}
     for name, fn in variants.items():
-        rows[name] = {"attention": title, "variant": name}
         try:
             compiled = jax.jit(with_gradients(fn)).lower(*args).compile()
-            rows[name]["MiB"] = compiled.memory_analysis().temp_size_in_bytes / MIB
-            turns[name] = Turn(lambda compiled=compiled: compiled(*args))
-            turns[name].run()
+            rows[name]["MiB"] = temporary_bytes(compiled) / MIB
+            turn = Turn(lambda compiled=compiled: compiled(*args))
+            turn.run()
+            turns[name] = turn
         except jax.errors.JaxRuntimeError as error:  # the scores of long sequences do not fit
             rows[name]["remark"] = str(error)[:60]
-            turns.pop(name, None)
     for _ in range(given.pairs):
         for turn in turns.values():
             turn.run()
-    for name, turn in turns.items():
-        spent = turn.time if given.gpu else turn.cpu
-        rows[name]["ms"] = 1e3 * statistics.median(spent[1:])
-        if base in turns:
-            other = turns[base].time if given.gpu else turns[base].cpu
-            rows[name]["of written"] = median_ratio(spent[1:], other[1:])
-            if name != base and args[0].shape[1] == given.lengths[0]:
-                rows[name]["difference"] = difference(variants[name], variants[base], args)
+    spent = {name: (turn.time if given.gpu else turn.cpu)[1:] for name, turn in turns.items()}
+    for name, times in spent.items():
+        rows[name]["ms"] = 1e3 * statistics.median(times)
+        if WRITTEN in spent:
+            rows[name]["of written"] = median_ratio(times, spent[WRITTEN])
+            if name != WRITTEN and args[0].shape[1] == given.lengths[0]:
+                rows[name]["difference"] = difference(variants[name], variants[WRITTEN], args)
     yield from rows.values()
+
+
+def temporary_bytes(compiled: Any) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def temporaries(length: int, shape: str) -> float:
@@ -107,7 +111,10 @@ def temporaries(length: int, shape: str) -> float:
 def measure_models(given: Any) -> Iterator[dict[str, Any]]:
     for shape in MESHES:
         sizes = [temporaries(length, shape) for length in given.lengths]
-        row = {"mesh": shape, **{f"MiB at {length}": size for length, size in zip(given.lengths, sizes, strict=True)}}
+        row: dict[str, Any] = {
+            "mesh": shape,
+            **{f"MiB at {length}": size for length, size in zip(given.lengths, sizes, strict=True)},
+        }
         if len(sizes) > 2:
             growth = np.diff(sizes) / np.diff(given.lengths)
             row["slope"] = growth[-1] / growth[0]
@@ -116,7 +123,14 @@ def measure_models(given: Any) -> Iterator[dict[str, Any]]:
 
 def measure_decoder(length: int = 8192) -> dict[str, Any]:
     """Eight layers of the decoder, scanned: its memory in blocks, and the CPU time until both programs are compiled."""
-    sizes = {"vocab_size": 256, "hidden_size": 128, "mlp_size": 384, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "mlp_size": 384,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 32,
+    }
     config = DecoderConfig(**sizes, num_layers=8, scan=True, attention="xla")
     graphdef, params = nnx.split(nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0))))
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -124,13 +138,14 @@ def measure_decoder(length: int = 8192) -> dict[str, Any]:
     def loss(params: Any, batch: Any) -> Any:
         return next_token_loss(nnx.merge(graphdef, params), batch)[0]
 
-    args, row = (params, {"inputs": tokens, "targets": tokens}), {"decoder": f"8 layers, {length}"}
+    args = params, {"inputs": tokens, "targets": tokens}
+    row: dict[str, Any] = {"decoder": f"8 layers, {length}"}
     spent = {}
     for name, fn in (("as written", loss), ("blocks", fm.blockwise_attention(loss))):
         began = time.process_time()
         compiled = jax.jit(jax.value_and_grad(fn)).lower(*args).compile()
         spent[name] = time.process_time() - began
-        row[f"MiB {name}"] = compiled.memory_analysis().temp_size_in_bytes / MIB
+        row[f"MiB {name}"] = temporary_bytes(compiled) / MIB
     pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)  # its leaves are what the backward pass reads
     kept = sum(map(num_bytes, jax.tree.leaves(pull))) - sum(map(num_bytes, jax.tree.leaves(params)))
     return row | {

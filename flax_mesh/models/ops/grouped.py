@@ -50,8 +50,9 @@ def _forward(x_AK: jax.Array, kernels_GKN: jax.Array, sizes_G: jax.Array):
 
 
 def _backward(residuals: tuple[jax.Array, ...], gradient_AN: jax.Array):
-    kernels_GKN, sizes_G = residuals[1:]
-    return _rows(gradient_AN, kernels_GKN, sizes_G, contracted=2), _matrices(*residuals, gradient_AN), None
+    x_AK, kernels_GKN, sizes_G = residuals
+    matrices_GKN = _matrices(x_AK, kernels_GKN, sizes_G, gradient_AN)
+    return _rows(gradient_AN, kernels_GKN, sizes_G, contracted=2), matrices_GKN, None
 
 
 _product.defvjp(_forward, _backward)
