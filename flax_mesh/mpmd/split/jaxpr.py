@@ -163,10 +163,10 @@ class Periods(NamedTuple):
         shared = [any(start // self.period == first for start in inside) for first in self.starts]
         counts = [[1] * self.period if s else [n * self.period] for s, n in zip(shared, self.sizes, strict=True)]
         pieces = iter(_split_chunks(self.chunks, [n for each in counts for n in each]))
-        found = [[whole(next(pieces)) for _ in each] for each in counts]
+        rows = [[whole(next(pieces)) for _ in each] for each in counts]
         return [
             Chunks(each, range(self.period)) if s else each[0].reshape(-1, self.period, *each[0].shape[1:])
-            for s, each in zip(shared, found, strict=True)
+            for s, each in zip(shared, rows, strict=True)
         ]
 
     def whole(self) -> Any:
