@@ -235,7 +235,7 @@ class Attention:
             change = jax.jvp(plain_of(values, floats), [values[n] for n in floats], [tangents[n] for n in floats])[1]
             still = Saved(
                 jnp.zeros_like(saved.maximum),
-                jnp.zeros_like(saved.log_sum),
+                jnp.zeros_like(saved.total),
                 np.zeros(saved.visited.shape, jax.dtypes.float0),
             )
             return found, (change.astype(out.dtype), still, list(tangents))

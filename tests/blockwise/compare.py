@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -27,7 +28,8 @@ def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence
     flat = [[x.astype(jnp.float32).ravel() for x in jax.tree.leaves(found)] for found in both]
     size = max(float(jnp.linalg.norm(x)) for x in flat[0])
     pairs = zip(*flat, strict=True)
-    return max(float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(x), 1e-2 * size)) for x, y in pairs)
+    # np.max, since max drops a NaN that is not the first.
+    return float(np.max([jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(x), 1e-2 * size) for x, y in pairs]))
 
 
 def largest_square(jaxpr: Any, length: int) -> int:
