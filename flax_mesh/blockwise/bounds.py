@@ -111,7 +111,7 @@ def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_produc
         return m.min(args[0][0], axis=gone), m.max(args[0][1], axis=gone)
     if name == "convert_element_type":
         old, new = op.inputs[0].aval.dtype, op.params["new_dtype"]
-        if new == np.bool_ and old != bool:
+        if new == np.bool_ and not jnp.issubdtype(old, np.bool_):
             return _truth(m, args[0])
         is_cut = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.integer)
         return (m.trunc(args[0][0]), m.trunc(args[0][1])) if is_cut else args[0]

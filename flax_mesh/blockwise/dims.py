@@ -21,18 +21,8 @@ POINTWISE = frozenset(
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_and", "reduce_or", "reduce_prod"})
 # They change the layout or the dtype of an array, not what it contains.
 VIEWS = frozenset(
-    [
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "name",
-        "reshape",
-        "reshard",
-        "sharding_constraint",
-        "squeeze",
-        "transpose",
-    ]
+    """broadcast_in_dim convert_element_type copy copy_p name reshape reshard sharding_constraint squeeze
+    transpose""".split()  # noqa: SIM905
 )
 _COUNTERS = ("iota", "random_bits")  # computed from the positions of a block
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from flax_mesh.blockwise.attend import BLOCK, Attention
 from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
-from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, place
+from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.errors import ConfigError
@@ -118,7 +118,9 @@ def rewrite(
     attentions: dict[int, Attention] = {}
     for region in found.regions:
         static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
-        attentions[id(region)] = Attention(region, static, place(region, known, mesh), known, block)
+        attentions[id(region)] = Attention(
+            region, static, place(region, known, mesh_of(region.out, mesh)), known, block
+        )
         region.softmax.product.region = region
     needed = Needed(found.top)
     left = dict.fromkeys([*found.left, *(line for region in found.regions for line in _also_used(region, needed))])

@@ -25,11 +25,11 @@ def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
 def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> float:
     """The largest relative difference between the losses and between the gradients of each argument."""
     both = [jax.jit(jax.value_and_grad(scalar_of(each, args)[0]))(scalar_of(each, args)[1]) for each in (fn, other)]
-    flat = [[x.astype(jnp.float32).ravel() for x in jax.tree.leaves(found)] for found in both]
-    size = max(float(jnp.linalg.norm(x)) for x in flat[0])
+    flat = [[np.asarray(x.astype(jnp.float32)).ravel() for x in jax.tree.leaves(found)] for found in both]
+    size = max(float(np.linalg.norm(x)) for x in flat[0])
     pairs = zip(*flat, strict=True)
     # np.max, since max drops a NaN that is not the first.
-    return float(np.max([jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(x), 1e-2 * size) for x, y in pairs]))
+    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(x), 1e-2 * size) for x, y in pairs]))
 
 
 def largest_square(jaxpr: Any, length: int) -> int:
