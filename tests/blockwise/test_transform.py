@@ -12,7 +12,7 @@ from flax_mesh.blockwise import loops, visits
 from flax_mesh.blockwise.attend import RESIDUALS
 from flax_mesh.errors import ConfigError
 from tests.blockwise.compare import difference, largest_square, square_of_gradient
-from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, qkv
+from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, distance, qkv
 
 
 def lines_of(fn, args, block=40):
@@ -34,6 +34,25 @@ def lines_of(fn, args, block=40):
 )
 def test_a_line_counts_the_attentions_of_a_kind_and_their_blocks(name, line):
     assert lines_of(*PROGRAMS[name]()) == [line]
+
+
+@pytest.mark.slow
+def test_blocks_of_two_documents_are_not_visited(monkeypatch):
+    visited, forward = [], loops.Loops.forward
+
+    def observed(self, values, visits):
+        out, saved = forward(self, values, visits)
+        jax.debug.callback(lambda x: visited.append(x.tolist()), saved.visited)
+        return out, saved
+
+    def fn(q, k, v, document):
+        least = jnp.asarray(-1e9)  # not a literal of the operation that selects
+        return by_hand(q, k, v, lambda s: jnp.where((document[:, None] == document) & (distance() >= 0), s, least))
+
+    monkeypatch.setattr(loops.Loops, "forward", observed)
+    fm.blockwise_attention(fn, block=24)(*qkv(), jnp.arange(S) // 40)
+    jax.effects_barrier()
+    assert visited == [[1, 2, 2, 3]]
 
 
 def test_a_line_names_what_stays_with_its_place_bytes_and_reason():
