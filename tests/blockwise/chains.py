@@ -59,6 +59,7 @@ POSITIONS: dict[str, Callable[[Any, Any], Any]] = {
     "product": lambda i, j: (i - 15) * (j - 15) >= 0,
     "last": lambda i, j: j == 17,
     "none": lambda i, j: i < 0,
+    "late": lambda i, j: (i > 12) & (i >= j),
 }
 DATA: dict[str, Callable[[Place, dict[str, Any]], Any]] = {
     "documents": lambda p, x: x["document"][p.row, p.i] == x["document"][p.row, p.j % x["document"].shape[1]],
@@ -72,6 +73,8 @@ DATA: dict[str, Callable[[Place, dict[str, Any]], Any]] = {
 }
 VALUES = {"inf": -np.inf, "1e9": -1e9, "least": LOW, "1e4": -1e4}
 MASKS = [f"{kind}:{where}:{value}" for kind in (*POSITIONS, *DATA) for where in ("where", "add") for value in VALUES]
+# Whole rows are covered.
+MASKS_OF_ROWS = [x for x in MASKS if x.startswith(("none:where", "late:where", "padded_queries:where"))]
 
 SCORES: dict[str, Change] = {
     "scale": lambda s, p, x: s * 0.6,
@@ -143,7 +146,7 @@ SPECIAL = {"renormalized", "no_gradient", "integers", "squared", "every_other_ro
 
 def chains() -> st.SearchStrategy[Chain]:
     masks = st.sampled_from(MASKS)
-    before = st.lists(st.one_of(st.sampled_from([*SCORES]), masks, masks), max_size=5)
+    before = st.lists(st.one_of(st.sampled_from([*SCORES]), masks, st.sampled_from(MASKS_OF_ROWS)), max_size=5)
     plain = st.sampled_from([name for name in WEIGHTS if name not in SPECIAL])
     after = st.one_of(st.lists(plain, max_size=3), st.lists(st.sampled_from([*WEIGHTS]), max_size=3))
     length = st.integers(32, 45)

@@ -1,14 +1,16 @@
 """Random attentions in blocks equal the attentions as they were written, and have no array of scores."""
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
 from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.chains import Chain, chains, program_of
-from tests.blockwise.compare import scalar_of, square_of_gradient
+from tests.blockwise.compare import plant, scalar_of, square_of_gradient
+from tests.blockwise.test_transform import PLANTED
 from tests.mpmd.zoo.base import FAST
 
 MOST = 1e-5
@@ -62,6 +64,14 @@ def problem_of(chain):
 @pytest.mark.parametrize("chain", SAMPLE, ids=range(len(SAMPLE)))
 def test_attentions_of_a_sample_in_blocks_equal_those_as_written(chain):
     assert problem_of(chain) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
+    plant(mistake, monkeypatch)
+    some = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+    assert problem_of(hypothesis.find(chains(), lambda chain: bool(problem_of(chain)), settings=some))
 
 
 @pytest.mark.slow

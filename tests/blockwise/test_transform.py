@@ -8,10 +8,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
-from flax_mesh.blockwise import loops, visits
+from flax_mesh.blockwise import loops
 from flax_mesh.blockwise.attend import RESIDUALS
 from flax_mesh.errors import ConfigError
-from tests.blockwise.compare import difference, largest_square, square_of_gradient
+from tests.blockwise.compare import difference, largest_square, plant, square_of_gradient
 from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, distance, qkv
 
 
@@ -148,24 +148,7 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
-    if mistake == "log-sum-exp in one number":
-        forward = loops.Loops.forward
-
-        def joined(self, values, visits):
-            out, saved = forward(self, values, visits)
-            return out, saved._replace(maximum=saved.maximum + jnp.log(saved.total), total=jnp.ones_like(saved.total))
-
-        monkeypatch.setattr(loops.Loops, "forward", joined)
-    elif mistake == "a skipped block of a finite mask":
-        monkeypatch.setattr(loops, "GAP", -np.inf)
-    else:
-        high_of = visits._high
-
-        def of_the_next_block(*args):
-            high = high_of(*args)
-            return np.concatenate([high[:, 1:], high[:, -1:]], 1)
-
-        monkeypatch.setattr(visits, "_high", of_the_next_block)
+    plant(mistake, monkeypatch)
     fn, args = PROGRAMS[PLANTED[mistake]]()
     found = difference(fn, fm.blockwise_attention(fn, block=40), args)
     assert not found < 1e-3
