@@ -77,7 +77,7 @@ def _as_stored(op: Op, bound: Bound) -> Bound:
     return m.where(overflows, -np.inf, low), m.where(overflows, np.inf, high)
 
 
-def _slack(x: jax.Array) -> jax.Array:
+def _slack(x: Any) -> jax.Array:
     return jnp.where(abs(x) >= _EXACT, abs(x) * 2**-22, 0)
 
 

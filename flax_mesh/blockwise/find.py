@@ -189,10 +189,12 @@ class _Forward:
         for op, i in self.order:
             ranges[id(op.outputs[0])] = first, stop = ranges[id(op.inputs[i])]
             if op.name == "slice":
-                starts, limits = op.params["start_indices"], op.params["limit_indices"]
+                starts, limits, strides = (op.params[x] for x in ("start_indices", "limit_indices", "strides"))
+                if any(n != 1 for n in strides or ()):
+                    raise NotFoundError("a part of the softmax is used")
                 for d, size in enumerate(op.inputs[i].shape):
                     if (starts[d], limits[d]) != (0, size):
-                        if labels[id(op.inputs[i])][d] != k or op.params["strides"] or stop - first != size:
+                        if labels[id(op.inputs[i])][d] != k or stop - first != size:
                             raise NotFoundError("a part of the softmax is used")
                         ranges[id(op.outputs[0])] = first + starts[d], first + limits[d]
         if ranges[id(self.sums[0][1])] != every:

@@ -87,7 +87,7 @@ def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> 
 def data_visits(
     region: Region, blocks: Blocks, values: Mapping[Any, Any], part: Any, constants: Collection[Any]
 ) -> Visits:
-    """Visits of one device, from the values of its leaves: integers, booleans and those that are known at trace time."""
+    """Visits of one device, from the values of its leaves: integers, booleans and `constants`, known at trace time."""
     cuts = blocks.cuts(region, part)
     leaves: dict[Any, Bound] = {}
     for key, (x, labels) in region.leaves.items():

@@ -75,7 +75,7 @@ def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chains())
 def test_a_random_attention_in_blocks_equals_that_as_written(chain):
     assert problem_of(chain) == ""
