@@ -48,6 +48,7 @@ class Attention:
         self.parts = placement.parts if placement else {}
         self.blocks = _blocks(region, self.parts, block or _default_block())
         self.has_data = needs_data(region, static)
+        self.constants = {key for key, x in static.items() if x is not None}
         self.static, self.is_guarded = static_visits(region, self.blocks, static)
         self.gathered = self._gathered(static, layouts) if placement and region.q in placement.axes else {}
 
@@ -105,7 +106,7 @@ class Attention:
     def _visits(self, loops: Loops, values: Values) -> Visits:
         part = loops.index.get(self.region.q, 0)
         if self.has_data:
-            return data_visits(self.region, self.blocks, values, part)
+            return data_visits(self.region, self.blocks, values, part, self.constants)
         found = self.static
         if self.blocks.parts > 1:
             row, count = part * self.blocks.num_q, self.blocks.num_q
@@ -235,7 +236,7 @@ class Attention:
             change = jax.jvp(plain_of(values, floats), [values[n] for n in floats], [tangents[n] for n in floats])[1]
             still = Saved(
                 jnp.zeros_like(saved.maximum),
-                jnp.zeros_like(saved.log_sum),
+                jnp.zeros_like(saved.total),
                 np.zeros(saved.visited.shape, jax.dtypes.float0),
             )
             return found, (change.astype(out.dtype), still, list(tangents))

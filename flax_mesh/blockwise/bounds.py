@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal
+from flax_mesh.blockwise.graph import Literal, Op
 from flax_mesh.blockwise.region import Region, Step
 
 Bound: TypeAlias = tuple[Any, Any]
@@ -29,7 +29,7 @@ def bound_scores(region: Region, leaves: Mapping[Any, Bound], cuts: Cuts, of_pro
         rank = len(step.op.outputs[0].shape)
         with np.errstate(all="ignore"):
             found = _of_step(step, args, rank, cuts, of_product) or unknown(rank)
-            env[step.output] = _without_nan(found, rank)
+            env[step.output] = _without_nan(_as_stored(step.op, found), rank)
     return env.get(region.scores) or unknown(len(region.shape))
 
 
@@ -39,8 +39,7 @@ def bound_leaf(x: Any, labels: Labels, cuts: Cuts) -> Bound:
     low = x.astype(np.float64 if m is np else jnp.float32)
     high = low
     if m is jnp and jnp.issubdtype(x.dtype, jnp.integer):
-        slack = jnp.where(abs(low) >= _EXACT, abs(low) * 2**-22, 0)
-        low, high = low - slack, high + slack
+        low, high = low - _slack(low), high + _slack(high)
     for d, label in enumerate(labels):
         if label is not None and label in cuts:
             starts, size, _ = cuts[label]
@@ -58,6 +57,28 @@ def unknown(rank: int) -> Bound:
 
 def module_of(*values: Any) -> Any:
     return jnp if any(isinstance(x, jax.Array) for x in values) else np
+
+
+def _as_stored(op: Op, bound: Bound) -> Bound:
+    """The bound of a result in its dtype: floats may be rounded or not, and integers that overflow can be any."""
+    (low, high), dtype, m = bound, op.outputs[0].aval.dtype, module_of(*bound)
+    if jnp.issubdtype(dtype, jnp.floating):
+        if op.name in _INEXACT:
+            slack = 4 * float(jnp.finfo(dtype).eps)
+            low, high = (m.where(abs(x) < np.inf, x + abs(x) * by, x) for x, by in ((low, -slack), (high, slack)))
+        rounded = [m.asarray(x).astype(dtype).astype(m.result_type(x)) for x in (low, high)]
+        return m.minimum(low, rounded[0]), m.maximum(high, rounded[1])
+    if not jnp.issubdtype(dtype, jnp.integer):
+        return bound
+    low, high = m.asarray(low), m.asarray(high)
+    if m is jnp:
+        low, high = low - _slack(low), high + _slack(high)
+    overflows = (low < float(jnp.iinfo(dtype).min)) | (high > float(jnp.iinfo(dtype).max))
+    return m.where(overflows, -np.inf, low), m.where(overflows, np.inf, high)
+
+
+def _slack(x: Any) -> jax.Array:
+    return jnp.where(abs(x) >= _EXACT, abs(x) * 2**-22, 0)
 
 
 def _number(value: Any) -> Bound:
@@ -89,13 +110,17 @@ def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_produc
         gone = tuple(op.params["axes"])
         return m.min(args[0][0], axis=gone), m.max(args[0][1], axis=gone)
     if name == "convert_element_type":
-        is_truth = op.params["new_dtype"] == np.bool_ and op.inputs[0].aval.dtype != bool
-        return _truth(m, args[0]) if is_truth else args[0]
+        old, new = op.inputs[0].aval.dtype, op.params["new_dtype"]
+        if new == np.bool_ and not jnp.issubdtype(old, np.bool_):
+            return _truth(m, args[0])
+        is_cut = jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.integer)
+        return (m.trunc(args[0][0]), m.trunc(args[0][1])) if is_cut else args[0]
     if name in _LOGIC and op.outputs[0].aval.dtype != bool:
         return None
     if name == "div" and jnp.issubdtype(op.outputs[0].aval.dtype, jnp.integer):
         low, high = _divided(m, *args)
-        return m.floor(low), m.ceil(high)
+        slack = 2.0**-21 if m is jnp else 0.0
+        return m.floor(low - abs(low) * slack), m.ceil(high + abs(high) * slack)
     if name == "select_n":
         return _selected(m, *args) if len(args) == 3 else None
     if name == "integer_pow":
@@ -186,6 +211,7 @@ def _both(function: str) -> Callable[..., Bound]:
     return lambda m, x, y: (getattr(m, function)(x[0], y[0]), getattr(m, function)(x[1], y[1]))
 
 
+_INEXACT = ("div", "exp", "sqrt", "tanh")  # devices round them in their own ways
 _LOGIC = ("and", "or", "not")
 _RULES: dict[str, Callable[..., Bound]] = {
     "add": lambda m, x, y: (x[0] + y[0], x[1] + y[1]),

@@ -22,7 +22,7 @@ REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_and", 
 # They change the layout or the dtype of an array, not what it contains.
 VIEWS = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p name reshape reshard sharding_constraint squeeze
-    stop_gradient transpose""".split()  # noqa: SIM905
+    transpose""".split()  # noqa: SIM905
 )
 _COUNTERS = ("iota", "random_bits")  # computed from the positions of a block
 
@@ -122,7 +122,7 @@ def is_blockable(op: Op, labels: Labels, whole: tuple[int, ...]) -> bool:
     if op.name == "random_bits":  # only these bits can be computed from the position of each
         is_threefry = str(op.inputs[0].aval.dtype) == "key<fry>" and op.params["bit_width"] == 32
         partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
-        return is_threefry and partitionable and math.prod(op.outputs[0].shape) < 2**32
+        return is_threefry and partitionable and not op.inputs[0].shape and math.prod(op.outputs[0].shape) < 2**32
     found = [labels_before(op, i, labels, whole) for i in range(len(op.inputs))]
     if any(x is None for x in found):
         return False

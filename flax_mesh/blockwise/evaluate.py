@@ -41,8 +41,9 @@ class Block:
         found = lax.broadcasted_iota(dtype, own, dim)
         if label is None:
             return found
-        if label in self.offsets:
-            return found + jnp.asarray(self.offsets[label]).astype(dtype)
+        if label in self.offsets:  # rows and columns that do not exist repeat the last one, whose results are finite
+            offset = jnp.minimum(lax.broadcasted_iota(jnp.int32, own, dim) + self.offsets[label], shape[dim] - 1)
+            return offset.astype(dtype)
         if label in self.index:
             return found + jnp.asarray(self.index[label] * own[dim]).astype(dtype)
         return found

@@ -7,6 +7,7 @@ the product above them determines the dim of the queries. Equations between the 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.blockwise.dims import VIEWS, Labels, is_blockable, labels_after, labels_before
@@ -65,6 +66,7 @@ def find_softmax(exp: Op, uses: Uses) -> list[Softmax]:
         after = labels_after(product, at, labels[id(weighted)], (q,)) or ()
         if q not in after:
             raise NotFoundError("the dim of the queries is lost before the product with the values")
+        found.check_sizes(q, k, labels)
         values = labels_before(product, 1 - at, after, (q,))
         if values is None or q in values:
             raise NotFoundError("")  # every query has values of its own
@@ -93,8 +95,9 @@ class _Forward:
             raise NotFoundError("")
         if len({id(x) for _, x in self.sums}) != 1:
             raise NotFoundError("the softmax is summed itself" if self.sums else "its sum is not that of the same exp")
+        if len({op.params["axes"] for op, _ in self.sums}) != 1:
+            raise NotFoundError("it is summed over different dims")
         self._mark_divided()
-        self._check_sums()
 
     def _walk(self) -> None:
         todo, seen = [self.exp.outputs[0]], {id(self.exp.outputs[0])}
@@ -135,17 +138,23 @@ class _Forward:
         if any(self.divided[id(x)] for _, x in self.sums):
             raise NotFoundError("the divided softmax is summed")
 
-    def _check_sums(self) -> None:
-        """The sum may only divide."""
-        todo = [op.outputs[0] for op, _ in self.sums]
+    def _check_sums(self, k: int, labels: dict[int, Labels]) -> None:
+        """The sum may only divide, and each row only by its own."""
+        todo = [(op.outputs[0], labels_after(op, 0, labels[id(x)])) for op, x in self.sums]
         while todo:
-            for op, i in self.uses.get(id(todo.pop()), []):
+            x, own = todo.pop()
+            for op, i in self.uses.get(id(x), []):
                 if op is None:
                     raise NotFoundError("the sum of the softmax is also a result of the function or of a loop")
-                if op.name in VIEWS or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
-                    todo.append(op.outputs[0])
+                if _is_view(op) or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
+                    todo.append((op.outputs[0], labels_after(op, i, own or ())))
                 elif id(op) not in self.divisions:
                     raise NotFoundError(f"the sum of the softmax is also used by {op.name}")
+                else:
+                    of_rows = [None if label == k else label for label in labels[id(op.outputs[0])]]
+                    sizes = op.outputs[0].shape
+                    if own is None or any(a != b and n > 1 for a, b, n in zip(own, of_rows, sizes, strict=True)):
+                        raise NotFoundError("it is divided by the sum of other rows")
 
     def key_dim(self) -> tuple[int, dict[int, Labels]]:
         """The dim of the keys, and the labels of all weights."""
@@ -161,25 +170,46 @@ class _Forward:
             raise NotFoundError("it is a softmax over several dims")
         if labels[id(summed)] != labels[id(out)]:
             raise NotFoundError("its sum is taken in another layout")
-        return int(axes[0]), labels
+        self._check_sums(k := int(axes[0]), labels)
+        return k, labels
+
+    def check_sizes(self, q: int, k: int, labels: dict[int, Labels]) -> None:
+        """The dims of queries and of keys may not be split or merged."""
+        for op, _ in self.order:
+            x = op.outputs[0]
+            for d, label in enumerate(labels[id(x)]):
+                first, stop = self.ranges[id(x)] if label == k else (0, self.exp.outputs[0].shape[q])
+                if label in (q, k) and x.shape[d] != stop - first:
+                    raise NotFoundError(f"the dim of {'keys' if label == k else 'queries'} is changed by {op.name}")
 
     def cut(self, k: int, labels: dict[int, Labels]) -> list[tuple[int, int]]:
         """The ranges of keys that the operands of the products have, [first, stop)."""
-        ranges = {id(self.exp.outputs[0]): (0, self.exp.outputs[0].shape[k])}
+        every = 0, self.exp.outputs[0].shape[k]
+        ranges = self.ranges = {id(self.exp.outputs[0]): every}
         for op, i in self.order:
             ranges[id(op.outputs[0])] = first, stop = ranges[id(op.inputs[i])]
             if op.name == "slice":
-                starts, limits = op.params["start_indices"], op.params["limit_indices"]
+                starts, limits, strides = (op.params[x] for x in ("start_indices", "limit_indices", "strides"))
+                if any(n != 1 for n in strides or ()):
+                    raise NotFoundError("a part of the softmax is used")
                 for d, size in enumerate(op.inputs[i].shape):
                     if (starts[d], limits[d]) != (0, size):
-                        if labels[id(op.inputs[i])][d] != k or op.params["strides"] or stop - first != size:
+                        if labels[id(op.inputs[i])][d] != k or stop - first != size:
                             raise NotFoundError("a part of the softmax is used")
                         ranges[id(op.outputs[0])] = first + starts[d], first + limits[d]
+        if ranges[id(self.sums[0][1])] != every:
+            raise NotFoundError("a part of the softmax is summed")
         return [ranges[id(x)] for _, _, x in self.products]
 
 
+def _is_view(op: Op) -> bool:
+    """Whether it changes the layout or rounds: a conversion to integers is not linear, and has no gradient."""
+    dtype = op.params.get("new_dtype", np.float32)
+    return op.name in VIEWS and bool(jnp.issubdtype(dtype, jnp.floating))
+
+
 def _is_linear(op: Op, i: int, weights: set[int]) -> bool:
-    if op.name in VIEWS or op.name == "slice":
+    if _is_view(op) or op.name == "slice":
         return True
     if op.name == "div":
         return i == 0
@@ -201,7 +231,7 @@ def _is_power(op: Op) -> bool:
 
 def _comes_from(x: Any, is_sum: Callable[[Any], bool]) -> bool:
     while isinstance(x, Value) and not is_sum(x):
-        if x.op is None or x.op.name not in VIEWS:
+        if x.op is None or not _is_view(x.op):
             return False
         x = x.op.inputs[0]
     return isinstance(x, Value)
@@ -213,7 +243,7 @@ def _is_inverse(x: Any, is_sum: Callable[[Any], bool]) -> bool:
             return _comes_from(x.op.inputs[1], is_sum)
         if _is_power(x.op):
             return _comes_from(x.op.inputs[0], is_sum)
-        if x.op.name not in VIEWS:
+        if not _is_view(x.op):
             return False
         x = x.op.inputs[0]
     return False

@@ -1,13 +1,20 @@
 """A traced function as a graph that spans loops, branches and remats: a walk follows values into and out of them."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
 
-CLOSED = ("custom_vjp_call", "custom_vjp_call_jaxpr", "shard_map")  # their bodies are searched, and left as they are
+CLOSED = (
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "shard_map",
+)  # their bodies are searched, and left as they are
 
 
 class Literal:
@@ -110,8 +117,11 @@ def _inlined(eqn: Any) -> Any:
     return None
 
 
-def _is_softmax(jaxpr: Any) -> bool:
+def _is_softmax(jaxpr: jex.ClosedJaxpr) -> bool:
+    """Whether it is that of JAX, whose derivative is that of its equations; another function has its own."""
     names, stack = set(), [jaxpr]
+    if f" at {Path(jax.__file__).parent}" not in str(jaxpr.jaxpr.debug_info.func_src_info):
+        return False
     while stack:
         for eqn in _parts(stack.pop())[0].eqns:
             names.add(eqn.primitive.name)

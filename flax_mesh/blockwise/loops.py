@@ -1,7 +1,7 @@
 """The loops over blocks of an attention on one device: online softmax forward, recomputation backward.
 
-The statistics of a row are two numbers, its maximum m and log l of the sum of exp(x - m): with a finite mask over the
-whole row m is -1e38, and m + log l would lose log l.
+The statistics of a row are two numbers, its maximum m and the sum l of exp(x - m): with a finite mask over the whole
+row m is -1e38, and m + log l would lose log l. Where factors of the weights are negative, l is too.
 """
 
 import math
@@ -40,7 +40,7 @@ class Saved(NamedTuple):
     """The residuals that the backward pass reads besides the leaves and the result."""
 
     maximum: Any
-    log_sum: Any
+    total: Any
     visited: Any  # per block of queries, the number of blocks of keys
 
 
@@ -182,10 +182,10 @@ class Loops:
             with self._named():
                 t, m, total, out = lax.while_loop(goes_on, visit, carry)
             out = (out / self.to_out(total)).astype(region.out.aval.dtype)
-            return out, jnp.where(m == -jnp.inf, 0.0, m), jnp.log(total), t
+            return out, jnp.where(m == -jnp.inf, 0.0, m), total, t
 
-        out, m, log_sum, visited = lax.map(of_queries, jnp.arange(blocks.num_q))
-        joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (log_sum, region.q))]
+        out, m, total, visited = lax.map(of_queries, jnp.arange(blocks.num_q))
+        joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (total, region.q))]
         return joined[0], Saved(joined[1], joined[2], visited)
 
     def _start(self, own: Values, rows: tuple[int, ...]) -> tuple[Any, Any]:
@@ -207,8 +207,9 @@ class Loops:
         delta = self.from_out(gradient * out.astype(_F32))
         missing = blocks.num_q * blocks.q_size - blocks.queries
         gradient = _grown(gradient, self.out_dim, missing)
-        delta, m = (_grown(x, region.q, missing) for x in (delta, saved.maximum))
-        log_sum = _grown(saved.log_sum, region.q, missing, jnp.inf)  # rows that do not exist have weights of 0
+        delta = _grown(delta, region.q, missing)
+        total = _grown(saved.total, region.q, missing, 1.0)
+        m = _grown(saved.maximum, region.q, missing, jnp.inf)  # rows that do not exist have weights of 0
         order = jnp.asarray(visits.order)
         own = [key for key in wanted if region.q in region.leaves[key][1] and region.k not in region.leaves[key][1]]
         kept = [key for key in wanted if key not in own]
@@ -216,7 +217,7 @@ class Loops:
         def of_queries(sums: Any, i: Any) -> Any:
             mine = self.cut(values, region.q, i)
             g = _cut(gradient, self.out_dim, i * blocks.q_size, blocks.q_size)
-            d, m_, log_ = (_cut(x, region.q, i * blocks.q_size, blocks.q_size) for x in (delta, m, log_sum))
+            d, m_, total_ = (_cut(x, region.q, i * blocks.q_size, blocks.q_size) for x in (delta, m, total))
 
             def visit(t: Any, carry: Any) -> Any:
                 sums, grads = carry
@@ -226,7 +227,7 @@ class Loops:
                 def of_block(leaves: Values) -> Any:
                     inner = {**env, **leaves}
                     x = self.scores(inner, block)
-                    return self.weigh(inner, jnp.exp((x - m_) - log_), block)
+                    return self.weigh(inner, jnp.exp(x - m_) / total_, block)
 
                 _, pull = jax.vjp(of_block, {key: env[key] for key in wanted})
                 found = pull((g, -d))[0]
@@ -235,7 +236,7 @@ class Loops:
 
             def of_columns(leaves: Values) -> Any:
                 columns = self.columns({**mine, **leaves})
-                return sum(jnp.exp((x - m_) - log_).sum(region.k, keepdims=True) for x in columns)
+                return sum((jnp.exp(x - m_) / total_).sum(region.k, keepdims=True) for x in columns)
 
             zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in own}
             with self._named():
@@ -269,8 +270,8 @@ class Loops:
             (self.region.q, blocks.num_q * blocks.q_size),
             (self.region.k, blocks.num_k * blocks.k_size),
         ):
-            if (d := self._dim(key, label)) is not None:
-                x = _grown(x, d, size - x.shape[d])
+            if (d := self._dim(key, label)) is not None:  # by the last element: 0 could be a divisor
+                x = jnp.pad(x, [(0, (size - x.shape[d]) * (n == d)) for n in range(x.ndim)], "edge")
         return x
 
 

@@ -41,6 +41,12 @@ def axes_of_spec(spec: Any, rank: int) -> Layout:
     return (*given, *[()] * (rank - len(given)))
 
 
+def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:
+    """The mesh in context with the types of axes that it has where `x` is computed: `jax.sharding.auto_axes`."""
+    found = x.aval.sharding.mesh
+    return mesh if found.empty or found.axis_names != mesh.axis_names else found
+
+
 def place(region: Region, layouts: Mapping[int, Layout], mesh: Any) -> Placement | None:
     """The placement of an attention, None to compute it without regard to devices."""
     if mesh.empty or AxisType.Manual in mesh.axis_types:

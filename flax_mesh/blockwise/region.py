@@ -85,7 +85,7 @@ def region_of(softmax: Softmax) -> Region:
         weighted=keys[id(softmax.weighted)],
         values=values,
         extra=extra,
-        layout=_layout(softmax),
+        layout=tuple((op, softmax.labels[id(op.outputs[0])]) for op, _ in _path(softmax, softmax.weighted)),
         weighted_labels=weighted,
         out_labels=out,
     )
@@ -134,12 +134,16 @@ class _Walk:
 def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[int, Key]]:
     keys = {id(softmax.exp.outputs[0]): exp}
     steps = []
-    for op, i in softmax.weights:
+    for op, i in sorted(
+        {*_path(softmax, softmax.summed), *_path(softmax, softmax.weighted)}, key=softmax.weights.index
+    ):
         out, labels = op.outputs[0], softmax.labels[id(op.outputs[0])]
         source_key = keys[id(op.inputs[i])]
         if id(op) in softmax.divisions or op.name == "slice":
             keys[id(out)] = source_key
             continue
+        if softmax.extra and len(op.inputs) > 1 and out.shape[labels.index(softmax.k)] != softmax.lengths[1]:
+            raise NotFoundError(f"{op.name} is before the further columns of the scores are cut off")
         inputs = []
         for n, other in enumerate(op.inputs):
             before = labels_before(op, n, labels, walk.whole)
@@ -151,12 +155,10 @@ def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[
     return steps, keys
 
 
-def _layout(softmax: Softmax) -> tuple[tuple[Op, Labels], ...]:
-    """The operations from the exp to the operand of the product, in order."""
-    made_by = {id(op.outputs[0]): (op, i) for op, i in softmax.weights}
-    path, x = [], softmax.weighted
+def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
+    """The operations from the exp to the operand of the sum or of the product, in order."""
+    made_by, path = {id(op.outputs[0]): (op, i) for op, i in softmax.weights}, []
     while x is not softmax.exp.outputs[0]:
-        op, i = made_by[id(x)]
-        path.append((op, softmax.labels[id(x)]))
-        x = op.inputs[i]
-    return tuple(reversed(path))
+        path.append(made_by[id(x)])
+        x = path[-1][0].inputs[path[-1][1]]
+    return path[::-1]

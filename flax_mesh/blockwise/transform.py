@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
 from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
-from flax_mesh.blockwise.graph import Level, Op, all_levels, build, closed_around, repeats
-from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, place
+from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
+from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.errors import ConfigError
@@ -70,7 +70,20 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
         return []
     if around := closed_around(exp.level):
         raise NotFoundError(f"it is inside of {around}")
+    if exp.outputs[0].aval.dtype == np.float64:
+        raise NotFoundError("blocks are computed in float32")
     return [region_of(each) for each in found]
+
+
+def _also_used(region: Region, needed: Needed) -> list[str]:
+    """Lines about arrays between the products of an attention in blocks that something else needs complete."""
+    both = {region.q, region.k}
+    own = {id(op): op for op, labels in region.steps_labels() if both <= {*labels}}
+    own |= {id(region.softmax.exp): region.softmax.exp}
+    users = [op for op in region.softmax.exp.level.ops if id(op) in needed.ops and id(op) not in own]
+    inputs = lambda op: op.inputs if op.region is None else [x for x, _ in op.region.leaves.values()]  # noqa: E731
+    found = [(x, op) for op in users for x in inputs(op) if isinstance(x, Value) and id(x.op) in own]
+    return [_left_line(x, op, f"{op.name} needs all of it") for x, op in found]
 
 
 def _left_line(x: Any, op: Op, reason: str) -> str:
@@ -105,9 +118,12 @@ def rewrite(
     attentions: dict[int, Attention] = {}
     for region in found.regions:
         static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
-        attentions[id(region)] = Attention(region, static, place(region, known, mesh), known, block)
+        attentions[id(region)] = Attention(
+            region, static, place(region, known, mesh_of(region.out, mesh)), known, block
+        )
         region.softmax.product.region = region
     needed = Needed(found.top)
+    left = dict.fromkeys([*found.left, *(line for region in found.regions for line in _also_used(region, needed))])
 
     def call(*args: Any) -> list[Any]:
         env = {id(v): x for v, x in zip(found.top.inputs, args, strict=True)}
@@ -124,7 +140,7 @@ def rewrite(
         else:
             saved += attention.saved * times
     lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
-    return Rewritten(call, (*lines, *found.left), saved + most, found.left_bytes)
+    return Rewritten(call, (*lines, *left), saved + most, found.left_bytes)
 
 
 @check_types

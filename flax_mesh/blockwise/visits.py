@@ -5,7 +5,7 @@ are skipped stay at the end of the order, and are visited if a row's maximum is 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,12 +84,14 @@ def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> 
     return _visits(assumed if more else sure), more
 
 
-def data_visits(region: Region, blocks: Blocks, values: Mapping[Any, Any], part: Any) -> Visits:
-    """Visits of one device, from the values of its leaves."""
+def data_visits(
+    region: Region, blocks: Blocks, values: Mapping[Any, Any], part: Any, constants: Collection[Any]
+) -> Visits:
+    """Visits of one device, from the values of its leaves: integers, booleans and `constants`, known at trace time."""
     cuts = blocks.cuts(region, part)
     leaves: dict[Any, Bound] = {}
     for key, (x, labels) in region.leaves.items():
-        is_known = not is_key(x.aval) and not jnp.issubdtype(x.aval.dtype, jnp.floating)
+        is_known = key in constants or not (is_key(x.aval) or jnp.issubdtype(x.aval.dtype, jnp.floating))
         leaves[key] = bound_leaf(jnp.asarray(values[key]), labels, cuts) if is_known else unknown(len(labels))
     products = _products(region)
     bound = bound_scores(region, leaves, cuts, np.inf if products is None else ASSUMED)

@@ -155,9 +155,10 @@ def added_settings(config: TrainConfig) -> dict[str, str]:
 def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
     """`current_settings`, with defaults for settings that did not exist yet when these were saved.
 
-    The default of a setting that is added must therefore not change the numbers of a run whose numbers are finite.
+    The default of a setting that is added must therefore not change the numbers of a run whose numbers are finite, or
+    have the value of these runs here, so that a resumed run names the change.
     """
-    return {**default_settings(), **current_settings(saved)}
+    return {**default_settings(), "run.attention": "as_written", **current_settings(saved)}
 
 
 class Change(typing.NamedTuple):

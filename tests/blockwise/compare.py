@@ -1,10 +1,14 @@
-"""Loss and gradients of a function in blocks, compared with those of the function as it is."""
+"""Loss and gradients of a function in blocks, compared with those of the function as it is; planted mistakes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flax_mesh.blockwise import loops, visits
 
 
 def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -24,10 +28,11 @@ def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
 def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> float:
     """The largest relative difference between the losses and between the gradients of each argument."""
     both = [jax.jit(jax.value_and_grad(scalar_of(each, args)[0]))(scalar_of(each, args)[1]) for each in (fn, other)]
-    flat = [[x.astype(jnp.float32).ravel() for x in jax.tree.leaves(found)] for found in both]
-    size = max(float(jnp.linalg.norm(x)) for x in flat[0])
+    flat = [[np.asarray(x.astype(jnp.float32)).ravel() for x in jax.tree.leaves(found)] for found in both]
+    size = max(float(np.linalg.norm(x)) for x in flat[0])
     pairs = zip(*flat, strict=True)
-    return max(float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(x), 1e-2 * size)) for x, y in pairs)
+    # np.max, since max drops a NaN that is not the first.
+    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(x), 1e-2 * size) for x, y in pairs]))
 
 
 def largest_square(jaxpr: Any, length: int) -> int:
@@ -46,3 +51,25 @@ def largest_square(jaxpr: Any, length: int) -> int:
 def square_of_gradient(fn: Callable[..., Any], args: Sequence[Any], length: int) -> int:
     scalar, floats = scalar_of(fn, args)
     return largest_square(jax.make_jaxpr(jax.grad(scalar))(floats).jaxpr, length)
+
+
+def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake == "log-sum-exp in one number":
+        forward = loops.Loops.forward
+
+        def joined(self: Any, *args: Any) -> Any:
+            out, saved = forward(self, *args)
+            return out, saved._replace(maximum=saved.maximum + jnp.log(saved.total), total=jnp.ones_like(saved.total))
+
+        monkeypatch.setattr(loops.Loops, "forward", joined)
+    elif mistake == "a skipped block of a finite mask":
+        monkeypatch.setattr(loops, "GAP", -np.inf)
+    else:
+        assert mistake == "a bound that is off by one"
+        high_of = visits._high
+
+        def of_the_next_block(*args: Any) -> Any:
+            high = high_of(*args)
+            return visits.module_of(high).roll(high, -1, 1)
+
+        monkeypatch.setattr(visits, "_high", of_the_next_block)

@@ -11,7 +11,17 @@ from flax import nnx
 S, B = 96, 2
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 PROGRAMS: dict[str, Callable[[], Program]] = {}
-LEFT = {"returned_weights", "router"}  # these stay as they are
+# These stay as they are.
+LEFT = {
+    "returned_weights",
+    "router",
+    "sum_of_other_rows",
+    "sums_over_both_dims",
+    "sum_of_a_part",
+    "sum_without_the_sink",
+}
+LEFT |= {"weights_without_gradient", "sum_without_gradient", "integer_weights", "own_derivative", "pairs_of_keys"}
+LEFT |= {"merged_heads_and_queries", "factor_of_the_sink"}
 SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (B, S)), 1)
 PADDING = np.arange(S)[None] < np.array([[S - 30], [S - 50]])
 
@@ -43,6 +53,20 @@ def by_hand(q: Any, k: Any, v: Any, change: Callable[[Any], Any] = lambda s: s) 
     return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1), v)
 
 
+def with_weights(weigh: Callable[..., Any], *more: Any) -> Callable[[], Program]:
+    """The weights are `weigh(exp of scores, *more)`."""
+
+    def fn(q: Any, k: Any, v: Any, *args: Any) -> Any:
+        weights = weigh(jnp.exp(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3), *args)
+        return jnp.einsum("bnqk,bknh->bqnh", weights, v)
+
+    return lambda: (fn, (*qkv(), *more))
+
+
+def total(e: jax.Array) -> jax.Array:
+    return e.sum(-1, keepdims=True)
+
+
 def _changed(name: str, change: Callable[..., Any], *more: Any) -> None:
     PROGRAMS[name] = lambda: (lambda q, k, v, *args: by_hand(q, k, v, lambda s: change(s, *args)), (*qkv(), *more))
 
@@ -67,6 +91,13 @@ _changed(
     lambda s, x: jnp.where((distance() >= 0) & x[:, None, None, :], s, jnp.finfo(jnp.float32).min),
     ~PADDING,
 )
+# Conversions that round, cut off or overflow, in the positions of a mask.
+_changed("mask_of_unsigned", lambda s: jnp.where(distance().astype(jnp.uint32) >= 20, s, -1e30))
+_changed("mask_of_quotients", lambda s: jnp.where((distance() / 15).astype(jnp.int32) == 0, s, -1e30))
+_changed("mask_of_bfloat16", lambda s: jnp.where((distance() + 300).astype(jnp.bfloat16) <= 300, s, -1e30))
+_changed("mask_of_overflow", lambda s: jnp.where(distance() * 50000000 >= 0, s, -1e30))
+# No operation may see a key or a query that does not exist.
+_changed("divided_by_keys", lambda s, x: s / x, 1 + jnp.arange(float(S)))
 _changed("talking_heads", lambda s, w: causal(jnp.einsum("bnqk,nm->bmqk", s, w)), rand(4, 4))
 
 
@@ -151,7 +182,7 @@ def sink_in_front() -> Program:
     def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
         s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k))
         s = jnp.concatenate([jnp.einsum("bqnh,nhz->bnqz", q, w), s], -1)
-        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1)[..., 2:], v)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.lax.slice_in_dim(jax.nn.softmax(s, -1), 2, S + 2, axis=3), v)
 
     return fn, (*qkv(), rand(4, 8, 2))
 
@@ -239,3 +270,71 @@ def router() -> Program:
         return jnp.einsum("bse,ed->bsd", jax.nn.softmax(x @ w, -1), e)
 
     return fn, (rand(B, S, 16), rand(16, 8), rand(8, 16))
+
+
+PROGRAMS["sum_of_other_rows"] = with_weights(lambda e: e / e.sum(-1)[:, :, None])
+PROGRAMS["sums_over_both_dims"] = with_weights(lambda e: e / total(e) + e / e.sum(-2, keepdims=True))
+PROGRAMS["sum_of_a_part"] = with_weights(lambda e: e / total(e[..., :40]))
+PROGRAMS["weights_without_gradient"] = with_weights(lambda e: jax.lax.stop_gradient(e / total(e)))
+PROGRAMS["sum_without_gradient"] = with_weights(lambda e: e / jax.lax.stop_gradient(total(e)))
+PROGRAMS["integer_weights"] = with_weights(lambda e: (127 * e / total(e)).astype(jnp.int8).astype(jnp.float32))
+PROGRAMS["negative_factors"] = with_weights(lambda e, w: e * w / total(e * w), -1 - jnp.arange(float(S)))
+PROGRAMS["weights_divided_by_keys"] = with_weights(lambda e, w: e / total(e) / w, 1 + jnp.arange(float(S)))
+
+
+def _with_sink(weigh: Callable[..., Any]) -> Callable[[], Program]:
+    """The weights are `weigh(exp of scores and of two columns in front)`."""
+
+    def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
+        s = jnp.concatenate([jnp.einsum("bqnh,nhz->bnqz", q, w), jnp.einsum("bqnh,bknh->bnqk", q, k)], -1) / 3
+        return jnp.einsum("bnqk,bknh->bqnh", weigh(jnp.exp(s)), v)
+
+    return lambda: (fn, (*qkv(), rand(4, 8, 2)))
+
+
+PROGRAMS["sum_without_the_sink"] = _with_sink(lambda e: e[..., 2:] / total(e[..., 2:]))
+PROGRAMS["factor_of_the_sink"] = _with_sink(lambda e: (e / total(e) * jnp.arange(S + 2.0))[..., 2:])
+
+
+@program
+def own_derivative() -> Program:
+    own = jax.custom_jvp(lambda s: jax.nn.softmax(s, -1))
+    own.defjvp(lambda s, change: (own(*s), change[0] / 2))
+    return lambda q, k, v: jnp.einsum("bnqk,bknh->bqnh", own(jnp.einsum("bqnh,bknh->bnqk", q, k)), v), qkv()
+
+
+@program
+def pairs_of_keys() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k), -1).reshape(B, 4, S, S // 2, 2)
+        return jnp.einsum("bnqkp,bknh->bqnhp", p, v[:, ::2])
+
+    return fn, qkv()
+
+
+@program
+def merged_heads_and_queries() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bqnh,bknh->bqnk", q, k), -1).reshape(B, 4 * S, S)
+        return jnp.einsum("bqk,bkh->bqh", p, v[:, :, 0])
+
+    return fn, qkv()
+
+
+@program
+def factor_of_another_product() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("bqnh,bknh->bnqk", q, k), -1)
+        out = jnp.einsum("bnqk,bknh->bqnh", p, v)
+        return jnp.einsum("bnqk,bknh->bqnh", p * jnp.tanh(out.sum(-1)).swapaxes(1, 2)[..., None], v)
+
+    return fn, qkv()
+
+
+@program
+def a_key_of_dropout_per_row() -> Program:
+    def one(q: Any, k: Any, v: Any, key: Any) -> Any:
+        p = jax.nn.softmax(jnp.einsum("qnh,knh->nqk", q, k), -1)
+        return jnp.einsum("nqk,knh->qnh", jnp.where(jax.random.bernoulli(key, 0.8, p.shape), p / 0.8, 0), v)
+
+    return lambda *x: jax.vmap(one)(*x, jax.random.split(jax.random.key(3), B)), qkv()

@@ -7,14 +7,15 @@ from tests.blockwise.compare import difference, square_of_gradient
 from tests.blockwise.programs import LEFT, PROGRAMS, S
 
 FAST = ("empty_rows_finite", "sink")
-KEEP_BIAS = {"bias_parameter"}  # its gradient has two dims of S
+# The gradient of a bias has two dims of S; the bits of several keys are not computed on blocks.
+KEEP = {"bias_parameter", "a_key_of_dropout_per_row"}
 
 
 @pytest.mark.parametrize("name", [x if x in FAST else pytest.param(x, marks=pytest.mark.slow) for x in PROGRAMS])
 def test_a_program_in_blocks_equals_the_program_as_it_was_written(name):
     fn, args = PROGRAMS[name]()
-    lines = []
-    blockwise = blockwise_attention(fn, block=40, say=lines.append)
+    lines = []  # blocks of 20: the last one is not full
+    blockwise = blockwise_attention(fn, block=22, say=lines.append)
     assert difference(fn, blockwise, args) < (4e-2 if "bfloat16" in name else 2e-5)
     square = square_of_gradient(blockwise, args, S)
-    assert (square > 0) == (name in LEFT - {"router"} | KEEP_BIAS), lines
+    assert (square > 0) == (name in LEFT - {"router"} | KEEP), lines

@@ -1,4 +1,8 @@
-"""Attention in blocks of the unmodified models of tests/mpmd/zoo: all of it is found, and nothing else is changed."""
+"""Attention in blocks of the unmodified models of tests/mpmd/zoo and tests/sharding/foreign: all of it is found, and
+nothing else is changed.
+"""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +12,10 @@ from flax import nnx
 from flax_mesh.blockwise import transform
 from tests.blockwise.compare import difference
 from tests.mpmd.zoo.models import BY_NAME
+from tests.sharding.foreign.styles import BY_NAME as STYLES
+from tests.sharding.foreign.styles import context_of, mesh_of
 
+pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 # The number of attentions of a model; the last two have other softmaxes.
 ATTENTIONS = dict.fromkeys(("decoder", "decoder_scanned", "decoder_remat", "decoder_experts_scanned"), 4)
 ATTENTIONS |= dict.fromkeys(("dropout", "one_random_stream", "decoder_untied", "first_layer_bias"), 4)
@@ -19,12 +26,23 @@ ATTENTIONS |= {
     "position_tables": 0,
     "two_towers": 0,
 }
+# Of two layers each; the routers of EasyDeL and the losses have other softmaxes.
+FOREIGN = dict.fromkeys(("maxtext_scanned", "maxtext_listed", "tunix", "easydel", "llm_examples", "llm_explicit"), 2)
+CASES = BY_NAME | {name: style.case for name, style in STYLES.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("name", ATTENTIONS | FOREIGN)
 def test_all_attention_of_a_model_is_found_and_nothing_else(name, monkeypatch):
-    case = BY_NAME[name]
+    with contextlib.ExitStack() as stack:
+        if name in FOREIGN:
+            stack.enter_context(context_of(STYLES[name]))
+            stack.enter_context(jax.set_mesh(mesh_of(STYLES[name])))
+        compare(name, monkeypatch)
+
+
+def compare(name, monkeypatch):
+    case = CASES[name]
     monkeypatch.setattr(transform, "FEWEST_KEYS", 2)
     batch = jax.tree.map(jnp.asarray, case.batch(4))
     graphdef, params, others = nnx.split(case.make(), case.wrt, ...)
@@ -38,4 +56,4 @@ def test_all_attention_of_a_model_is_found_and_nothing_else(name, monkeypatch):
     blockwise = transform.blockwise_attention(loss, block=4, say=lines.append)
     assert difference(loss, blockwise, [params]) < 2e-5
     found = [int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line]
-    assert sum(found) == ATTENTIONS[name]
+    assert sum(found) == (ATTENTIONS | FOREIGN)[name], lines

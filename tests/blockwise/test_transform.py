@@ -8,11 +8,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
-from flax_mesh.blockwise import loops, visits
+from flax_mesh.blockwise import loops
 from flax_mesh.blockwise.attend import RESIDUALS
 from flax_mesh.errors import ConfigError
-from tests.blockwise.compare import difference, largest_square, square_of_gradient
-from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, qkv
+from tests.blockwise.compare import difference, largest_square, plant, square_of_gradient
+from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, distance, qkv
 
 
 def lines_of(fn, args, block=40):
@@ -34,6 +34,25 @@ def lines_of(fn, args, block=40):
 )
 def test_a_line_counts_the_attentions_of_a_kind_and_their_blocks(name, line):
     assert lines_of(*PROGRAMS[name]()) == [line]
+
+
+@pytest.mark.slow
+def test_blocks_of_two_documents_are_not_visited(monkeypatch):
+    visited, forward = [], loops.Loops.forward
+
+    def observed(self, values, visits):
+        out, saved = forward(self, values, visits)
+        jax.debug.callback(lambda x: visited.append(x.tolist()), saved.visited)
+        return out, saved
+
+    def fn(q, k, v, document):
+        least = jnp.asarray(-1e9)  # not a literal of the operation that selects
+        return by_hand(q, k, v, lambda s: jnp.where((document[:, None] == document) & (distance() >= 0), s, least))
+
+    monkeypatch.setattr(loops.Loops, "forward", observed)
+    fm.blockwise_attention(fn, block=24)(*qkv(), jnp.arange(S) // 40)
+    jax.effects_barrier()
+    assert visited == [[1, 2, 2, 3]]
 
 
 def test_a_line_names_what_stays_with_its_place_bytes_and_reason():
@@ -119,10 +138,6 @@ def test_no_array_of_scores_is_left_in_the_program_of_a_gradient():
     assert largest_square(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((S, 2))).jaxpr, S) == S * S
 
 
-def _one_number(m, log_sum):
-    return jnp.zeros_like(m), m + log_sum
-
-
 PLANTED = {
     "log-sum-exp in one number": "empty_rows_finite",
     "a skipped block of a finite mask": "empty_rows_finite",
@@ -133,25 +148,7 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_found(mistake, monkeypatch):
-    if mistake == "log-sum-exp in one number":
-        forward = loops.Loops.forward
-
-        def joined(self, values, visits):
-            out, saved = forward(self, values, visits)
-            m, log_sum = _one_number(saved.maximum, saved.log_sum)
-            return out, saved._replace(maximum=m, log_sum=log_sum)
-
-        monkeypatch.setattr(loops.Loops, "forward", joined)
-    elif mistake == "a skipped block of a finite mask":
-        monkeypatch.setattr(loops, "GAP", -np.inf)
-    else:
-        high_of = visits._high
-
-        def of_the_next_block(*args):
-            high = high_of(*args)
-            return np.concatenate([high[:, 1:], high[:, -1:]], 1)
-
-        monkeypatch.setattr(visits, "_high", of_the_next_block)
+    plant(mistake, monkeypatch)
     fn, args = PROGRAMS[PLANTED[mistake]]()
     found = difference(fn, fm.blockwise_attention(fn, block=40), args)
     assert not found < 1e-3

@@ -199,9 +199,10 @@ def test_changes_lists_differences_and_whether_they_change_the_result():
     assert {"run.seed: 0 -> 1 (changes the result)", "run.steps: 1000 -> 20"} <= {*lines}
     saved = dict(line.split("=", 1) for line in to_lines(config_of(Pair())))
     saved["model.gone"] = "3"
-    del saved["model.heads"]
+    del saved["model.heads"], saved["run.attention"]
     assert changes(saved, config_of(Pair())) == [
         Change("model.heads", "(absent)", "4", True),
+        Change("run.attention", "as_written", "auto", False),  # runs before this setting had no blocks
         Change("model.gone", "3", "(absent)", True),
     ]
 

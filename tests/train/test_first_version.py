@@ -109,7 +109,12 @@ def test_its_settings_and_its_checkpoint_are_printed_compared_and_resharded_unde
     assert main(["checkpoint", "diff", str(folder), "recipe.py", *sorted(CURRENT), "--json"]) == FINDINGS
     found = json.loads(capsys.readouterr().out)["differences"]
     settings = {one["name"] for one in found if one["section"] == "settings"}
-    assert settings == {"checkpoint.keep", "run.compiler_options", "model.attention"}  # its default is another one
+    assert settings == {
+        "checkpoint.keep",
+        "run.compiler_options",
+        "model.attention",
+        "run.attention",
+    }  # its default is another one
     settings = ("pipeline.num_microbatches=2", "pipeline.residuals=lean", "mesh.shape=fsdp:4,tp:2")
     assert main(["checkpoint", "reshard", str(folder), "resharded", "recipe.py", *settings]) == DONE
     capsys.readouterr()

@@ -1,0 +1,81 @@
+"""Random attentions in blocks equal the attentions as they were written, and have no array of scores."""
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from flax_mesh.blockwise.transform import blockwise_attention
+from tests.blockwise.chains import Chain, chains, program_of
+from tests.blockwise.compare import plant, scalar_of, square_of_gradient
+from tests.blockwise.test_transform import PLANTED
+from tests.mpmd.zoo.base import FAST
+
+MOST = 1e-5
+SAMPLE = (
+    Chain(
+        "merged_groups", 45, 34, 9, ("causal:where:least", "documents:add:1e9"), "sink_in_front", ("dropout",), "one"
+    ),
+    Chain("keys_first", 37, 37, 16, ("table", "quotient:where:1e4", "cap"), "signed_factor", ("gate_of_keys",), "two"),
+)
+
+
+def values_of(fn, args):
+    """The loss and its gradients, each as a flat array of float64."""
+    scalar, floats = scalar_of(fn, args)
+    found = jax.jit(jax.value_and_grad(scalar)).lower(floats).compile(FAST)(floats)
+    return [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(found)]
+
+
+def apart(found, expected):
+    size = max(np.linalg.norm(x) for x in expected)
+    pairs = zip(found, expected, strict=True)
+    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-2 * size, 1e-9) for x, y in pairs]))
+
+
+def exact(fn, args):
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in jax.tree.leaves(args)]
+        return values_of(fn, jax.tree.unflatten(jax.tree.structure(args), wide))
+
+
+def problem_of(chain):
+    """What is wrong with a chain in blocks; "" if nothing is."""
+    fn, args = program_of(chain)
+    lines = []
+    blockwise = blockwise_attention(fn, block=chain.block, say=lines.append)
+    expected = values_of(fn, args)
+    if not all(np.isfinite(x).all() for x in expected):
+        return ""
+    found = values_of(blockwise, args)
+    rounded = "bfloat16" in (*chain.scores, *chain.weights)
+    difference, most = apart(found, expected), 3e-2 if rounded else MOST
+    if not difference <= most:
+        reference = exact(fn, args)
+        if not apart(found, reference) <= max(most, 8 * apart(expected, reference)):
+            return f"{difference:.1e} from the program, {apart(found, reference):.1e} from float64, {lines}"
+    rewritten = lines and not any("stays" in x for x in lines) and chain.queries == chain.keys
+    square = square_of_gradient(blockwise, args, chain.keys) if rewritten else 0
+    return f"an array of {square} elements is left, {lines}" if square else ""
+
+
+@pytest.mark.parametrize("chain", SAMPLE, ids=range(len(SAMPLE)))
+def test_attentions_of_a_sample_in_blocks_equal_those_as_written(chain):
+    assert problem_of(chain) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
+    plant(mistake, monkeypatch)
+    some = settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate], database=None)
+    assert problem_of(hypothesis.find(chains(), lambda chain: bool(problem_of(chain)), settings=some))
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains())
+def test_a_random_attention_in_blocks_equals_that_as_written(chain):
+    assert problem_of(chain) == ""
