@@ -32,7 +32,7 @@ _NOT_SPLIT = PartitionSpec()
 
 
 class _Local(NamedTuple):
-    """What the experts of a device compute besides products: activations of gate and up; `platform` of the device."""
+    """The activations of the experts of gate and up, and the platform of the devices that compute them."""
 
     gate: Callable[[jax.Array], jax.Array]
     up: Callable[[jax.Array], jax.Array]
@@ -43,7 +43,7 @@ class MoE(nnx.Module):
     """(B, S, D) -> (B, S, D) and statistics of the router; each token is routed to `experts_per_token` experts.
 
     The router computes in float32: by default softmax over all experts, the K largest, their probabilities divided by
-    their sum. With `bias` the router and the experts have biases; the other options are those of `DecoderConfig`.
+    their sum. With `bias` the router and the experts have biases; the other options are options of `DecoderConfig`.
     The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens: "expert_tokens" (E,) int32,
     "router_probability" (E,) and "router_z" (). `router_losses` computes losses from it.
 
@@ -307,7 +307,7 @@ def _exchange(
 
 
 def _gather(kernel: jax.Array, dims: PartitionSpec, layout: _MoELayout) -> jax.Array:
-    """Gather a kernel, split as in `dims`, over the axes that split tokens, except those of the experts.
+    """Gather a kernel, split as in `dims`, over the axes that split tokens, except the axes of the experts.
 
     Done here and not by in_specs, so that the gradient is reduce-scattered first, and only its shard is all-reduced
     over the remaining token axes.

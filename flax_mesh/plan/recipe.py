@@ -49,7 +49,7 @@ from flax_mesh.plan.stages import MakeProgram, Stages, visit_stages
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
-from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
+from flax_mesh.recipe.resolve import Recipe, check, mesh_of, resolve_checked
 from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, without_groups
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
@@ -176,7 +176,8 @@ def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Top
         hardware = _named(topology, config.run.hardware)
         return hardware, resolve_mesh(hardware, without_groups(axis_sizes(config.mesh))), None
     target = local_target(config.mesh, config.run.platform)
-    mesh = target.device_mesh(config.mesh.axis_types)
+    mesh = mesh_of(config, target)
+    assert isinstance(mesh, Mesh)
     devices = list(mesh.devices.flat)
     hardware = topology_of_devices(devices, load_chip(config.run.hardware) if config.run.hardware else None)
     return hardware, dict(mesh.shape), _limit(devices)

@@ -155,7 +155,7 @@ def resolve_checked(config: TrainConfig, target: Target, batch: Any = None, *, t
 
     `tries_options`: whether XLA options are tried on the devices. Layouts do not depend on them.
     """
-    mesh = _mesh_of(config, target)
+    mesh = mesh_of(config, target)
     rules = rules_of(config, mesh)
     problems: list[str] = list(check_on_mesh(config, mesh, rules.axes))
     if tries_options and isinstance(mesh, Mesh):
@@ -176,11 +176,12 @@ def derive(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
 
     `batch` are the shapes of a batch if they are known, or {} if nothing needs them: `make_batches` is not called then.
     """
-    mesh = _mesh_of(config, target)
+    mesh = mesh_of(config, target)
     return _recipe(config, target, mesh, rules_of(config, mesh), batch)
 
 
-def _mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
+def mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
+    """The mesh of a recipe on a target; a ConfigError names `mesh.shape` if it does not fit the devices."""
     try:
         return target.mesh(config.mesh.axis_types)
     except ValueError as error:

@@ -103,6 +103,7 @@ COMMANDS = """
 2 | plan {recipe} --topology cpu:8 run.hardware={nothing} | no such file
 2 | plan {recipe} --topology cpu:8 --compile --limit nan | positive number of seconds
 2 | plan {recipe} --topology cpu:3 --compile | Sizes must multiply to 3
+2 | plan {recipe} mesh.shape=fsdp:3 run.platform=cpu:8 | mesh.shape=fsdp:3: axis_dims fsdp:3
 2 | plan --calibrate {nothing}/x.toml | cannot be written
 2 | plan --calibrate '' | --calibrate must name a file
 2 | plan --calibrate {no_files} | cannot be written

@@ -29,7 +29,7 @@ class _Visits(NamedTuple):
 
 
 def grouped_dot(x_AK: jax.Array, kernels_GKN: jax.Array, sizes_G: jax.Array, platform: str) -> jax.Array:
-    """Row i of `x_AK` @ the matrix of its group: (A, N). The first `sizes_G[0]` rows are those of group 0, and so on.
+    """Row i of `x_AK` @ the matrix of its group: (A, N). The first `sizes_G[0]` rows belong to group 0, and so on.
 
     Rows beyond the last group are zero on CPUs and GPUs, and undefined on TPUs. `platform`: of the devices.
     """
