@@ -119,8 +119,10 @@ class Attention:
         values = dict(zip(self.keys, given, strict=True))
         if self.gathered:
             names = self._axes(self.region.q)
+            done: list[Any] = []
             for key, dim in self.gathered.items():
-                values[key] = lax.all_gather(values[key], names, axis=dim, tiled=True)
+                values[key] = lax.all_gather(_after(values[key], done), names, axis=dim, tiled=True)
+                done = [values[key]]
         loops = self._loops()
         out, saved = loops.forward(values, self._visits(loops, values))
         return out, saved, [values[key] for key in self.gathered]
@@ -131,7 +133,10 @@ class Attention:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
         visits = self._visits(loops, values)
         found = loops.backward(values, wanted, visits, saved, out, gradient)
-        return [self._summed(key, found[key]).astype(values[key].dtype) for key in wanted]
+        summed: list[Any] = []
+        for key in wanted:
+            summed.append(self._summed(key, _after(found[key], summed[-1:])))
+        return [x.astype(values[key].dtype) for key, x in zip(wanted, summed, strict=True)]
 
     def _summed(self, key: Any, x: Any) -> Any:
         """The sum over the devices that have other queries, heads or rows of the same leaf."""
@@ -288,6 +293,11 @@ def _default_block() -> int:
     device = jax.sharding.get_abstract_mesh().abstract_device
     platform = jax.default_backend() if device is None else device.platform
     return BLOCK_ON_GPUS if platform == "gpu" else BLOCK
+
+
+def _after(x: Any, done: Sequence[Any]) -> Any:
+    """`x`, for a collective operation that starts after those with the results `done`."""
+    return lax.optimization_barrier((x, *done))[0] if done else x
 
 
 def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:

@@ -53,6 +53,13 @@ def square_of_gradient(fn: Callable[..., Any], args: Sequence[Any], length: int)
     return largest_square(jax.make_jaxpr(jax.grad(scalar))(floats).jaxpr, length)
 
 
+PLANTED = {  # mistake -> a program that finds it
+    "log-sum-exp in one number": "empty_rows_finite",
+    "a skipped block of a finite mask": "empty_rows_finite",
+    "a bound that is off by one": "causal",
+}
+
+
 def plant(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake == "log-sum-exp in one number":
         forward = loops.Loops.forward

@@ -337,4 +337,4 @@ def a_key_of_dropout_per_row() -> Program:
         p = jax.nn.softmax(jnp.einsum("qnh,knh->nqk", q, k), -1)
         return jnp.einsum("nqk,knh->qnh", jnp.where(jax.random.bernoulli(key, 0.8, p.shape), p / 0.8, 0), v)
 
-    return lambda *x: jax.vmap(one)(*x, jax.random.split(jax.random.key(3), B)), qkv()
+    return lambda q, k, v: jax.vmap(one)(q, k, v, jax.random.split(jax.random.key(3), B)), qkv()

@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.chains import Chain, chains, program_of
-from tests.blockwise.compare import plant, scalar_of, square_of_gradient
-from tests.blockwise.test_transform import PLANTED
+from tests.blockwise.compare import PLANTED, plant, scalar_of, square_of_gradient
 from tests.mpmd.zoo.base import FAST
 
 MOST = 1e-5
@@ -25,7 +24,7 @@ SAMPLE = (
 def values_of(fn, args):
     """The loss and its gradients, each as a flat array of float64."""
     scalar, floats = scalar_of(fn, args)
-    found = jax.jit(jax.value_and_grad(scalar)).lower(floats).compile(FAST)(floats)
+    found = jax.jit(jax.value_and_grad(scalar), compiler_options=FAST)(floats)
     return [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(found)]
 
 
@@ -75,7 +74,7 @@ def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_a_random_attention_in_blocks_equals_that_as_written(chain):
     assert problem_of(chain) == ""

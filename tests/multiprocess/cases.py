@@ -16,6 +16,7 @@ from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.processes.store import get_text, put_text
+from tests.blockwise import model as long
 from tests.mpmd.runtime.pipelines import CONFIG, FAST, decoder_batch, groups, make_net, net_batch, net_loss
 
 ROWS, COUNT = 8, 4
@@ -27,10 +28,12 @@ def clipped() -> optax.GradientTransformation:
     return optax.apply_if_finite(inner, max_consecutive_errors=5)
 
 
-# model, both with tied embeddings -> make, loss, batch(rows, seed), rules (None: the model's own)
+# model -> make, loss, batch(rows, seed), rules (None: the model's own). Those of net and decoder have tied embeddings;
+# long has attention in blocks, of packed documents.
 MODELS: dict[str, Any] = {
     "net": (make_net, net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
     "decoder": (lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, decoder_batch, None),
+    "long": (lambda: long.make()[0], long.loss_fn, lambda n, seed=0: long.batch_of(1024, n, 8), long.RULES),
 }
 
 
@@ -42,10 +45,10 @@ def parse_sizes(text: str) -> dict[str, int]:
 def make_pipeline(model: str, schedule: str, sizes: dict[str, int]) -> Pipeline:
     """A pipeline on a mesh with these sizes."""
     make, loss, batch, rules = MODELS[model]
-    mesh = groups(**sizes)
+    mesh, attention = groups(**sizes), "blockwise" if model == "long" else "auto"
     plan = make_schedule(schedule, num_groups=mesh.mpmd_dim, num_microbatches=COUNT)
     micro = jax.tree.map(lambda x: x[: ROWS // COUNT], batch(ROWS))
-    staged = split_stages(loss, make, micro, num_stages=plan.num_stages, mesh=mesh.unstack[0])
+    staged = split_stages(loss, make, micro, num_stages=plan.num_stages, mesh=mesh.unstack[0], attention=attention)
     return Pipeline(staged, clipped(), mesh=mesh, schedule=plan, rules=rules, compiler_options=FAST)
 
 

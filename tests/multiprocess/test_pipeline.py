@@ -28,6 +28,7 @@ MATRIX = [
     ("net", "1f1b", "pp:4", 2, 2, 20),  # two groups in each process
     ("net", "zb-h1", "pp:2,fsdp:2", 4, 1, 20),  # two processes share a group
     ("decoder", "1f1b", "pp:2,fsdp:2,tp:2", 4, 2, 20),  # the same with two devices each
+    ("long", "1f1b", "pp:2,sp:2", 4, 1, 3),  # queries are split over the processes of a group
 ]
 
 
