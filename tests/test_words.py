@@ -16,7 +16,6 @@ MODULES = sorted((ROOT / "flax_mesh").rglob("*.py"))
 MOST = {r"\b(that|those) of\b": 3, r"\bwhat\b": 10, r"\b(one's|its own|their own)\b": 6, r"\b(is|are) no\b": 2}
 YOU, LEAST_YOU = r"\byou(r|rs|rself)?\b", 40  # in tutorials
 VAGUE = {"found", "own", "one", "made", "more"}  # names of variables that lack their noun
-RENAMED_LATER = "blockwise"  # the one folder whose variables still have such names; remove it when they are renamed
 
 
 def prose(path: Path) -> str:
@@ -53,8 +52,7 @@ def test_tutorials_address_the_reader():
 
 
 def test_variables_are_named_by_a_noun():
-    modules = [path for path in MODULES if path.parent.name != RENAMED_LATER]
-    places = {str(path.relative_to(ROOT)): names for path in modules if (names := vague_names(path.read_text()))}
+    places = {str(path.relative_to(ROOT)): names for path in MODULES if (names := vague_names(path.read_text()))}
     assert not places
 
 

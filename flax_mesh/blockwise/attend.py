@@ -34,7 +34,7 @@ _MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of ever
 
 
 class Attention:
-    """`static` are leaves that are known at trace time, `layouts` those of leaves by the id of the value."""
+    """`static` are leaves that are known at trace time; `layouts` has the layouts of leaves, by the id of the value."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Attention:
     def _gathered(self, static: Mapping[Any, Any], layouts: Mapping[int, Layout]) -> dict[Any, int]:
         """key -> dim of the keys, of the leaves whose parts are on different devices."""
         assert self.placement is not None
-        names, found = self.placement.axes[self.region.q], {}
+        names, gathered = self.placement.axes[self.region.q], {}
         for key, (x, labels) in self.region.leaves.items():
             if self.region.k not in labels or self.region.q in labels or static.get(key) is not None:
                 continue
@@ -64,8 +64,8 @@ class Attention:
                 known = axes_of_spec(x.aval.sharding.spec, len(x.shape))
             is_split = set(names) <= set(known[dim]) if known else jnp.issubdtype(x.aval.dtype, jnp.floating)
             if is_split and x.shape[dim] % self.parts[self.region.q] == 0:
-                found[key] = dim
-        return found
+                gathered[key] = dim
+        return gathered
 
     @property
     def _is_explicit(self) -> bool:
@@ -107,13 +107,13 @@ class Attention:
         part = loops.index.get(self.region.q, 0)
         if self.has_data:
             return data_visits(self.region, self.blocks, values, part, self.constants)
-        found = self.static
+        visits = self.static
         if self.blocks.parts > 1:
             row, count = part * self.blocks.num_q, self.blocks.num_q
-            found = Visits(*(lax.dynamic_slice_in_dim(jnp.asarray(x), row, count) for x in found))
+            visits = Visits(*(lax.dynamic_slice_in_dim(jnp.asarray(x), row, count) for x in visits))
             if not (self.static.high > -math.inf).any():
-                found = found._replace(high=np.full(count, -np.inf, np.float32))
-        return guarded(self.region, found, values) if self.is_guarded else found
+                visits = visits._replace(high=np.full(count, -np.inf, np.float32))
+        return guarded(self.region, visits, values) if self.is_guarded else visits
 
     def _forward(self, *given: Any) -> tuple[Any, Saved, list[Any]]:
         values = dict(zip(self.keys, given, strict=True))
@@ -132,10 +132,10 @@ class Attention:
     ) -> list[Any]:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
         visits = self._visits(loops, values)
-        found = loops.backward(values, wanted, visits, saved, out, gradient)
+        gradients = loops.backward(values, wanted, visits, saved, out, gradient)
         summed: list[Any] = []
         for key in wanted:
-            summed.append(self._summed(key, _after(found[key], summed[-1:])))
+            summed.append(self._summed(key, _after(gradients[key], summed[-1:])))
         return [x.astype(values[key].dtype) for key, x in zip(wanted, summed, strict=True)]
 
     def _summed(self, key: Any, x: Any) -> Any:
@@ -164,14 +164,14 @@ class Attention:
 
     def _specs(self, *, split_keys: bool) -> list[PartitionSpec]:
         """Of the leaves: with their keys as they are stored, or gathered."""
-        place, found = self.placement, []
+        place, specs = self.placement, []
         for key in self.keys:
             labels = self.region.leaves[key][1]
             spec = [*(place.spec(labels) if place else PartitionSpec(*[None] * len(labels)))]
             if key in self.gathered and split_keys:
                 spec[self.gathered[key]] = self._axes(self.region.q)
-            found.append(PartitionSpec(*spec))
-        return found
+            specs.append(PartitionSpec(*spec))
+        return specs
 
     def _result_specs(self) -> tuple[PartitionSpec, Saved]:
         if (place := self.placement) is None:
@@ -196,8 +196,8 @@ class Attention:
         ins = (self._specs(split_keys=False), saved_specs, out_spec, out_spec)
         stored = self._specs(split_keys=True)
         fn = functools.partial(self._backward, keys)
-        found = self._mapped(fn, (list(values), saved, out, gradient), ins, [stored[n] for n in wanted])
-        return [self._with_type_of(self.region.leaves[key][0], x) for key, x in zip(keys, found, strict=True)]
+        gradients = self._mapped(fn, (list(values), saved, out, gradient), ins, [stored[n] for n in wanted])
+        return [self._with_type_of(self.region.leaves[key][0], x) for key, x in zip(keys, gradients, strict=True)]
 
     def plain(self, *values: Any) -> Any:
         """The attention as it was written: all blocks at once."""
@@ -236,15 +236,15 @@ class Attention:
 
         @forwarded.defjvp
         def forwarded_jvp(values: Any, tangents: Any) -> tuple[Any, Any]:
-            """Of second derivatives. What the backward pass reads has no tangents: those of `pulled` are complete."""
-            found = out, saved, _ = forwarded(*values)
+            """Of second derivatives. The residuals have no tangents, because the tangents of `pulled` are complete."""
+            results = out, saved, _ = forwarded(*values)
             change = jax.jvp(plain_of(values, floats), [values[n] for n in floats], [tangents[n] for n in floats])[1]
             still = Saved(
                 jnp.zeros_like(saved.maximum),
                 jnp.zeros_like(saved.total),
                 np.zeros(saved.visited.shape, jax.dtypes.float0),
             )
-            return found, (change.astype(out.dtype), still, list(tangents))
+            return results, (change.astype(out.dtype), still, list(tangents))
 
         @functools.partial(attend.defjvp, symbolic_zeros=True)
         def jvp(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
@@ -357,8 +357,8 @@ def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out:
         return jax.vmap(transpose, in_axes=(before, 0))(list(residuals), gradient)
 
     new = core.ShapedArray((size, *out.shape), out.dtype)
-    found = linear_p.bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
-    return found, 0
+    result = linear_p.bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
+    return result, 0
 
 
 ad.primitive_transposes[linear_p] = _transpose

@@ -1,6 +1,6 @@
 """Interval arithmetic: bounds of the scores of every block, from positions at trace time or from data at run time.
 
-The same code runs on NumPy arrays and on traced ones. A bound is a pair (low, high) of arrays whose dims are those of
+The same code runs on NumPy arrays and on traced ones. A bound is a pair (low, high) of arrays with the dims of
 the value: the number of blocks in a dim of queries or keys, and 1 or all elements in another.
 """
 
@@ -22,14 +22,14 @@ _EXACT = 2.0**24  # integers from here on are rounded in float32
 
 
 def bound_scores(region: Region, leaves: Mapping[Any, Bound], cuts: Cuts, of_product: float) -> Bound:
-    """Bounds of the scores, if those of every product are within `of_product`."""
+    """Bounds of the scores, if every product is within `of_product`."""
     env = dict(leaves)
     for step in region.score_steps:
         args = [_number(x.value) if isinstance(x, Literal) else env[x] for x in step.inputs]
         rank = len(step.op.outputs[0].shape)
         with np.errstate(all="ignore"):
-            found = _of_step(step, args, rank, cuts, of_product) or unknown(rank)
-            env[step.output] = _without_nan(_as_stored(step.op, found), rank)
+            bound = _of_step(step, args, rank, cuts, of_product) or unknown(rank)
+            env[step.output] = _without_nan(_as_stored(step.op, bound), rank)
     return env.get(region.scores) or unknown(len(region.shape))
 
 
@@ -125,8 +125,8 @@ def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_produc
         return _selected(m, *args) if len(args) == 3 else None
     if name == "integer_pow":
         return _multiplied(m, _absolute(m, args[0]), _absolute(m, args[0])) if op.params["y"] == 2 else None
-    found = _RULES.get(name)
-    return None if found is None else found(m, *args)
+    rule = _RULES.get(name)
+    return None if rule is None else rule(m, *args)
 
 
 def _positions(step: Step, rank: int, cuts: Cuts) -> Bound:
@@ -211,7 +211,7 @@ def _both(function: str) -> Callable[..., Bound]:
     return lambda m, x, y: (getattr(m, function)(x[0], y[0]), getattr(m, function)(x[1], y[1]))
 
 
-_INEXACT = ("div", "exp", "sqrt", "tanh")  # devices round them in their own ways
+_INEXACT = ("div", "exp", "sqrt", "tanh")  # devices round them in different ways
 _LOGIC = ("and", "or", "not")
 _RULES: dict[str, Callable[..., Bound]] = {
     "add": lambda m, x, y: (x[0] + y[0], x[1] + y[1]),

@@ -1,4 +1,4 @@
-"""Along which dims an equation is pointwise: what decides whether it can be evaluated on a block.
+"""Along which dims an equation is pointwise, which decides whether it can be evaluated on a block.
 
 The dims of an array have labels, one per dim of the scores of an attention; None for a dim that belongs to no dim of
 the scores, and is complete in every block.
@@ -19,7 +19,7 @@ POINTWISE = frozenset(
     shift_right_logical sharding_constraint sign sin sqrt square stop_gradient sub tan tanh xor name""".split()  # noqa: SIM905
 )
 REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_and", "reduce_or", "reduce_prod"})
-# They change the layout or the dtype of an array, not what it contains.
+# They change the layout or the dtype of an array, not its values.
 VIEWS = frozenset(
     """broadcast_in_dim convert_element_type copy copy_p name reshape reshard sharding_constraint squeeze
     transpose""".split()  # noqa: SIM905
@@ -85,29 +85,29 @@ def _of_product(op: Op, number: int) -> list[int | None]:
 
 
 def labels_before(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = ()) -> Labels | None:
-    """The labels of an input, given those of the output; None if the equation is not known.
+    """The labels of an input, given the labels of the output; None if the equation is not known.
 
-    Labels in `whole` are only on dims of the same size; those of dims that a reshape splits or merges are dropped.
+    Labels in `whole` are only on dims of the same size; labels of dims that a reshape splits or merges are dropped.
     """
     exact, parts = dim_map(op, number), dim_map(op, number, major=True)
     if exact is None or parts is None:
         return None
     shape = op.inputs[number].aval.shape
     sure = [None if o is None or shape[d] == 1 else labels[o] for d, o in enumerate(exact)]
-    more = [None if o is None or shape[d] == 1 else labels[o] for d, o in enumerate(parts)]
+    further = [None if o is None or shape[d] == 1 else labels[o] for d, o in enumerate(parts)]
     return tuple(
-        a if a is not None else None if b in sure or b in whole else b for a, b in zip(sure, more, strict=True)
+        a if a is not None else None if b in sure or b in whole else b for a, b in zip(sure, further, strict=True)
     )
 
 
 def labels_after(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = ()) -> Labels | None:
-    """The labels of the output, given those of one input; None if the equation is not known."""
+    """The labels of the output, given the labels of one input; None if the equation is not known."""
     new: list[int | None] = [None] * len(op.outputs[0].aval.shape)
     for major in (False, True):
-        found = dim_map(op, number, major=major)
-        if found is None:
+        dims = dim_map(op, number, major=major)
+        if dims is None:
             return None
-        for d, o in enumerate(found):
+        for d, o in enumerate(dims):
             if o is not None and new[o] is None and labels[d] not in new and not (major and labels[d] in whole):
                 new[o] = labels[d]
     return tuple(new)
@@ -123,10 +123,10 @@ def is_blockable(op: Op, labels: Labels, whole: tuple[int, ...]) -> bool:
         is_threefry = str(op.inputs[0].aval.dtype) == "key<fry>" and op.params["bit_width"] == 32
         partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
         return is_threefry and partitionable and not op.inputs[0].shape and math.prod(op.outputs[0].shape) < 2**32
-    found = [labels_before(op, i, labels, whole) for i in range(len(op.inputs))]
-    if any(x is None for x in found):
+    before = [labels_before(op, i, labels, whole) for i in range(len(op.inputs))]
+    if any(x is None for x in before):
         return False
     if op.name == "broadcast_in_dim":
         return True
-    have = {label for x in found if x is not None for label in x}
+    have = {label for x in before if x is not None for label in x}
     return all(label in have for label in labels if label in whole)

@@ -21,7 +21,7 @@ _SAME = {"sharding_constraint", "layout_constraint", "name", "optimization_barri
 class Block:
     """Which part of the dims of the scores a block has.
 
-    `sizes` are those of dims that loops cut, and `offsets` the positions of their first elements; `parts` are the
+    `sizes` are the sizes of dims that loops cut, and `offsets` the positions of their first elements; `parts` are the
     numbers of parts of dims that devices have a part of, and `index` the numbers of these parts.
     """
 
@@ -37,16 +37,16 @@ class Block:
         )
 
     def positions(self, dtype: Any, shape: Sequence[int], labels: Labels, dim: int) -> Any:
-        label, own = labels[dim], self.shape(shape, labels)
-        found = lax.broadcasted_iota(dtype, own, dim)
+        label, sizes = labels[dim], self.shape(shape, labels)
+        positions = lax.broadcasted_iota(dtype, sizes, dim)
         if label is None:
-            return found
+            return positions
         if label in self.offsets:  # rows and columns that do not exist repeat the last one, whose results are finite
-            offset = jnp.minimum(lax.broadcasted_iota(jnp.int32, own, dim) + self.offsets[label], shape[dim] - 1)
+            offset = jnp.minimum(lax.broadcasted_iota(jnp.int32, sizes, dim) + self.offsets[label], shape[dim] - 1)
             return offset.astype(dtype)
         if label in self.index:
-            return found + jnp.asarray(self.index[label] * own[dim]).astype(dtype)
-        return found
+            return positions + jnp.asarray(self.index[label] * sizes[dim]).astype(dtype)
+        return positions
 
 
 def run_steps(steps: Sequence[Step], env: dict[Any, Any], block: Block) -> None:

@@ -29,7 +29,7 @@ class Softmax(NamedTuple):
     scores: Any  # without the shift by the maximum
     extra: tuple[Any, ...]  # further columns of the scores, without values: sinks
     weights: tuple[tuple[Op, int], ...]  # operations from the exp to the operand of the sum or of the product
-    divisions: frozenset[int]  # ids of those of them that divide by the sum
+    divisions: frozenset[int]  # ids of the operations of `order` that divide by the sum
     summed: Value
     weighted: Value
     labels: dict[int, Labels]  # id of a result of `weights` -> labels
@@ -50,15 +50,15 @@ def uses_of(level: Level) -> Uses:
 
 def find_softmax(exp: Op, uses: Uses) -> list[Softmax]:
     """The attentions around an exp, one per product with values. Raises NotFoundError."""
-    found = _Forward(exp, uses)
-    k, labels = found.key_dim()
+    walk = _Forward(exp, uses)
+    k, labels = walk.key_dim()
     scores, extra, kept = _columns(_unshifted(exp.inputs[0], k), k)
-    if {*found.cut(k, labels)} != {kept}:
+    if {*walk.cut(k, labels)} != {kept}:
         raise NotFoundError("the softmax is cut at other columns than those that are joined")
     q = _query_dim(scores, k)
     attentions = []
-    for product, at, weighted in found.products:
-        if not found.divided[id(weighted)]:
+    for product, at, weighted in walk.products:
+        if not walk.divided[id(weighted)]:
             raise NotFoundError("the operand of the product is not divided by the sum")
         contracted = product.params["dimension_numbers"][0][at]
         if [labels[id(weighted)][d] for d in contracted] != [k]:
@@ -66,15 +66,15 @@ def find_softmax(exp: Op, uses: Uses) -> list[Softmax]:
         after = labels_after(product, at, labels[id(weighted)], (q,)) or ()
         if q not in after:
             raise NotFoundError("the dim of the queries is lost before the product with the values")
-        found.check_sizes(q, k, labels)
+        walk.check_sizes(q, k, labels)
         values = labels_before(product, 1 - at, after, (q,))
         if values is None or q in values:
-            raise NotFoundError("")  # every query has values of its own
+            raise NotFoundError("")  # every query has other values
         lengths = exp.outputs[0].shape[q], scores.shape[k]
-        order, divisions = tuple(found.order), frozenset(found.divisions)
+        order, divisions = tuple(walk.order), frozenset(walk.divisions)
         attentions.append(
             Softmax(
-                exp, product, 1 - at, scores, extra, order, divisions, found.sums[0][1], weighted, labels, q, k, lengths
+                exp, product, 1 - at, scores, extra, order, divisions, walk.sums[0][1], weighted, labels, q, k, lengths
             )
         )
     return attentions
@@ -139,21 +139,21 @@ class _Forward:
             raise NotFoundError("the divided softmax is summed")
 
     def _check_sums(self, k: int, labels: dict[int, Labels]) -> None:
-        """The sum may only divide, and each row only by its own."""
+        """The sum of a row may only divide values of this row."""
         todo = [(op.outputs[0], labels_after(op, 0, labels[id(x)])) for op, x in self.sums]
         while todo:
-            x, own = todo.pop()
+            x, mine = todo.pop()
             for op, i in self.uses.get(id(x), []):
                 if op is None:
                     raise NotFoundError("the sum of the softmax is also a result of the function or of a loop")
                 if _is_view(op) or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
-                    todo.append((op.outputs[0], labels_after(op, i, own or ())))
+                    todo.append((op.outputs[0], labels_after(op, i, mine or ())))
                 elif id(op) not in self.divisions:
                     raise NotFoundError(f"the sum of the softmax is also used by {op.name}")
                 else:
                     of_rows = [None if label == k else label for label in labels[id(op.outputs[0])]]
                     sizes = op.outputs[0].shape
-                    if own is None or any(a != b and n > 1 for a, b, n in zip(own, of_rows, sizes, strict=True)):
+                    if mine is None or any(a != b and n > 1 for a, b, n in zip(mine, of_rows, sizes, strict=True)):
                         raise NotFoundError("it is divided by the sum of other rows")
 
     def key_dim(self) -> tuple[int, dict[int, Labels]]:
@@ -250,7 +250,7 @@ def _is_inverse(x: Any, is_sum: Callable[[Any], bool]) -> bool:
 
 
 def _unshifted(x: Any, k: int) -> Any:
-    """The scores without what is subtracted from each row: the softmax is the same."""
+    """The scores without the value that is subtracted from each row, which does not change the softmax."""
     while isinstance(x, Value) and x.op is not None and x.op.name == "sub" and _is_constant_along(x.op.inputs[1], k):
         x = x.op.inputs[0]
     return x
@@ -281,8 +281,8 @@ def _columns(x: Any, k: int) -> tuple[Any, tuple[Any, ...], tuple[int, int]]:
 
 
 def _query_dim(scores: Any, k: int) -> int:
-    """The largest dim of the scores that only one factor of a product has, the other having that of the keys."""
-    found, most, seen = None, 0, set()
+    """The largest dim of the scores that only one factor of a product has, where the other factor has the keys."""
+    dim, most, seen = None, 0, set()
     todo: list[tuple[Any, Labels]] = [(scores, tuple(range(len(scores.shape))))]
     while todo:
         x, labels = todo.pop()
@@ -296,16 +296,16 @@ def _query_dim(scores: Any, k: int) -> int:
             continue
         if op.name == "dot_general":
             a, b = [{label for label in each or () if label is not None} for each in inputs]
-            own, other = (a - b, b - a) if k in b else (b - a, a - b)
+            of_queries, other = (a - b, b - a) if k in b else (b - a, a - b)
             size = {label: x.shape[d] for d, label in enumerate(labels) if label is not None}
-            if own and not (k in a and k in b):
-                best = max(own, key=lambda label: size[label])
-                if found is None or size[best] > most:
-                    found, most = best, size[best]
+            if of_queries and not (k in a and k in b):
+                best = max(of_queries, key=lambda label: size[label])
+                if dim is None or size[best] > most:
+                    dim, most = best, size[best]
                 # Otherwise the scores themselves are multiplied by a parameter, as in talking heads.
                 if max((size[label] for label in other if label != k), default=0) <= size[best]:
                     continue
         todo += [(x, each) for x, each in zip(op.inputs, inputs, strict=True) if each is not None]
-    if found is None:
+    if dim is None:
         raise NotFoundError("no product of queries and keys is above the softmax")
-    return found
+    return dim

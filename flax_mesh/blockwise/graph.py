@@ -27,7 +27,7 @@ class Literal:
 
 
 class Value:
-    """The result of `op`, an array `const`, or an input of a level: of a body, `outer` is then what is passed to it."""
+    """The result of `op`, an array `const`, or an input of a level: of a body, `outer` is then its value outside."""
 
     __slots__ = ("aval", "const", "op", "outer")
 
@@ -91,12 +91,12 @@ def _fill(level: Level, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]
         return Literal(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        found = [read(atom) for atom in eqn.invars]
+        values = [read(atom) for atom in eqn.invars]
         inner = _inlined(eqn)
         if inner is not None:
-            outputs = _fill(level, *_parts(inner), found)
+            outputs = _fill(level, *_parts(inner), values)
         else:
-            op = Op(eqn, found, level)
+            op = Op(eqn, values, level)
             op.bodies = [_body(op, *each) for each in _bodies_of(op)]
             level.ops.append(op)
             outputs = op.outputs
@@ -118,7 +118,7 @@ def _inlined(eqn: Any) -> Any:
 
 
 def _is_softmax(jaxpr: jex.ClosedJaxpr) -> bool:
-    """Whether it is that of JAX, whose derivative is that of its equations; another function has its own."""
+    """Whether it is a function of JAX, with the derivative of its equations; other functions define derivatives."""
     names, stack = set(), [jaxpr]
     if f" at {Path(jax.__file__).parent}" not in str(jaxpr.jaxpr.debug_info.func_src_info):
         return False
@@ -131,7 +131,7 @@ def _is_softmax(jaxpr: jex.ClosedJaxpr) -> bool:
 
 
 def _bodies_of(op: Op) -> Iterable[tuple[Any, list[Any]]]:
-    """(jaxpr, what is passed to each of its inputs: None where that changes) of the bodies of an equation."""
+    """(jaxpr, the values of its inputs: None where they change) of the bodies of an equation."""
     name, params, given = op.name, op.params, op.inputs
     if name == "scan":
         consts = scan_sizes(op.eqn)[0]
@@ -174,11 +174,11 @@ def all_levels(level: Level) -> Iterable[Level]:
 
 def closed_around(level: Level) -> str:
     """The name of the operation whose body is left as it is, and around a level; "" if there is none."""
-    found = ""
+    name = ""
     while (op := level.op) is not None:
-        found = op.name if op.is_closed else found
+        name = op.name if op.is_closed else name
         level = op.level
-    return found
+    return name
 
 
 def repeats(level: Level) -> tuple[int, bool]:

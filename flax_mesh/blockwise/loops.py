@@ -30,7 +30,7 @@ Values = dict[Any, Any]  # by the keys of the leaves of a region
 def expected_trips(source: str) -> float | None:
     """The mean trip count of a loop over blocks of keys, from the name stack of its operation; None for others.
 
-    It is what a plan counts: the loop itself ends at a number of blocks that the program computes.
+    Plans count it, because the loop itself ends at a number of blocks that the program computes.
     """
     match = _TRIPS.search(source)
     return float(match[1]) if match else None
@@ -90,9 +90,9 @@ class Loops:
             elif op.name == "squeeze":
                 x = lax.squeeze(x, op.params["dimensions"])
         product = region.softmax.product
-        found = dim_map(product, 1 - region.softmax.value_at) or []
-        kept = sorted((o, d) for d, o in enumerate(found) if o is not None)
-        x = lax.transpose(x, [*(d for _, d in kept), *(d for d, o in enumerate(found) if o is None)])
+        dims = dim_map(product, 1 - region.softmax.value_at) or []
+        kept = sorted((o, d) for d, o in enumerate(dims) if o is not None)
+        x = lax.transpose(x, [*(d for _, d in kept), *(d for d, o in enumerate(dims) if o is None)])
         sizes = {o: x.shape[n] for n, (o, _) in enumerate(kept)}
         return x.reshape([sizes.get(d, 1) for d in range(len(region.out.shape))])
 
@@ -159,8 +159,8 @@ class Loops:
         may_return = not isinstance(visits.high, np.ndarray) or bool((visits.high > -math.inf).any())
 
         def of_queries(i: Any) -> Any:
-            own = self.cut(values, region.q, i)
-            maximum, total = self._start(own, rows)
+            of_rows = self.cut(values, region.q, i)
+            maximum, total = self._start(of_rows, rows)
 
             def goes_on(carry: Any) -> Any:
                 t, m, _, _ = carry
@@ -170,13 +170,13 @@ class Loops:
             def visit(carry: Any) -> Any:
                 t, m, total, out = carry
                 j = order[i, t]
-                env, block = self.cut(own, region.k, j), self.block(i, j)
+                env, block = self.cut(of_rows, region.k, j), self.block(i, j)
                 x = self.scores(env, block)
                 new = jnp.maximum(m, x.max(region.k, keepdims=True))
                 safe = jnp.where(new == -jnp.inf, 0.0, new)
                 fix = jnp.exp(m - safe)
-                part, more = self.weigh(env, jnp.exp(x - safe), block)
-                return t + 1, new, total * fix + more, out * self.to_out(fix) + part
+                part, added = self.weigh(env, jnp.exp(x - safe), block)
+                return t + 1, new, total * fix + added, out * self.to_out(fix) + part
 
             carry = jnp.int32(0), maximum, total, jnp.zeros(out_shape, _F32)
             with self._named():
@@ -188,9 +188,9 @@ class Loops:
         joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (total, region.q))]
         return joined[0], Saved(joined[1], joined[2], visited)
 
-    def _start(self, own: Values, rows: tuple[int, ...]) -> tuple[Any, Any]:
+    def _start(self, of_rows: Values, rows: tuple[int, ...]) -> tuple[Any, Any]:
         m, total = jnp.full(rows, -jnp.inf, _F32), jnp.zeros(rows, _F32)
-        for x in self.columns(own):
+        for x in self.columns(of_rows):
             new = jnp.maximum(m, x.max(self.region.k, keepdims=True))
             safe = jnp.where(new == -jnp.inf, 0.0, new)
             m, total = new, total * jnp.exp(m - safe) + jnp.exp(x - safe).sum(self.region.k, keepdims=True)
@@ -211,8 +211,10 @@ class Loops:
         total = _grown(saved.total, region.q, missing, 1.0)
         m = _grown(saved.maximum, region.q, missing, jnp.inf)  # rows that do not exist have weights of 0
         order = jnp.asarray(visits.order)
-        own = [key for key in wanted if region.q in region.leaves[key][1] and region.k not in region.leaves[key][1]]
-        kept = [key for key in wanted if key not in own]
+        row_keys = [
+            key for key in wanted if region.q in region.leaves[key][1] and region.k not in region.leaves[key][1]
+        ]
+        kept = [key for key in wanted if key not in row_keys]
 
         def of_queries(sums: Any, i: Any) -> Any:
             mine = self.cut(values, region.q, i)
@@ -230,22 +232,22 @@ class Loops:
                     return self.weigh(inner, jnp.exp(x - m_) / total_, block)
 
                 _, pull = jax.vjp(of_block, {key: env[key] for key in wanted})
-                found = pull((g, -d))[0]
-                sums = {key: self._added(key, sums[key], found[key], i, j) for key in kept}
-                return sums, {key: grads[key] + found[key].astype(_F32) for key in own}
+                gradients = pull((g, -d))[0]
+                sums = {key: self._added(key, sums[key], gradients[key], i, j) for key in kept}
+                return sums, {key: grads[key] + gradients[key].astype(_F32) for key in row_keys}
 
             def of_columns(leaves: Values) -> Any:
                 columns = self.columns({**mine, **leaves})
                 return sum((jnp.exp(x - m_) / total_).sum(region.k, keepdims=True) for x in columns)
 
-            zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in own}
+            zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in row_keys}
             with self._named():
                 sums, grads = lax.fori_loop(0, saved.visited[i], visit, (sums, zeros))
             if mine_extra := {key: mine[key] for key in wanted if key in region.extra}:
                 _, pull = jax.vjp(of_columns, mine_extra)
                 like = jax.eval_shape(of_columns, mine_extra)
                 for key, x in pull(jnp.broadcast_to(-d, like.shape))[0].items():
-                    if key in own:
+                    if key in row_keys:
                         grads[key] = grads[key] + x.astype(_F32)
                     else:
                         sums[key] = sums[key] + x.astype(_F32)
@@ -253,8 +255,8 @@ class Loops:
 
         zeros = {key: jnp.zeros(values[key].shape, _F32) for key in kept}
         sums, grads = lax.scan(of_queries, zeros, jnp.arange(blocks.num_q))
-        found = {key: _joined(x, self._dim(key, region.q) or 0, blocks.queries) for key, x in grads.items()}
-        return {key: _limited(x, shapes[key]) for key, x in {**sums, **found}.items()}
+        gradients = {key: _joined(x, self._dim(key, region.q) or 0, blocks.queries) for key, x in grads.items()}
+        return {key: _limited(x, shapes[key]) for key, x in {**sums, **gradients}.items()}
 
     def _added(self, key: Any, total: Any, x: Any, i: Any, j: Any) -> Any:
         at: list[Any] = [jnp.int32(0)] * x.ndim
@@ -286,10 +288,10 @@ def _joined(x: Any, dim: int, length: int) -> Any:
     return lax.slice_in_dim(x, 0, length, axis=dim)
 
 
-def _grown(x: Any, dim: int, more: int, value: float = 0.0) -> Any:
-    if more <= 0:
+def _grown(x: Any, dim: int, count: int, value: float = 0.0) -> Any:
+    if count <= 0:
         return x
-    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, more * (d == dim), 0) for d in range(x.ndim)])
+    return lax.pad(x, jnp.asarray(value, x.dtype), [(0, count * (d == dim), 0) for d in range(x.ndim)])
 
 
 def _limited(x: Any, shape: Sequence[int]) -> Any:

@@ -43,8 +43,8 @@ def axes_of_spec(spec: Any, rank: int) -> Layout:
 
 def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:
     """The mesh in context with the types of axes that it has where `x` is computed: `jax.sharding.auto_axes`."""
-    found = x.aval.sharding.mesh
-    return mesh if found.empty or found.axis_names != mesh.axis_names else found
+    of_value = x.aval.sharding.mesh
+    return mesh if of_value.empty or of_value.axis_names != mesh.axis_names else of_value
 
 
 def place(region: Region, layouts: Mapping[int, Layout], mesh: Any) -> Placement | None:
@@ -54,10 +54,10 @@ def place(region: Region, layouts: Mapping[int, Layout], mesh: Any) -> Placement
     scores = region.softmax.exp.outputs[0]
     is_explicit = AxisType.Explicit in mesh.axis_types
     if is_explicit:
-        found = axes_of_spec(scores.aval.sharding.spec, len(scores.shape))
+        layout = axes_of_spec(scores.aval.sharding.spec, len(scores.shape))
     else:
-        found = layouts.get(id(scores), ((),) * len(scores.shape))
-    axes = {d: tuple(a for a in names if mesh.shape[a] > 1) for d, names in enumerate(found)}
+        layout = layouts.get(id(scores), ((),) * len(scores.shape))
+    axes = {d: tuple(a for a in names if mesh.shape[a] > 1) for d, names in enumerate(layout)}
     of_keys = axes.pop(region.k, ())
     axes[region.q] = axes.get(region.q) or of_keys  # every device has all keys
     placement = Placement(mesh, axes)
@@ -85,7 +85,7 @@ def _has(op: Op, labels: Labels, label: int) -> bool:
 def follow(
     level: Level, given: Sequence[Layout | None], of_const: Callable[[Any], Layout | None], mesh: Any
 ) -> dict[int, Layout]:
-    """The axes of every dim of every value, by id, from those of the inputs and of the arrays that are closed over."""
+    """The axes of every dim of every value, by id, from the axes of inputs and of arrays that are closed over."""
     known: dict[int, Layout] = {}
     consts = [(x, of_const(x.const)) for x in level.consts]
     for x, layout in [*zip(level.inputs, given, strict=True), *consts]:
@@ -118,19 +118,19 @@ def _follow(level: Level, known: dict[int, Layout], mesh: Any) -> None:
 
 def _combined(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Layout | None:
     """The layout of a result: each dim has the axes of the first operand that has some for it."""
-    found: list[Axes] = [()] * len(out.shape)
+    combined: list[Axes] = [()] * len(out.shape)
     for i, x in enumerate(op.inputs):
         if (layout := known.get(id(source(x)))) is None:
             continue
         to = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
         to = _aligned(x.shape, out.shape) if to is None else to  # not known, such as a function with its own derivative
         for names, o in zip(layout, to, strict=True):
-            used = {name for each in found for name in each}
-            if o is None or not names or found[o] or used & {*names}:
+            used = {name for each in combined for name in each}
+            if o is None or not names or combined[o] or used & {*names}:
                 continue
             if out.shape[o] % math.prod(mesh.shape[name] for name in names) == 0:
-                found[o] = names
-    return tuple(found) if any(found) else None
+                combined[o] = names
+    return tuple(combined) if any(combined) else None
 
 
 def _aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:

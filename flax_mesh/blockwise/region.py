@@ -1,4 +1,4 @@
-"""What is between the two products of an attention, as operations on blocks, and the leaves from which it starts."""
+"""The operations between the two products of an attention, on blocks, and the leaves from which they start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Region:
     extra: tuple[Key, ...]  # columns without values
     layout: tuple[
         tuple[Op, Labels], ...
-    ]  # from the exp to the product's operand: what each row's statistics go through
+    ]  # from the exp to the operand of the product: they apply to the statistics of rows too
     weighted_labels: Labels
     out_labels: Labels
 

@@ -1,4 +1,4 @@
-"""Evaluates a graph with its attentions in blocks. What only they needed, such as masks, is not computed any more."""
+"""Evaluates a graph with its attentions in blocks. Values that only they needed, such as masks, are not computed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -107,9 +107,9 @@ def _run_bodies(
         given = [_as_array(read(x), x) for x in op.inputs[consts:]]
 
         def step(carry: Any, xs: Any) -> Any:
-            found = call(body, body.inputs[consts:], [*carry, *xs])
-            found = [_as_array(x, v) for x, v in zip(found, body.outputs, strict=True)]
-            return tuple(found[:carried]), tuple(found[carried:])
+            results = call(body, body.inputs[consts:], [*carry, *xs])
+            results = [_as_array(x, v) for x, v in zip(results, body.outputs, strict=True)]
+            return tuple(results[:carried]), tuple(results[carried:])
 
         how = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, stacked = lax.scan(step, tuple(given[:carried]), tuple(given[carried:]), **how)
@@ -147,7 +147,7 @@ def _as_array(x: Any, of: Any) -> Any:
 
 
 def known_value(x: Any, cache: dict[int, Any]) -> Any:
-    """What depends on no input, as an array of NumPy; None for everything else."""
+    """A value that depends on no input, as an array of NumPy; None for every other value."""
     x = source(x)
     if isinstance(x, Literal):
         return np.asarray(x.value)

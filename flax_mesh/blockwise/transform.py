@@ -64,26 +64,26 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     """The attentions around an exp, if they have more scores than one block has."""
     if len(exp.outputs[0].shape) < 2:
         return []
-    found = find_softmax(exp, uses)
-    lengths = found[0].lengths
+    softmaxes = find_softmax(exp, uses)
+    lengths = softmaxes[0].lengths
     if math.prod(lengths) < block**2 or min(lengths) < FEWEST_KEYS:
         return []
     if around := closed_around(exp.level):
         raise NotFoundError(f"it is inside of {around}")
     if exp.outputs[0].aval.dtype == np.float64:
         raise NotFoundError("blocks are computed in float32")
-    return [region_of(each) for each in found]
+    return [region_of(each) for each in softmaxes]
 
 
 def _also_used(region: Region, needed: Needed) -> list[str]:
     """Lines about arrays between the products of an attention in blocks that something else needs complete."""
     both = {region.q, region.k}
-    own = {id(op): op for op, labels in region.steps_labels() if both <= {*labels}}
-    own |= {id(region.softmax.exp): region.softmax.exp}
-    users = [op for op in region.softmax.exp.level.ops if id(op) in needed.ops and id(op) not in own]
+    inside = {id(op): op for op, labels in region.steps_labels() if both <= {*labels}}
+    inside |= {id(region.softmax.exp): region.softmax.exp}
+    users = [op for op in region.softmax.exp.level.ops if id(op) in needed.ops and id(op) not in inside]
     inputs = lambda op: op.inputs if op.region is None else [x for x, _ in op.region.leaves.values()]  # noqa: E731
-    found = [(x, op) for op in users for x in inputs(op) if isinstance(x, Value) and id(x.op) in own]
-    return [_left_line(x, op, f"{op.name} needs all of it") for x, op in found]
+    uses = [(x, op) for op in users for x in inputs(op) if isinstance(x, Value) and id(x.op) in inside]
+    return [_left_line(x, op, f"{op.name} needs all of it") for x, op in uses]
 
 
 def _left_line(x: Any, op: Op, reason: str) -> str:
@@ -109,25 +109,25 @@ def rewrite(
     of_const: Callable[[Any], Layout | None],
     block: int | None = None,
 ) -> Rewritten:
-    """`layouts` are those of the inputs on a mesh with Auto axes, as far as they are known."""
-    found = find_attention(closed, block or BLOCK)
+    """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known."""
+    graph = find_attention(closed, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known: dict[int, Layout] = {}
-    if found.regions and not mesh.empty:
-        known = follow(found.top, layouts, of_const, mesh)
+    if graph.regions and not mesh.empty:
+        known = follow(graph.top, layouts, of_const, mesh)
     attentions: dict[int, Attention] = {}
-    for region in found.regions:
+    for region in graph.regions:
         static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
         attentions[id(region)] = Attention(
             region, static, place(region, known, mesh_of(region.out, mesh)), known, block
         )
         region.softmax.product.region = region
-    needed = Needed(found.top)
-    left = dict.fromkeys([*found.left, *(line for region in found.regions for line in _also_used(region, needed))])
+    needed = Needed(graph.top)
+    left = dict.fromkeys([*graph.left, *(line for region in graph.regions for line in _also_used(region, needed))])
 
     def call(*args: Any) -> list[Any]:
-        env = {id(v): x for v, x in zip(found.top.inputs, args, strict=True)}
-        return run(found.top, env, needed, lambda op, values: attentions[id(op.region)](values))
+        env = {id(v): x for v, x in zip(graph.top.inputs, args, strict=True)}
+        return run(graph.top, env, needed, lambda op, values: attentions[id(op.region)](values))
 
     kinds: dict[str, int] = {}
     saved = most = 0
@@ -140,7 +140,7 @@ def rewrite(
         else:
             saved += attention.saved * times
     lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
-    return Rewritten(call, (*lines, *left), saved + most, found.left_bytes)
+    return Rewritten(call, (*lines, *left), saved + most, graph.left_bytes)
 
 
 @check_types
@@ -199,11 +199,11 @@ def blockwise_attention(
         leaves, tree = jax.tree.flatten(inputs)
         flat = lambda *leaves: pure(*jax.tree.unflatten(tree, leaves))  # noqa: E731
         closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        found = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
+        rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
         if say is not None:
-            for line in found.lines:
+            for line in rewritten.lines:
                 say(line)
-        result, changed = jax.tree.unflatten(jax.tree.structure(shapes), found.call(*leaves))
+        result, changed = jax.tree.unflatten(jax.tree.structure(shapes), rewritten.call(*leaves))
         for n, state in zip(modules, changed, strict=True):
             nnx.update(args[n], state)
         return result
@@ -258,11 +258,11 @@ def choose(
     """`attention` is one of MODES. With auto, attention is in blocks if its scores take more than `limit` bytes."""
     if attention == "as_written":
         return Choice(None, ())
-    found = rewrite(closed, layouts, of_const)
-    lines = tuple(f"attention: {line}" for line in found.lines)
-    if attention == "blockwise" or found.saved > limit:
-        return Choice(found.call if found.saved else None, lines)
-    if not found.saved:
-        return Choice(None, lines if found.left > limit else ())
-    sizes = f"its scores take {bytes_text(found.saved)} per device, and auto allows {bytes_text(limit)}"
+    rewritten = rewrite(closed, layouts, of_const)
+    lines = tuple(f"attention: {line}" for line in rewritten.lines)
+    if attention == "blockwise" or rewritten.saved > limit:
+        return Choice(rewritten.call if rewritten.saved else None, lines)
+    if not rewritten.saved:
+        return Choice(None, lines if rewritten.left > limit else ())
+    sizes = f"its scores take {bytes_text(rewritten.saved)} per device, and auto allows {bytes_text(limit)}"
     return Choice(None, (f"attention: as written, because {sizes}",))

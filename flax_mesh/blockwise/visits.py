@@ -80,8 +80,8 @@ def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> 
     if _products(region) is None:
         return _visits(sure), False
     assumed = _high(region, bound_scores(region, leaves, cuts, ASSUMED), shape)
-    more = bool(((assumed < LOW) & ~(sure < LOW)).any())
-    return _visits(assumed if more else sure), more
+    is_guarded = bool(((assumed < LOW) & ~(sure < LOW)).any())
+    return _visits(assumed if is_guarded else sure), is_guarded
 
 
 def data_visits(
@@ -95,8 +95,8 @@ def data_visits(
         leaves[key] = bound_leaf(jnp.asarray(values[key]), labels, cuts) if is_known else unknown(len(labels))
     products = _products(region)
     bound = bound_scores(region, leaves, cuts, np.inf if products is None else ASSUMED)
-    found = _visits(_high(region, bound, (blocks.num_q, blocks.num_k)))
-    return found if products is None else guarded(region, found, values)
+    visits = _visits(_high(region, bound, (blocks.num_q, blocks.num_k)))
+    return visits if products is None else guarded(region, visits, values)
 
 
 def guarded(region: Region, visits: Visits, values: Mapping[Any, Any]) -> Visits:
@@ -108,23 +108,23 @@ def guarded(region: Region, visits: Visits, values: Mapping[Any, Any]) -> Visits
 
 def _norm(x: tuple[Any, Sequence[int]], y: tuple[Any, Sequence[int]], values: Mapping[Any, Any]) -> jax.Array:
     """The product of the largest norms of two operands, which their product cannot exceed."""
-    found = []
+    norms = []
     for key, contracted in (x, y):
         value = lax.stop_gradient(values[key]).astype(jnp.float32)
-        found.append(jnp.sqrt(jnp.max(jnp.sum(value * value, tuple(contracted)))))
-    return found[0] * found[1]
+        norms.append(jnp.sqrt(jnp.max(jnp.sum(value * value, tuple(contracted)))))
+    return norms[0] * norms[1]
 
 
 def _products(region: Region) -> list[tuple[tuple[Any, Sequence[int]], tuple[Any, Sequence[int]]]] | None:
     """The operands of all products among the scores, with the dims that are contracted; None if one is no leaf."""
-    found = []
+    products = []
     for step in region.score_steps:
         if step.op.name == "dot_general":
             if any(key not in region.leaves for key in step.inputs):
                 return None
             contracted = step.op.params["dimension_numbers"][0]
-            found.append(tuple(zip(step.inputs, contracted, strict=True)))
-    return found or None
+            products.append(tuple(zip(step.inputs, contracted, strict=True)))
+    return products or None
 
 
 def _high(region: Region, bound: Bound, shape: tuple[int, int]) -> Any:
