@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.chains import Chain, chains, program_of
-from tests.blockwise.compare import plant, scalar_of, square_of_gradient
-from tests.blockwise.test_transform import PLANTED
+from tests.blockwise.compare import PLANTED, plant, scalar_of, square_of_gradient
 from tests.mpmd.zoo.base import FAST
 
 MOST = 1e-5

@@ -11,7 +11,7 @@ import flax_mesh as fm
 from flax_mesh.blockwise import loops
 from flax_mesh.blockwise.attend import RESIDUALS
 from flax_mesh.errors import ConfigError
-from tests.blockwise.compare import difference, largest_square, plant, square_of_gradient
+from tests.blockwise.compare import PLANTED, difference, largest_square, plant, square_of_gradient
 from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, distance, qkv
 
 
@@ -136,13 +136,6 @@ def test_no_array_of_scores_is_left_in_the_program_of_a_gradient():
     assert square_of_gradient(fn, args, S) > 0
     assert square_of_gradient(fm.blockwise_attention(fn, block=40), args, S) == 0
     assert largest_square(jax.make_jaxpr(lambda x: x @ x.T)(jnp.ones((S, 2))).jaxpr, S) == S * S
-
-
-PLANTED = {
-    "log-sum-exp in one number": "empty_rows_finite",
-    "a skipped block of a finite mask": "empty_rows_finite",
-    "a bound that is off by one": "causal",
-}
 
 
 @pytest.mark.slow
