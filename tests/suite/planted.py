@@ -42,4 +42,10 @@ PLANTED = (
     ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
     ("flax_mesh/models/ops/router.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
+    # A mask of positions that are converted to integers: blocks that it leaves are skipped.
+    ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
+    # Keys that do not exist are divisors of 0.
+    ("flax_mesh/blockwise/loops.py", 'for n in range(x.ndim)], "edge")', 'for n in range(x.ndim)], "constant")'),
+    # The weights of a row are divided by the sum of another one.
+    ("flax_mesh/blockwise/find.py", "if own is None or any(", "if own is None and any("),
 )
