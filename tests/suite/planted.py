@@ -47,5 +47,5 @@ PLANTED = (
     # Keys that do not exist are divisors of 0.
     ("flax_mesh/blockwise/loops.py", 'for n in range(x.ndim)], "edge")', 'for n in range(x.ndim)], "constant")'),
     # The weights of a row are divided by the sum of another one.
-    ("flax_mesh/blockwise/find.py", "if own is None or any(", "if own is None and any("),
+    ("flax_mesh/blockwise/find.py", "if mine is None or any(", "if mine is None and any("),
 )
