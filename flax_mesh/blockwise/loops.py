@@ -273,7 +273,7 @@ class Loops:
             (self.region.k, blocks.num_k * blocks.k_size),
         ):
             if (d := self._dim(key, label)) is not None:  # by the last element: 0 could be a divisor
-                x = jnp.pad(x, [(0, (size - x.shape[d]) * (n == d)) for n in range(x.ndim)], "edge")
+                x = _extended(x, d, size - x.shape[d])
         return x
 
 
@@ -292,6 +292,15 @@ def _grown(x: Any, dim: int, count: int, value: float = 0.0) -> Any:
     if count <= 0:
         return x
     return lax.pad(x, jnp.asarray(value, x.dtype), [(0, count * (d == dim), 0) for d in range(x.ndim)])
+
+
+def _extended(x: Any, dim: int, count: int) -> Any:
+    """`x` with `count` more copies of its last element along a dim."""
+    if count <= 0:
+        return x
+    last = lax.slice_in_dim(x, x.shape[dim] - 1, None, axis=dim)
+    copies = jnp.broadcast_to(last, [count if d == dim else size for d, size in enumerate(x.shape)])
+    return lax.concatenate([x, copies], dim)
 
 
 def _limited(x: Any, shape: Sequence[int]) -> Any:

@@ -45,7 +45,7 @@ PLANTED = (
     # A mask of positions that are converted to integers: blocks that it leaves are skipped.
     ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
     # Keys that do not exist are divisors of 0.
-    ("flax_mesh/blockwise/loops.py", 'for n in range(x.ndim)], "edge")', 'for n in range(x.ndim)], "constant")'),
+    ("flax_mesh/blockwise/loops.py", "lax.concatenate([x, copies], dim)", "lax.concatenate([x, 0 * copies], dim)"),
     # The weights of a row are divided by the sum of another one.
     ("flax_mesh/blockwise/find.py", "if mine is None or any(", "if mine is None and any("),
 )
