@@ -42,6 +42,18 @@ def test_each_row_is_multiplied_with_the_matrix_of_its_group_alone(name):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
+def test_gradients_of_float64_are_sums_in_float64_and_have_derivatives():
+    rng = np.random.default_rng(0)
+    x, kernels, sizes = rng.normal(size=(50, K)), rng.normal(size=(2, K, N)), np.array([20, 30])
+    with jax.enable_x64(True):
+        gradient = jax.grad(lambda w: jnp.sum(jnp.sin(grouped_dot(jnp.asarray(x), w, jnp.asarray(sizes), "cpu"))))
+        found, change = jax.jvp(gradient, (jnp.asarray(kernels),), (jnp.asarray(kernels),))
+    for group, rows in enumerate((slice(0, 20), slice(20, 50))):
+        y = x[rows] @ kernels[group]
+        np.testing.assert_allclose(found[group], x[rows].T @ np.cos(y), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(change[group], x[rows].T @ (-np.sin(y) * y), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_visits_compute_every_row_of_a_group_once(name):
     sizes, num_rows = SIZES[name]

@@ -125,6 +125,17 @@ def test_the_layer_equals_the_plain_loop_over_experts(experts, k):
     check(make_moe(experts=experts, k=k), random_tokens(), k=k)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_experts_use_the_kernel_of_xla_on_tpus_alone(platform):
+    """XLA expands it elsewhere, to the products of each row with all experts."""
+    device = jax.sharding.AbstractDevice(platform, None, platform)
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((2, 2), ("fsdp", "ep"), axis_types=auto, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = str(jax.make_jaxpr(make_moe())(random_tokens()))
+    assert ("ragged_dot" in program, "dynamic_update_slice" in program) == (platform == "tpu", platform != "tpu")
+
+
 def test_the_router_of_bfloat16_experts_is_float32():
     x, low = random_tokens(), with_random_parameters(lambda: MoE(D, F, E, K, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     y, aux = jax.jit(lambda layer, x: layer(x))(low, x)

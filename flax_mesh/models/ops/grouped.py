@@ -31,7 +31,8 @@ class _Visits(NamedTuple):
 def grouped_dot(x_AK: jax.Array, kernels_GKN: jax.Array, sizes_G: jax.Array, platform: str) -> jax.Array:
     """Row i of `x_AK` @ the matrix of its group: (A, N). The first `sizes_G[0]` rows belong to group 0, and so on.
 
-    Rows beyond the last group are zero on CPUs and GPUs, and undefined on TPUs. `platform`: of the devices.
+    Rows beyond the last group are zero on CPUs and GPUs, and undefined on TPUs. `platform`: of the devices. On CPUs and
+    GPUs `jax.jvp` of the product is an error, but `jax.jvp` of its gradient is not.
     """
     if platform not in ("cpu", "gpu"):
         return jax.lax.ragged_dot(x_AK, kernels_GKN, sizes_G)
@@ -46,7 +47,7 @@ def _product(x_AK: jax.Array, kernels_GKN: jax.Array, sizes_G: jax.Array) -> jax
 
 
 def _forward(x_AK: jax.Array, kernels_GKN: jax.Array, sizes_G: jax.Array):
-    return _product(x_AK, kernels_GKN, sizes_G), (x_AK, kernels_GKN, sizes_G)
+    return _rows(x_AK, kernels_GKN, sizes_G, contracted=1), (x_AK, kernels_GKN, sizes_G)
 
 
 def _backward(residuals: tuple[jax.Array, ...], gradient_AN: jax.Array):
@@ -75,16 +76,17 @@ def _rows(x: jax.Array, kernels: jax.Array, sizes_G: jax.Array, contracted: int)
 def _matrices(x: jax.Array, kernels: jax.Array, sizes_G: jax.Array, gradient: jax.Array) -> jax.Array:
     """The gradient of the matrices: for each group the product of its rows of `x` and of `gradient`."""
     tile = _tile(x.shape[0], kernels.shape[0])
+    dtype = jnp.promote_types(kernels.dtype, jnp.float32)  # the sum of a group's tiles is rounded once
 
     def visit(total: jax.Array, at: _Visits) -> tuple[jax.Array, None]:
         rows = jnp.where(_is_computed(at, tile), _slice(x, at, tile), 0)
         part = jax.lax.dot_general(
-            rows, _slice(gradient, at, tile), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            rows, _slice(gradient, at, tile), (((0,), (0,)), ((), ())), preferred_element_type=dtype
         )
         new = jax.lax.dynamic_index_in_dim(total, at.group, keepdims=False) + part
         return jax.lax.dynamic_update_index_in_dim(total, new, at.group, axis=0), None
 
-    total = _vary(jnp.zeros(kernels.shape, jnp.float32), _axes(x))
+    total = _vary(jnp.zeros(kernels.shape, dtype), _axes(x))
     return jax.lax.scan(visit, total, _visits(sizes_G, x.shape[0], tile))[0].astype(kernels.dtype)
 
 
