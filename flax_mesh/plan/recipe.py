@@ -100,16 +100,17 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
         program, arguments = step_of(recipe)
         with user_code("loss_fn", place_of(recipe.loss_fn)):
             program.step.eval_shape(*arguments)  # `estimate` reuses the trace
-        options = _estimate_options(recipe)
+        options = _options(recipe.step_options.compiler_options)
         estimated = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform, **options)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
     forecast = _assemble(topology, recipe.target.sizes, estimated, roles, stated, _given(recipe), limit)
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 
-def _estimate_options(recipe: Recipe) -> dict[str, bool]:
-    options = recipe.step_options.compiler_options or {}
-    return {"excess_precision": bool(options.get("xla_allow_excess_precision", True))}
+def _options(compiler_options: Mapping[str, Any] | None) -> dict[str, bool]:
+    """The options of XLA that an estimate depends on, as keywords of `estimate`."""
+    allows = (compiler_options or {}).get("xla_allow_excess_precision", True)
+    return {"excess_precision": str(allows).lower() not in ("false", "0")}  # as XLA reads them
 
 
 def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
@@ -125,6 +126,7 @@ def plan_step(
     *,
     tokens: int | None = None,
     flops: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Forecast a jitted function, such as the step of a custom training loop.
 
@@ -135,6 +137,8 @@ def plan_step(
         hardware: A topology with as many devices as the mesh. None: the devices that are here.
         tokens: Tokens per step, for tokens per second.
         flops: FLOPs per step of all devices as the model states them, for the MFU.
+        compiler_options: The options of XLA that were passed to `jax.jit`, of which JAX does not tell. The forecast
+            counts `xla_allow_excess_precision`.
 
     Raises:
         ConfigError: The arguments have no mesh, several meshes, or another number of devices than the topology.
@@ -159,7 +163,7 @@ def plan_step(
         )
     (mesh,) = meshes
     sizes = resolve_mesh(topology, dict(mesh.shape))
-    estimated = estimate(step, arguments, dict(mesh.shape), topology.chip.platform)
+    estimated = estimate(step, arguments, dict(mesh.shape), topology.chip.platform, **_options(compiler_options))
     limit = _limit(devices) if devices else None
     return _assemble(topology, sizes, estimated, _roles(arguments, 0), (tokens, flops), Given(), limit)
 
@@ -331,7 +335,7 @@ class Split(NamedTuple):
 
     def estimates(self, platform: str) -> list[StageEstimate]:
         """F, B and W of every stage."""
-        options, sizes = _estimate_options(self.recipe), self.recipe.target.sizes
+        options, sizes = _options(self.recipe.step_options.compiler_options), self.recipe.target.sizes
         return estimate_stages(partial(self.visit, self.mesh), self.mesh, sizes, platform, **options)
 
 

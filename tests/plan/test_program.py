@@ -15,6 +15,7 @@ from flax_mesh.hardware import CHIPS, chip_of
 from flax_mesh.jax_compat import lower_without_devices
 from flax_mesh.models import DecoderConfig
 from flax_mesh.models.attention import attend
+from flax_mesh.plan import plan_step
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.recipe.target import chip_target
 from flax_mesh.step.attention import score_limit
@@ -326,6 +327,10 @@ def test_without_excess_precision_the_values_that_a_program_rounds_are_stored_wi
     args = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
     wide, rounded = (estimate(step, args, {}, platform, excess_precision=x).profile.peak for x in (True, False))
     assert wide - rounded >= 2 * 4096 * 64 * 2  # two sums
+    hardware, sharding = {"tpu": "v5e:1x1", "gpu": "h100:1x1"}[platform], NamedSharding(mesh_of({"dp": 1}), P())
+    placed = [x.update(sharding=sharding) for x in args]
+    planned = plan_step(step, placed, hardware, compiler_options={"xla_allow_excess_precision": False})
+    assert plan_step(step, placed, hardware).memory.peak - planned.memory.peak >= 2 * 4096 * 64 * 2
 
 
 def _small_vit(mesh):
