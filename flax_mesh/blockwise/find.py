@@ -13,6 +13,7 @@ import numpy as np
 from flax_mesh.blockwise.dims import VIEWS, Labels, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
 
+FEWEST_KEYS = 32  # a softmax over fewer is the softmax of a router
 Uses = dict[int, list[tuple[Op | None, int]]]  # id of a value -> (operation, number of the input); None: an output
 
 
@@ -146,7 +147,7 @@ class _Forward:
             for op, i in self.uses.get(id(x), []):
                 if op is None:
                     raise NotFoundError("the sum of the softmax is also a result of the function or of a loop")
-                if _is_view(op) or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
+                if is_view(op) or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
                     todo.append((op.outputs[0], labels_after(op, i, mine or ())))
                 elif id(op) not in self.divisions:
                     raise NotFoundError(f"the sum of the softmax is also used by {op.name}")
@@ -202,14 +203,14 @@ class _Forward:
         return [ranges[id(x)] for _, _, x in self.products]
 
 
-def _is_view(op: Op) -> bool:
+def is_view(op: Op) -> bool:
     """Whether it changes the layout or rounds: a conversion to integers is not linear, and has no gradient."""
     dtype = op.params.get("new_dtype", np.float32)
     return op.name in VIEWS and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _is_linear(op: Op, i: int, weights: set[int]) -> bool:
-    if _is_view(op) or op.name == "slice":
+    if is_view(op) or op.name == "slice":
         return True
     if op.name == "div":
         return i == 0
@@ -231,7 +232,7 @@ def _is_power(op: Op) -> bool:
 
 def _comes_from(x: Any, is_sum: Callable[[Any], bool]) -> bool:
     while isinstance(x, Value) and not is_sum(x):
-        if x.op is None or not _is_view(x.op):
+        if x.op is None or not is_view(x.op):
             return False
         x = x.op.inputs[0]
     return isinstance(x, Value)
@@ -243,7 +244,7 @@ def _is_inverse(x: Any, is_sum: Callable[[Any], bool]) -> bool:
             return _comes_from(x.op.inputs[1], is_sum)
         if _is_power(x.op):
             return _comes_from(x.op.inputs[0], is_sum)
-        if not _is_view(x.op):
+        if not is_view(x.op):
             return False
         x = x.op.inputs[0]
     return False

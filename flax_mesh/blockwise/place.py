@@ -91,39 +91,41 @@ def follow(
     for x, layout in [*zip(level.inputs, given, strict=True), *consts]:
         if layout is not None:
             known[id(x)] = layout
-    _follow(level, known, mesh)
+    spread(level, known, lambda op, out, known: _layout_of(op, out, known, mesh))
     return known
 
 
-def _follow(level: Level, known: dict[int, Layout], mesh: Any) -> None:
+def spread(
+    level: Level, known: dict[int, Layout], result: Callable[[Op, Value, Mapping[int, Layout]], Layout | None]
+) -> None:
+    """Adds `result` of every operation to `known`, through loops and branches."""
     for op in level.ops:
         if op.bodies and not op.is_closed:
             for body in op.bodies:
                 _enter(op, body, known)
-                _follow(body, known, mesh)
+                spread(body, known, result)
             _leave(op, known)
             continue
-        sharding = op.params.get("sharding") if op.name == "sharding_constraint" else None
-        if isinstance(sharding, NamedSharding):
-            wanted = axes_of_spec(sharding.spec, len(op.outputs[0].shape))
-            free = [x is PartitionSpec.UNCONSTRAINED for x in sharding.spec]
-            old = known.get(id(source(op.inputs[0])), ((),) * len(wanted))
-            free += [False] * (len(wanted) - len(free))
-            known[id(op.outputs[0])] = tuple(o if f else w for o, w, f in zip(old, wanted, free, strict=True))
-            continue
         for out in op.outputs:
-            if (layout := _combined(op, out, known, mesh)) is not None:
+            if (layout := result(op, out, known)) is not None:
                 known[id(out)] = layout
 
 
-def _combined(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Layout | None:
+def _layout_of(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Layout | None:
     """The layout of a result: each dim has the axes of the first operand that has some for it."""
+    sharding = op.params.get("sharding") if op.name == "sharding_constraint" else None
+    if isinstance(sharding, NamedSharding):
+        wanted = axes_of_spec(sharding.spec, len(out.shape))
+        free = [x is PartitionSpec.UNCONSTRAINED for x in sharding.spec]
+        old = known.get(id(source(op.inputs[0])), ((),) * len(wanted))
+        free += [False] * (len(wanted) - len(free))
+        return tuple(o if f else w for o, w, f in zip(old, wanted, free, strict=True))
     combined: list[Axes] = [()] * len(out.shape)
     for i, x in enumerate(op.inputs):
         if (layout := known.get(id(source(x)))) is None:
             continue
         to = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
-        to = _aligned(x.shape, out.shape) if to is None else to  # not known, such as a function with its own derivative
+        to = aligned(x.shape, out.shape) if to is None else to  # not known, such as a function with its own derivative
         for names, o in zip(layout, to, strict=True):
             used = {name for each in combined for name in each}
             if o is None or not names or combined[o] or used & {*names}:
@@ -133,7 +135,7 @@ def _combined(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Lay
     return tuple(combined) if any(combined) else None
 
 
-def _aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:
+def aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:
     """Dims of the same size at the same place, counted from the last one if the numbers of dims differ."""
     shift = len(after) - len(before)
     return [d + shift if d + shift >= 0 and size == after[d + shift] else None for d, size in enumerate(before)]

@@ -12,11 +12,12 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
-from flax_mesh.blockwise.find import NotFoundError, Uses, find_softmax, uses_of
+from flax_mesh.blockwise.find import FEWEST_KEYS, NotFoundError, Uses, find_softmax, uses_of
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
+from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
@@ -24,21 +25,28 @@ from flax_mesh.text import array_text, bytes_text, count_text, first_line, liste
 from flax_mesh.tree import num_bytes
 
 MODES = ("auto", "blockwise", "as_written")
-FEWEST_KEYS = 32  # a softmax over fewer is the softmax of a router
 
 
-class Found(NamedTuple):
-    """The attentions of a traced function."""
+class Left(NamedTuple):
+    """An array whose size is the square of the length of sequences, and which stays."""
 
-    top: Level
-    regions: tuple[Region, ...]
-    left: tuple[str, ...]  # lines about arrays of scores that stay
-    left_bytes: int = 0
+    array: Value
+    op: Op  # of the line of the code
+    reason: str
+
+    @property
+    def line(self) -> str:
+        times, inside = repeats(self.op.level)
+        count = f"{times} times " if times > 1 and not inside else ""
+        place, aval = source_line(self.op.eqn), self.array.aval
+        where = f"{place}: " if place else ""
+        return f"{where}{count}{array_text(aval)}, {bytes_text(num_bytes(aval))}, stays: {self.reason}"
 
 
-def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
-    top = build(closed)
-    regions, left, left_bytes = [], [], 0
+def _find(top: Level, block: int) -> tuple[list[Region], list[Left]]:
+    """The attentions of a function, and the scores of those that are recognized and stay."""
+    regions: list[Region] = []
+    left: list[Left] = []
     for level in all_levels(top):
         uses = uses_of(level)
         for op in level.ops:
@@ -47,17 +55,16 @@ def find_attention(closed: jex.ClosedJaxpr, block: int = BLOCK) -> Found:
                     regions += _regions(op, uses, block)
                 except NotFoundError as error:
                     if str(error):
-                        left.append(_left_line(op.outputs[0], op, str(error)))
-                        left_bytes += num_bytes(op.outputs[0].aval)
+                        left.append(Left(op.outputs[0], op, str(error)))
     for region in regions:
         left += [
-            _left_line(
+            Left(
                 x, x.op or region.softmax.product, f"{x.op.name} is not evaluated on blocks" if x.op else "it is stored"
             )
             for x, labels in region.leaves.values()
             if {region.q, region.k} <= {*labels}
         ]
-    return Found(top, tuple(regions), tuple(dict.fromkeys(left)), left_bytes)
+    return regions, left
 
 
 def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
@@ -75,23 +82,15 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     return [region_of(each) for each in softmaxes]
 
 
-def _also_used(region: Region, needed: Needed) -> list[str]:
-    """Lines about arrays between the products of an attention in blocks that something else needs complete."""
+def _also_used(region: Region, needed: Needed) -> list[Left]:
+    """Arrays between the products of an attention in blocks that something else needs complete."""
     both = {region.q, region.k}
     inside = {id(op): op for op, labels in region.steps_labels() if both <= {*labels}}
     inside |= {id(region.softmax.exp): region.softmax.exp}
     users = [op for op in region.softmax.exp.level.ops if id(op) in needed.ops and id(op) not in inside]
     inputs = lambda op: op.inputs if op.region is None else [x for x, _ in op.region.leaves.values()]  # noqa: E731
     uses = [(x, op) for op in users for x in inputs(op) if isinstance(x, Value) and id(x.op) in inside]
-    return [_left_line(x, op, f"{op.name} needs all of it") for x, op in uses]
-
-
-def _left_line(x: Any, op: Op, reason: str) -> str:
-    times, inside = repeats(op.level)
-    count = f"{times} times " if times > 1 and not inside else ""
-    line = source_line(op.eqn)
-    where = f"{line}: " if line else ""
-    return f"{where}{count}{array_text(x.aval)}, {bytes_text(num_bytes(x.aval))}, stays: {reason}"
+    return [Left(x, op, f"{op.name} needs all of it") for x, op in uses]
 
 
 class Rewritten(NamedTuple):
@@ -100,7 +99,7 @@ class Rewritten(NamedTuple):
     call: Callable[..., list[Any]]
     lines: tuple[str, ...]
     saved: int  # bytes of scores, per device, that the function as written keeps for its backward pass
-    left: int  # bytes of the scores that stay
+    left: int  # bytes of the arrays that stay
 
 
 def rewrite(
@@ -110,24 +109,27 @@ def rewrite(
     block: int | None = None,
 ) -> Rewritten:
     """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known."""
-    graph = find_attention(closed, block or BLOCK)
+    top = build(closed)
+    regions, left = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known: dict[int, Layout] = {}
-    if graph.regions and not mesh.empty:
-        known = follow(graph.top, layouts, of_const, mesh)
+    if regions and not mesh.empty:
+        known = follow(top, layouts, of_const, mesh)
     attentions: dict[int, Attention] = {}
-    for region in graph.regions:
+    for region in regions:
         static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
         attentions[id(region)] = Attention(
             region, static, place(region, known, mesh_of(region.out, mesh)), known, block
         )
         region.softmax.product.region = region
-    needed = Needed(graph.top)
-    left = dict.fromkeys([*graph.left, *(line for region in graph.regions for line in _also_used(region, needed))])
+    needed = Needed(top)
+    left += [each for region in regions for each in _also_used(region, needed)]
+    named = {id(op) for x, op, _ in left for op in (x.op, op)}
+    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed.ops, named, block or BLOCK)]
 
     def call(*args: Any) -> list[Any]:
-        env = {id(v): x for v, x in zip(graph.top.inputs, args, strict=True)}
-        return run(graph.top, env, needed, lambda op, values: attentions[id(op.region)](values))
+        env = {id(v): x for v, x in zip(top.inputs, args, strict=True)}
+        return run(top, env, needed, lambda op, values: attentions[id(op.region)](values))
 
     kinds: dict[str, int] = {}
     saved = most = 0
@@ -140,7 +142,8 @@ def rewrite(
         else:
             saved += attention.saved * times
     lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
-    return Rewritten(call, (*lines, *left), saved + most, graph.left_bytes)
+    lines += dict.fromkeys(each.line for each in left)
+    return Rewritten(call, tuple(lines), saved + most, sum(num_bytes(each.array.aval) for each in left))
 
 
 @check_types

@@ -67,9 +67,39 @@ def test_attention_in_a_function_with_its_own_derivative_stays_and_is_named():
     assert line.endswith("stays: it is inside of custom_vjp_call")
 
 
+def scores(x, y):
+    return jnp.einsum("bqd,bkd->bqk", x, y)
+
+
+def over_its_sum(e):
+    return e / e.sum(-1, keepdims=True)
+
+
+UNRECOGNIZED = {
+    "its softmax is computed by exp2": lambda x, y: over_its_sum(jnp.exp2(scores(x, y))) @ y,
+    "its softmax is followed by dot_general": lambda x, y: (
+        jnp.einsum("hg,hqk->gqk", jnp.eye(B), jax.nn.softmax(scores(x, y))) @ y
+    ),
+    "its softmax is followed by stop_gradient": lambda x, y: jax.lax.stop_gradient(jax.nn.softmax(scores(x, y))) @ y,
+    # Without a softmax, two dims that come from the dim of one input show it.
+    "no attention is recognized in it": lambda x, y: jax.checkpoint(lambda z: jax.nn.sigmoid(scores(z, z)) @ z)(2 * x),
+    "no product of queries and keys is above the softmax": lambda x, y: (
+        jax.nn.softmax(jnp.tanh(x[:, :, None] + y[:, None]).sum(-1)) @ y
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", UNRECOGNIZED)
+def test_a_square_array_in_which_no_attention_is_recognized_is_named(reason):
+    (line,) = lines_of(UNRECOGNIZED[reason], (jnp.ones((B, S, 8)), jnp.ones((B, S, 8))))
+    assert line.endswith(f"f32[2,96,96], 72.0 KiB, stays: {reason}")
+
+
 def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
-    logits = lambda x: jax.nn.log_softmax(x @ x.swapaxes(1, 2)).sum()  # noqa: E731
-    assert lines_of(*PROGRAMS["router"]()) == lines_of(logits, (jnp.ones((B, S, 8)),)) == []
+    x, w = jnp.ones((B, S, 8)), jnp.ones((8, S))
+    mlp = lambda x, w: jax.nn.softplus(x[:, 1:] @ w) @ w.T  # noqa: E731
+    loss = lambda x, w: jax.nn.log_softmax(x @ w)[:, 0].sum()  # noqa: E731
+    assert lines_of(*PROGRAMS["router"]()) == lines_of(mlp, (x, w)) == lines_of(loss, (x, w)) == []
     fn, args = PROGRAMS["causal"]()
     assert lines_of(fn, args, block=512) == []
 

@@ -1,0 +1,129 @@
+"""Arrays that grow with the square of the length of sequences, although no attention is recognized in them.
+
+Two tests find them. First, a softmax by other means: an exponential that is summed over a dim and, behind operations of
+any kind, contracted along it. Second, the dims of the inputs are followed through the program: an array is square if
+two of its dims come from the same dim of one input, such as the scores of self-attention without a softmax.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax_mesh.blockwise.dims import Labels, dim_map, labels_after
+from flax_mesh.blockwise.find import FEWEST_KEYS, is_view
+from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, source
+from flax_mesh.blockwise.place import Axes, Layout, aligned, spread
+
+_EXPONENTIALS = frozenset({"exp", "exp2", "pow"})
+_USUAL = frozenset({"div", "mul", "reduce_sum", "select_n"})  # between the exponential and the product with values
+_PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice"})  # their dims keep the origin, not the size
+
+
+def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> list[tuple[Value, Op, str]]:
+    """(array, its operation, reason why it stays) for the arrays that `needed` operations store.
+
+    Args:
+        top: The program.
+        needed: Ids of the operations that are computed.
+        named: Ids of operations whose arrays are named already. A square array that leads to one is left out.
+        block: The fewest elements in each of the two dims of a softmax. Square arrays have `block` times `block`.
+    """
+    origins: dict[int, Layout] = {
+        id(x): tuple((f"{n}.{d}",) for d in range(len(x.shape))) for n, x in enumerate(top.inputs)
+    }
+    spread(top, origins, _origins)
+    unnamed: list[tuple[Value, Op, str]] = []
+    for level in all_levels(top):
+        ops = [op for op in level.ops if id(op) in needed]
+        reasons = [_other_softmax(op, ops[n + 1 :], block) if id(op) not in named else "" for n, op in enumerate(ops)]
+        similar = {id(op): reason for op, reason in zip(ops, reasons, strict=True) if reason}
+        outputs = [out for op in ops if not op.bodies for out in op.outputs]
+        square = {id(out) for out in outputs if _is_square(out, origins.get(id(out), ()), block)}
+        ends, before, first = named | similar.keys(), set[int](), list[tuple[Value, Op]]()
+        for op in reversed(ops):
+            if id(op) in ends or any(id(out) in before for out in op.outputs):
+                before |= {id(x) for x in op.inputs}
+            elif not any(id(source(x)) in square for x in op.inputs):
+                first += [(out, op) for out in op.outputs if id(out) in square]
+        unnamed += [(op.outputs[0], op, similar[id(op)]) for op in ops if id(op) in similar]
+        unnamed += [(out, op, "no attention is recognized in it") for out, op in reversed(first)]
+    return unnamed
+
+
+def _other_softmax(op: Op, later: Sequence[Op], block: int) -> str:
+    """Why an operation is not recognized as the softmax of an attention; "" if it is not similar to one.
+
+    It is similar if it computes an exponential of `block` elements or more in two dims, which `later` operations sum
+    over one of them and contract along it.
+    """
+    out = op.outputs[0]
+    long = {d for d, size in enumerate(out.shape) if size >= block}
+    if len(long) < 2 or not (op.name in _EXPONENTIALS or _has_softmax(op)):
+        return ""
+    labels: dict[int, Labels] = {id(out): tuple(range(len(out.shape)))}
+    summed, contracted, others = {*long} if op.bodies else set[int | None](), set[int | None](), list[str]()
+    for user in later:
+        for i, x in enumerate(user.inputs):
+            if (given := labels.get(id(x))) is None:
+                continue
+            if user.name == "reduce_sum":
+                summed |= {given[d] for d in user.params["axes"]}
+            elif user.name == "dot_general" and len(dims := user.params["dimension_numbers"][0][i]) == 1:
+                contracted |= {given[d] for d in dims}
+            if not contracted & long and long <= {*given} and not (user.name in _USUAL or is_view(user)):
+                others.append(user.name)
+            for result in user.outputs:
+                labels[id(result)] = _merged(labels.get(id(result)), _followed(user, i, given, result))
+    if not long & summed & contracted:
+        return ""
+    if op.name != "exp":
+        return f"its softmax is computed by {op.name}"
+    return f"its softmax is followed by {others[0]}" if others else "its softmax has another form"
+
+
+def _has_softmax(op: Op) -> bool:
+    """Whether it is a function with its own derivative, and sums exponentials."""
+    names = {inner.name for body in op.bodies for level in all_levels(body) for inner in level.ops}
+    return op.is_closed and "reduce_sum" in names and not names.isdisjoint(_EXPONENTIALS)
+
+
+def _followed(op: Op, i: int, labels: Labels, result: Value) -> Labels:
+    new = labels_after(op, i, labels) if len(op.outputs) == 1 else None
+    return _placed(labels, aligned(op.inputs[i].shape, result.shape), result) if new is None else new
+
+
+def _placed(labels: Labels, dims: Sequence[int | None], result: Value) -> Labels:
+    of = {o: label for label, o in zip(labels, dims, strict=True) if o is not None}
+    return tuple(of.get(d) for d in range(len(result.shape)))
+
+
+def _merged(labels: Labels | None, more: Labels) -> Labels:
+    return more if labels is None else tuple(b if a is None else a for a, b in zip(labels, more, strict=True))
+
+
+def _is_square(x: Value, origins: Layout, block: int) -> bool:
+    """Whether two dims have a common origin, and at least `block` times `block` elements."""
+    return any(
+        {*origins[d]} & {*origins[e]} and min(n, m) >= FEWEST_KEYS and n * m >= block**2
+        for d, n in enumerate(x.shape)
+        for e, m in enumerate(x.shape[:d])
+        if origins
+    )
+
+
+def _origins(op: Op, out: Value, known: Mapping[int, Layout]) -> Layout | None:
+    """Where the dims of a result come from: each from the first operand in which that is known."""
+    combined: list[Axes] = [()] * len(out.shape)
+    for i, x in enumerate(op.inputs):
+        if (origins := known.get(id(source(x)))) is None:
+            continue
+        for names, o in zip(origins, _dims(op, i, x, out), strict=True):
+            if o is not None and names and not combined[o]:
+                combined[o] = names
+    return tuple(combined) if any(combined) else None
+
+
+def _dims(op: Op, i: int, x: Any, out: Value) -> list[int | None]:
+    if op.name in _PARTS and len(x.shape) == len(out.shape):
+        return [*range(len(x.shape))]
+    dims = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
+    return aligned(x.shape, out.shape) if dims is None else dims
