@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.blockwise.evaluate import Block
+from flax_mesh.blockwise.dims import Block
 from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved, Values
 from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mesh.blockwise.dims import Labels, dim_map
-from flax_mesh.blockwise.evaluate import Block, run_steps
+from flax_mesh.blockwise.dims import Block, Labels, dim_map
 from flax_mesh.blockwise.graph import Literal
-from flax_mesh.blockwise.region import Region
+from flax_mesh.blockwise.region import Region, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 
 _F32 = jnp.float32

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from flax_mesh.blockwise.dims import Labels, is_blockable, labels_after, labels_before
+from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
 from flax_mesh.blockwise.graph import Literal, Op, Value, source
 
@@ -162,3 +162,9 @@ def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
         path.append(made_by[id(x)])
         x = path[-1][0].inputs[path[-1][1]]
     return path[::-1]
+
+
+def run_steps(steps: Sequence[Step], env: dict[Any, Any], block: Block) -> None:
+    for step in steps:
+        values = [x.value if isinstance(x, Literal) else env[x] for x in step.inputs]
+        env[step.output] = evaluate_block(step.op, step.labels, values, block)

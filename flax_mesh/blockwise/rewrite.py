@@ -9,7 +9,7 @@ import numpy as np
 from jax import core, lax
 from jax.extend import core as jex
 
-from flax_mesh.blockwise.evaluate import Block, evaluate_block
+from flax_mesh.blockwise.dims import Block, evaluate_block
 from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
 from flax_mesh.blockwise.place import mesh_of
 from flax_mesh.jax_compat import REMAT, evaluate, in_source_of, scan_sizes
