@@ -59,7 +59,7 @@ def _find(top: Level, block: int) -> tuple[list[Region], list[Left]]:
     for region in regions:
         left += [
             Left(
-                x, x.op or region.softmax.product, f"{x.op.name} is not evaluated on blocks" if x.op else "it is stored"
+                x, x.op or region.softmax.product, f"{x.op.name} is not evaluated on blocks" if x.op else "it is an argument or a constant"
             )
             for x, labels in region.leaves.values()
             if {region.q, region.k} <= {*labels}
