@@ -8,7 +8,7 @@ two of its dims come from the same dim of one input, such as the scores of self-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax_mesh.blockwise.dims import Labels, dim_map, labels_after
+from flax_mesh.blockwise.dims import Labels, dim_map
 from flax_mesh.blockwise.find import FEWEST_KEYS, is_view
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, source
 from flax_mesh.blockwise.place import Axes, Layout, aligned, spread
@@ -59,20 +59,25 @@ def _other_softmax(op: Op, later: Sequence[Op], block: int) -> str:
     long = {d for d, size in enumerate(out.shape) if size >= block}
     if len(long) < 2 or not (op.name in _EXPONENTIALS or _has_softmax(op)):
         return ""
-    labels: dict[int, Labels] = {id(out): tuple(range(len(out.shape)))}
+    dims = tuple(range(len(out.shape)))
+    labels: dict[int, Labels] = {id(out): dims}
+    shapes: dict[tuple[int, ...], Labels] = {out.shape: dims}
     summed, contracted, others = {*long} if op.bodies else set[int | None](), set[int | None](), list[str]()
     for user in later:
         for i, x in enumerate(user.inputs):
-            if (given := labels.get(id(x))) is None:
+            if (given := labels.get(id(x))) is None or user.name in _EXPONENTIALS:
                 continue
             if user.name == "reduce_sum":
                 summed |= {given[d] for d in user.params["axes"]}
-            elif user.name == "dot_general" and len(dims := user.params["dimension_numbers"][0][i]) == 1:
-                contracted |= {given[d] for d in dims}
+            elif user.name == "dot_general" and len(axes := user.params["dimension_numbers"][0][i]) == 1:
+                contracted |= {given[d] for d in axes}
             if not contracted & long and long <= {*given} and not (user.name in _USUAL or is_view(user)):
                 others.append(user.name)
             for result in user.outputs:
-                labels[id(result)] = _merged(labels.get(id(result)), _followed(user, i, given, result))
+                new = _followed(user, i, given, result)
+                if user.name == "reshape":  # back to a shape restores the dims that another reshape has merged
+                    new = shapes.setdefault(result.shape, new)
+                labels[id(result)] = shapes[result.shape] = _merged(labels.get(id(result)), new)
     if not long & summed & contracted:
         return ""
     if op.name != "exp":
@@ -87,12 +92,7 @@ def _has_softmax(op: Op) -> bool:
 
 
 def _followed(op: Op, i: int, labels: Labels, result: Value) -> Labels:
-    new = labels_after(op, i, labels) if len(op.outputs) == 1 else None
-    return _placed(labels, aligned(op.inputs[i].shape, result.shape), result) if new is None else new
-
-
-def _placed(labels: Labels, dims: Sequence[int | None], result: Value) -> Labels:
-    of = {o: label for label, o in zip(labels, dims, strict=True) if o is not None}
+    of = {o: label for label, o in zip(labels, _dims(op, i, op.inputs[i], result), strict=True) if o is not None}
     return tuple(of.get(d) for d in range(len(result.shape)))
 
 

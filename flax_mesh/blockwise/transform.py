@@ -57,13 +57,10 @@ def _find(top: Level, block: int) -> tuple[list[Region], list[Left]]:
                     if str(error):
                         left.append(Left(op.outputs[0], op, str(error)))
     for region in regions:
-        left += [
-            Left(
-                x, x.op or region.softmax.product, f"{x.op.name} is not evaluated on blocks" if x.op else "it is an argument or a constant"
-            )
-            for x, labels in region.leaves.values()
-            if {region.q, region.k} <= {*labels}
-        ]
+        for x, labels in region.leaves.values():
+            if {region.q, region.k} <= {*labels}:
+                reason = f"{x.op.name} is not evaluated on blocks" if x.op else "it is an argument or a constant"
+                left.append(Left(x, x.op or region.softmax.product, reason))
     return regions, left
 
 

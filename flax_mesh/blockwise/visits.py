@@ -141,5 +141,6 @@ def _visits(high: Any) -> Visits:
     order = m.argsort(m.where(skipped, 1, 0), axis=1, stable=True).astype(np.int32)
     most = m.max(m.where(skipped, high, -np.inf), axis=1)
     finite = m.where(most == -np.inf, 0.0, most)
-    most = (most + abs(finite) * 1e-6).astype(np.float32)  # above what rounding changes
+    with np.errstate(over="ignore"):  # a bound beyond float32 is infinite: blocks are visited
+        most = (most + abs(finite) * 1e-6).astype(np.float32)  # above what rounding changes
     return Visits(order, m.sum(~skipped, axis=1).astype(np.int32), most)

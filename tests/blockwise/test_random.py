@@ -55,7 +55,9 @@ def problem_of(chain):
         reference = exact(fn, args)
         if not apart(found, reference) <= max(most, 8 * apart(expected, reference)):
             return f"{difference:.1e} from the program, {apart(found, reference):.1e} from float64, {lines}"
-    rewritten = lines and not any("stays" in x for x in lines) and chain.queries == chain.keys
+    if not lines:
+        return "no line"
+    rewritten = not any("stays" in x for x in lines) and chain.queries == chain.keys
     square = square_of_gradient(blockwise, args, chain.keys) if rewritten else 0
     return f"an array of {square} elements is left, {lines}" if square else ""
 
