@@ -27,9 +27,9 @@ def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> l
         named: Ids of operations whose arrays are named already. A square array that leads to one is left out.
         block: The fewest elements in each of the two dims of a softmax. Square arrays have `block` times `block`.
     """
-    origins: dict[int, Layout] = {
-        id(x): tuple((f"{n}.{d}",) for d in range(len(x.shape))) for n, x in enumerate(top.inputs)
-    }
+    arrays = [(x, n) for n, x in enumerate(top.inputs)]
+    arrays += [(x, id(x.const)) for level in all_levels(top) for x in level.consts]  # closed over, such as a batch
+    origins: dict[int, Layout] = {id(x): tuple((f"{n}.{d}",) for d in range(len(x.shape))) for x, n in arrays}
     spread(top, origins, _origins)
     unnamed: list[tuple[Value, Op, str]] = []
     for level in all_levels(top):

@@ -91,7 +91,10 @@ UNRECOGNIZED = {
 
 @pytest.mark.parametrize("reason", UNRECOGNIZED)
 def test_a_square_array_in_which_no_attention_is_recognized_is_named(reason):
-    (line,) = lines_of(UNRECOGNIZED[reason], (jnp.ones((B, S, 8)), jnp.ones((B, S, 8))))
+    args = jnp.ones((B, S, 8)), jnp.ones((B, S, 8))
+    (line,) = lines_of(UNRECOGNIZED[reason], args)
+    closed_over = lambda zero: UNRECOGNIZED[reason](*args) + zero  # noqa: E731
+    assert lines_of(closed_over, (0.0,)) == [line]
     assert line.endswith(f"f32[2,96,96], 72.0 KiB, stays: {reason}")
 
 
