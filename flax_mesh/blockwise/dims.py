@@ -17,6 +17,9 @@ from jax.extend.random import threefry2x32_p
 from flax_mesh.blockwise.graph import Op
 
 Labels = tuple[int | None, ...]
+# For every dim of an array, the parts of dims of the scores that it consists of: (label, step in this dim, size). Where
+# dims are merged, labels name the first of them; two arrays with the same order have the same elements in each place.
+Order = tuple[tuple[tuple[int | None, int, int], ...], ...]
 POINTWISE = frozenset(
     """abs add and bitcast_convert_type ceil clamp convert_element_type copy copy_p cos div eq eq_to erf exp exp2 expm1
     floor ge gt integer_pow is_finite layout_constraint le log log1p logistic lt lt_to max min mul ne neg nextafter not
@@ -116,6 +119,46 @@ def labels_after(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = (
         for d, o in enumerate(dims):
             if o is not None and new[o] is None and labels[d] not in new and not (major and labels[d] in whole):
                 new[o] = labels[d]
+    return tuple(new)
+
+
+def order_of(shape: Sequence[int]) -> Order:
+    return tuple(((d, 1, size),) if size > 1 else () for d, size in enumerate(shape))
+
+
+def order_after(op: Op, number: int, order: Order) -> Order | None:
+    """The order of the output, given the order of one input; None if it is not known."""
+    shape = op.outputs[0].aval.shape
+    if op.name == "reshape":
+        return _regrouped(order, shape) if op.params.get("dimensions") is None else None
+    if (dims := dim_map(op, number)) is None:
+        return None
+    new: list[Any] = [((None, 1, size),) if size > 1 else () for size in shape]
+    for d, o in enumerate(dims):
+        if o is not None:
+            new[o] = order[d]
+        elif op.name == "slice" and len(order[d]) == 1:
+            label, step, _ = order[d][0]
+            new[d] = ((label, step, shape[d]),) if shape[d] > 1 else ()
+    return tuple(new)
+
+
+def _regrouped(order: Order, shape: Sequence[int]) -> Order | None:
+    left, new = [part for dim in order for part in dim], []
+    for size in shape:
+        parts: list[tuple[int | None, int, int]] = []
+        while size > 1:
+            label, step, n = left.pop(0)
+            if n > size and n % size == 0:
+                left.insert(0, (label, step, n // size))
+                step, n = step * (n // size), size
+            if size % n:
+                return None
+            size //= n
+            if parts and parts[-1][:2] == (label, step * n):
+                n *= parts.pop()[2]
+            parts.append((label, step, n))
+        new.append(tuple(parts))
     return tuple(new)
 
 

@@ -10,7 +10,16 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.dims import VIEWS, Labels, is_blockable, labels_after, labels_before
+from flax_mesh.blockwise.dims import (
+    VIEWS,
+    Labels,
+    Order,
+    is_blockable,
+    labels_after,
+    labels_before,
+    order_after,
+    order_of,
+)
 from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
 
 FEWEST_KEYS = 32  # a softmax over fewer is the softmax of a router
@@ -139,22 +148,26 @@ class _Forward:
         if any(self.divided[id(x)] for _, x in self.sums):
             raise NotFoundError("the divided softmax is summed")
 
-    def _check_sums(self, k: int, labels: dict[int, Labels]) -> None:
+    def _check_sums(self, k: int) -> None:
         """The sum of a row may only divide values of this row."""
-        todo = [(op.outputs[0], labels_after(op, 0, labels[id(x)])) for op, x in self.sums]
+        out = self.exp.outputs[0]
+        rows: dict[int, Order | None] = {id(out): order_of(out.shape)}
+        after = lambda op, i, order: None if order is None else order_after(op, i, order)  # noqa: E731
+        for op, i in self.order:
+            rows[id(op.outputs[0])] = after(op, i, rows[id(op.inputs[i])])
+        todo = [(op.outputs[0], after(op, 0, rows[id(x)])) for op, x in self.sums]
         while todo:
             x, mine = todo.pop()
             for op, i in self.uses.get(id(x), []):
                 if op is None:
                     raise NotFoundError("the sum of the softmax is also a result of the function or of a loop")
                 if is_view(op) or (op.name == "div" and i == 1 and _is_number(op.inputs[0], 1)) or _is_power(op):
-                    todo.append((op.outputs[0], labels_after(op, i, mine or ())))
+                    todo.append((op.outputs[0], after(op, i, mine)))
                 elif id(op) not in self.divisions:
                     raise NotFoundError(f"the sum of the softmax is also used by {op.name}")
                 else:
-                    of_rows = [None if label == k else label for label in labels[id(op.outputs[0])]]
-                    sizes = op.outputs[0].shape
-                    if mine is None or any(a != b and n > 1 for a, b, n in zip(mine, of_rows, sizes, strict=True)):
+                    divided, divisor = rows[id(op.outputs[0])], after(op, i, mine)
+                    if divided is None or divisor != _without(divided, k):
                         raise NotFoundError("it is divided by the sum of other rows")
 
     def key_dim(self) -> tuple[int, dict[int, Labels]]:
@@ -171,7 +184,7 @@ class _Forward:
             raise NotFoundError("it is a softmax over several dims")
         if labels[id(summed)] != labels[id(out)]:
             raise NotFoundError("its sum is taken in another layout")
-        self._check_sums(k := int(axes[0]), labels)
+        self._check_sums(k := int(axes[0]))
         return k, labels
 
     def check_sizes(self, q: int, k: int, labels: dict[int, Labels]) -> None:
@@ -201,6 +214,11 @@ class _Forward:
         if ranges[id(self.sums[0][1])] != every:
             raise NotFoundError("a part of the softmax is summed")
         return [ranges[id(x)] for _, _, x in self.products]
+
+
+def _without(order: Order, k: int) -> Order:
+    """The order of an array that is repeated along the keys."""
+    return tuple(tuple((None if label == k else label, step, n) for label, step, n in dim) for dim in order)
 
 
 def is_view(op: Op) -> bool:

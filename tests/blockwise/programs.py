@@ -21,7 +21,7 @@ LEFT = {
     "sum_without_the_sink",
 }
 LEFT |= {"weights_without_gradient", "sum_without_gradient", "integer_weights", "own_derivative", "pairs_of_keys"}
-LEFT |= {"merged_heads_and_queries", "factor_of_the_sink"}
+LEFT |= {"merged_heads_and_queries", "factor_of_the_sink", "sum_of_swapped_heads"}
 SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (B, S)), 1)
 PADDING = np.arange(S)[None] < np.array([[S - 30], [S - 50]])
 
@@ -310,6 +310,16 @@ def pairs_of_keys() -> Program:
         return jnp.einsum("bnqkp,bknh->bqnhp", p, v[:, ::2])
 
     return fn, qkv()
+
+
+@program
+def sum_of_swapped_heads() -> Program:
+    def fn(q: Any, k: Any, v: Any) -> Any:
+        e = jnp.exp(jnp.einsum("abcqd,abckd->abcqk", q, k))
+        rows = jnp.swapaxes(e.sum(-1), 1, 2).reshape(12, S, 1)  # of (a, c, b)
+        return jnp.einsum("nqk,nkd->nqd", e.reshape(12, S, S) / rows, v)
+
+    return fn, (rand(3, 2, 2, S, 8), rand(3, 2, 2, S, 8, seed=1), rand(12, S, 8, seed=2))
 
 
 @program
