@@ -5,7 +5,8 @@ any kind, contracted along it. Second, the dims of the inputs are followed throu
 two of its dims come from the same dim of one input, such as the scores of self-attention without a softmax.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from flax_mesh.blockwise.dims import Labels, dim_map
@@ -34,8 +35,8 @@ def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> l
     unnamed: list[tuple[Value, Op, str]] = []
     for level in all_levels(top):
         ops = [op for op in level.ops if id(op) in needed]
-        reasons = [_other_softmax(op, ops[n + 1 :], block) if id(op) not in named else "" for n, op in enumerate(ops)]
-        similar = {id(op): reason for op, reason in zip(ops, reasons, strict=True) if reason}
+        reasons = [(op, _other_softmax(op, islice(ops, n + 1, None), block)) for n, op in enumerate(ops)]
+        similar = {id(op): reason for op, reason in reasons if reason and id(op) not in named}
         outputs = [out for op in ops if not op.bodies for out in op.outputs]
         square = {id(out) for out in outputs if _is_square(out, origins.get(id(out), ()), block)}
         ends, before, first = named | similar.keys(), set[int](), list[tuple[Value, Op]]()
@@ -49,15 +50,17 @@ def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> l
     return unnamed
 
 
-def _other_softmax(op: Op, later: Sequence[Op], block: int) -> str:
+def _other_softmax(op: Op, later: Iterable[Op], block: int) -> str:
     """Why an operation is not recognized as the softmax of an attention; "" if it is not similar to one.
 
     It is similar if it computes an exponential of `block` elements or more in two dims, which `later` operations sum
     over one of them and contract along it.
     """
+    if not op.outputs or not (op.name in _EXPONENTIALS or _has_softmax(op)):
+        return ""
     out = op.outputs[0]
     long = {d for d, size in enumerate(out.shape) if size >= block}
-    if len(long) < 2 or not (op.name in _EXPONENTIALS or _has_softmax(op)):
+    if len(long) < 2:
         return ""
     dims = tuple(range(len(out.shape)))
     labels: dict[int, Labels] = {id(out): dims}

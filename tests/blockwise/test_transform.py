@@ -93,7 +93,11 @@ UNRECOGNIZED = {
 def test_a_square_array_in_which_no_attention_is_recognized_is_named(reason):
     args = jnp.ones((B, S, 8)), jnp.ones((B, S, 8))
     (line,) = lines_of(UNRECOGNIZED[reason], args)
-    closed_over = lambda zero: UNRECOGNIZED[reason](*args) + zero  # noqa: E731
+
+    def closed_over(zero):
+        jax.debug.print("{}", zero)
+        return UNRECOGNIZED[reason](*args) + zero
+
     assert lines_of(closed_over, (0.0,)) == [line]
     assert line.endswith(f"f32[2,96,96], 72.0 KiB, stays: {reason}")
 
