@@ -471,6 +471,14 @@ def chain_stages(
     Raises:
         CutError: Names the stage that cannot be called with the result of the previous one.
         ConfigError: As in `split_stages`; also if the schedule has another number of stages.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, chain_stages
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> stages = [nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2)]
+        >>> loss_fn = lambda outputs, batch: ((outputs - batch) ** 2).sum()
+        >>> chain_stages(loss_fn, stages, np.ones((8, 8), np.float32), mesh=mesh, schedule="gpipe", num_microbatches=4)
+        StagedModel(2 stages of stages; print it to see them)
     """
     make = stages if callable(stages) else lambda: stages
 
