@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from flax_mesh import jax_compat
-from flax_mesh.mpmd.split import assign, jaxpr, remat
+from flax_mesh.mpmd import chunks
+from flax_mesh.mpmd.split import assign, remat
 from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.step import parameter_flow
 from tests.suite.syntax import PACKAGE, read_imports
@@ -113,8 +114,8 @@ TABLES = {
     "RUN_ONCE": assign.RUN_ONCE,
     "STORED": remat.STORED,
     "FREE": remat.FREE,
-    "ELEMENTWISE": jaxpr.ELEMENTWISE,
-    "REDUCE": jaxpr.REDUCE,
+    "ELEMENTWISE": chunks.ELEMENTWISE,
+    "REDUCE": chunks.REDUCE,
     "CALLS": parameter_flow.CALLS,
     "layouts": (remat.CONSTRAINT, remat.RESHARD),
 }

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from flax_mesh.jax_compat import JIT, REMAT, evaluate
+from flax_mesh.mpmd.chunks import Chunks, whole
 from flax_mesh.mpmd.split.assign import is_expensive
 from flax_mesh.mpmd.split.jaxpr import (
-    Chunks,
     bodies,
     body,
     flops,
@@ -26,7 +26,6 @@ from flax_mesh.mpmd.split.jaxpr import (
     needed,
     trace,
     variables,
-    whole,
 )
 from flax_mesh.tree import num_bytes
 
