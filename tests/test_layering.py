@@ -25,6 +25,7 @@ FLOORS = (
     ("mpmd",),
     ("mpmd.schedules",),
     ("mpmd.split",),
+    ("mpmd.split.stages",),
     ("mpmd.transport",),
     ("mpmd.runtime",),
     ("checkpoint.hf",),

@@ -16,17 +16,7 @@ from jax import lax
 from flax_mesh.jax_compat import JIT, REMAT, evaluate
 from flax_mesh.mpmd.chunks import Chunks, whole
 from flax_mesh.mpmd.split.assign import is_expensive
-from flax_mesh.mpmd.split.jaxpr import (
-    bodies,
-    body,
-    flops,
-    inline,
-    interpret,
-    is_var,
-    needed,
-    trace,
-    variables,
-)
+from flax_mesh.mpmd.split.jaxpr import bodies, body, flops, inline, interpret, is_var, needed, trace, variables
 from flax_mesh.tree import num_bytes
 
 DEPTH = 4  # layers of the stacks that are split into chunks
