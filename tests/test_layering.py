@@ -57,7 +57,8 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 # Modules that other folders import although no name of them is public.
 SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
-    checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.read data.batches
+    checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
+    data.batches
     data.chat_tokens data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions
     hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source inference.tokenizer
     mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile
