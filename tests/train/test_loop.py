@@ -14,7 +14,7 @@ from flax_mesh.data import run_data
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import TrainConfig, apply_overrides, loop, train
-from flax_mesh.train.loop import TrainResult
+from flax_mesh.train.steps import TrainResult
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot
 from tests.train.support.runs import Ran, checkpoints, losses, rows_of, run
 
