@@ -36,7 +36,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(page, tmp_path):
+def test_the_code_of_a_page_prints_the_output_on_the_page(page, tmp_path):
     """In a fresh process: a reader's machine has one device, unless the page itself asks for more."""
     command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -209,7 +209,7 @@ def test_the_mlir_of_jaxlib_and_its_pass_manager_propagate_shardings():
     assert [given[1] for given in calls] == [module] and calls[0][0].__name__ == "jaxlib.mlir.ir"
 
 
-def test_the_checks_of_cudnn_are_replaced_while_attention_is_traced_and_are_as_before_after_an_error():
+def test_cudnn_checks_are_replaced_only_while_attention_is_traced():
     module = importlib.import_module(jax_compat.CUDNN)
     before = [getattr(module, name) for name in jax_compat.CHECKS]
     with jax_compat.kernels_without_devices(), jax_compat.kernels_without_devices():
