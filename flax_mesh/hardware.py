@@ -301,6 +301,13 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
         bfloat16 = 400e12
 
     Raises a ConfigError that lists all mistakes.
+
+    Example:
+        >>> from flax_mesh.plan import load_chip
+        >>> with open("slow.toml", "w") as file:
+        ...     print('base = "v5p"', 'name = "v5p-slow"', "memory = 90e9", sep=chr(10), file=file)
+        >>> load_chip("slow.toml").memory
+        90000000000.0
     """
     file = os.fspath(path)
     values = _read_toml(file)

@@ -76,7 +76,12 @@ def path_of(key_path: Sequence[Any]) -> str:
 
 
 def named_leaves(tree: PyTree) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. NNX Variables add no component to the path."""
+    """(path, leaf) of every leaf, in the order of `jax.tree.leaves`. NNX Variables add no component to the path.
+
+    Example:
+        >>> fm.named_leaves({"layers": [{"kernel": 1}, {"kernel": 2}]})
+        [('layers/0/kernel', 1), ('layers/1/kernel', 2)]
+    """
     named: list[tuple[str, Any]] = []
     root = tree.get_raw_value() if isinstance(tree, nnx.Variable) else tree
     if jax.tree_util.all_leaves([root]):

@@ -16,7 +16,7 @@ def recipe() -> TrainConfig:
         make_model=make_decoder,
         loss_fn=next_token_loss,
         flops_per_token=flops_per_token,
-        model=DecoderConfig(dtype="bfloat16", remat="full", scan=True, loss_chunk=2048),  # sizes: those of the folder
+        model=DecoderConfig(dtype="bfloat16", remat="full", scan=True, loss_chunk=2048),  # the folder has the sizes
         model_from=pretrained_config,
         data=ChatConfig(source="chats.jsonl", sequence_length=2048, batch_size=16),
         make_batches=lambda config: chats(config).batches(config.run.seed),

@@ -1,6 +1,6 @@
 """Llama 3.1 with 8, 70 and 405 billion parameters (Dubey et al. 2024), initialized randomly.
 
-The batch is that of one host with 8 devices, and all devices are in fsdp. Only the 8B model fits a host; plan the others
+The batch is for one host with 8 devices, and all devices are in fsdp. Only the 8B model fits a host; plan the others
 for a pod:
 
 flax-mesh plan recipes/llama3.py --topology v5p:2x2x2

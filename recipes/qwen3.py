@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B (Qwen Team 2025): 128 experts of which 8 are used per token, initialized randomly.
 
-The settings are those of one host with 8 devices. For a host and for a pod:
+The settings are for one host with 8 devices. For a host and for a pod:
 
 flax-mesh plan recipes/qwen3.py --topology h200:1x8
 flax-mesh plan recipes/qwen3.py mesh.shape=fsdp:16,ep:4 data.batch_size=256 --topology v5p:4x4x4

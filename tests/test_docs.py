@@ -36,7 +36,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
-def test_the_code_of_a_page_runs_on_one_device_and_prints_what_the_page_shows(page, tmp_path):
+def test_the_code_of_a_page_prints_the_output_on_the_page(page, tmp_path):
     """In a fresh process: a reader's machine has one device, unless the page itself asks for more."""
     command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
@@ -255,8 +255,17 @@ def examples() -> list[doctest.DocTest]:
 SLOW_EXAMPLES = """
     flax_mesh.train.train flax_mesh.mpmd.Pipeline flax_mesh.checkpoint.Checkpointer flax_mesh.models.generate
     flax_mesh.models.load_decoder flax_mesh.plan.plan flax_mesh.plan.compile.compile_recipe
-    flax_mesh.plan.search.search_layouts flax_mesh.inference.open_trained
+    flax_mesh.plan.search.search_layouts flax_mesh.inference.open_trained flax_mesh.mpmd.trace_step
+    flax_mesh.mpmd.measure_costs flax_mesh.models.sample flax_mesh.models.next_token_loss flax_mesh.train.build_program
+    flax_mesh.checkpoint.save_safetensors
 """  # 1 to 10 s each
+# Functions that need a tokenizer, Ray, or a text that their pages explain.
+WITHOUT_EXAMPLE = {"flax_mesh.train.read_chats", "flax_mesh.train.ray_trainer", "flax_mesh.plan.parse_topology"}
+
+
+def test_every_public_function_has_an_example():
+    functions = {name for name in NAMES if inspect.isroutine(public(name))}
+    assert {name for name in functions if ">>> " not in (inspect.getdoc(public(name)) or "")} == WITHOUT_EXAMPLE
 
 
 @pytest.mark.parametrize(
@@ -298,6 +307,13 @@ def test_citation_and_changelog_have_the_version_of_the_package():
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     newest, *_ = re.findall(r"^## ([\d.]+)", (ROOT / "docs" / "changelog.md").read_text(), re.MULTILINE)
     assert newest == version
+
+
+def test_the_table_of_tests_names_every_folder():
+    table = re.findall(r"^\| (`.*?`) \|", (ROOT / "tests" / "README.md").read_text(), re.MULTILINE)
+    named = [name for cell in table for name in re.findall(r"`([\w/]+)`", cell)]
+    folders = {path.parent.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")}
+    assert sorted(named) == sorted(folders - {"."})
 
 
 def test_the_readme_and_a_docstring_describe_every_folder():

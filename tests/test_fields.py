@@ -279,6 +279,6 @@ def test_files_of_users_are_read_by_read_file(tmp_path):
         ("OptimizerConfig(clip_norm=1)", OptimizerConfig(clip_norm=1)),  # the default is 1.0, and types are checked
     ],
 )
-def test_repr_of_a_config_contains_what_differs_from_the_defaults_and_can_be_evaluated(text, config):
+def test_repr_of_a_config_shows_changed_fields_and_can_be_evaluated(text, config):
     assert repr(config) == text
     assert eval(text) == config

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 from flax_mesh import jax_compat
-from flax_mesh.mpmd.split import assign, jaxpr, remat
+from flax_mesh.mpmd import chunks
+from flax_mesh.mpmd.split import assign, remat
 from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.step import parameter_flow
 from tests.suite.syntax import PACKAGE, read_imports
@@ -113,8 +114,8 @@ TABLES = {
     "RUN_ONCE": assign.RUN_ONCE,
     "STORED": remat.STORED,
     "FREE": remat.FREE,
-    "ELEMENTWISE": jaxpr.ELEMENTWISE,
-    "REDUCE": jaxpr.REDUCE,
+    "ELEMENTWISE": chunks.ELEMENTWISE,
+    "REDUCE": chunks.REDUCE,
     "CALLS": parameter_flow.CALLS,
     "layouts": (remat.CONSTRAINT, remat.RESHARD),
 }
@@ -208,7 +209,7 @@ def test_the_mlir_of_jaxlib_and_its_pass_manager_propagate_shardings():
     assert [given[1] for given in calls] == [module] and calls[0][0].__name__ == "jaxlib.mlir.ir"
 
 
-def test_the_checks_of_cudnn_are_replaced_while_attention_is_traced_and_are_as_before_after_an_error():
+def test_cudnn_checks_are_replaced_only_while_attention_is_traced():
     module = importlib.import_module(jax_compat.CUDNN)
     before = [getattr(module, name) for name in jax_compat.CHECKS]
     with jax_compat.kernels_without_devices(), jax_compat.kernels_without_devices():

@@ -25,6 +25,7 @@ FLOORS = (
     ("mpmd",),
     ("mpmd.schedules",),
     ("mpmd.split",),
+    ("mpmd.split.stages",),
     ("mpmd.transport",),
     ("mpmd.runtime",),
     ("checkpoint.hf",),
@@ -56,16 +57,16 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 # Modules that other folders import although no name of them is public.
 SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
-    checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.read data.batches
-    data.chat_tokens data.corpus data.iterators data.run_data data.user_batches hlo.collectives hlo.instructions
-    hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source inference.tokenizer
-    mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels mpmd.runtime.compile
-    mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr mpmd.split.remat
-    mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips plan.search.confirm
-    plan.search.report plan.search.space processes.launch processes.launchers processes.output processes.store
-    recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved sharding.annotations
-    sharding.explicit sharding.follow sharding.memory step.attention step.callbacks step.loss step.parameter_flow
-    train.export train.run_folder
+    checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
+    data.batches data.chat_tokens data.corpus data.iterators data.run_data data.user_batches hlo.collectives
+    hlo.instructions hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source
+    inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels
+    mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr
+    mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips
+    plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers processes.output
+    processes.store recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
+    sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks step.loss
+    step.parameter_flow train.export train.run_folder
 """
 
 
@@ -174,7 +175,8 @@ DOORS = """
 """
 # What reads the settings of a resolved recipe: it records them, compares them with saved ones, or passes them to
 # functions of the user.
-READERS = {"recipe.resolve.retarget", "train.loop._changes", "train.loop._steps", "train.metadata.run_record"}
+READERS = {"recipe.resolve.retarget", "train.checks.changes_since", "train.loop._begin", "train.metadata.run_record"}
+READERS |= {"train.steps.run_steps"}
 
 
 def test_only_doors_take_the_settings_and_all_other_functions_take_parts_of_a_recipe():

@@ -126,7 +126,7 @@ def test_stacks_are_distinguished_from_lists():
     assert layer_path("layers/q/kernel", "layers", 3) == "layers/3/q/kernel"
 
 
-def test_only_a_number_after_from_below_a_list_of_layers_is_a_part_of_a_stack():
+def test_only_numbers_after_from_name_a_part_of_a_stack():
     assert path_and_start("layers/q/from 2") == ("layers/q", 2)
     for name in ("layers/q/from here", "layers/q/from ", "layers/q/from -1", "layers/q/from 02", "q/from 2", "from 2"):
         assert path_and_start(name) == (name, 0)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 TUTORIALS = [ROOT / "docs" / name for name in ("quickstart.md", "tutorial.md", "tasks.md")]
-MODULES = sorted((ROOT / "flax_mesh").rglob("*.py"))
+MODULES = sorted([*(ROOT / "flax_mesh").rglob("*.py"), *ROOT.glob("recipes/*.py")])
 # Phrase -> the most per 10,000 words. The documentation of JAX, Flax, Optax, PyTorch and others is below these rates.
 MOST = {r"\b(that|those) of\b": 3, r"\bwhat\b": 10, r"\b(one's|its own|their own)\b": 6, r"\b(is|are) no\b": 2}
 YOU, LEAST_YOU = r"\byou(r|rs|rself)?\b", 40  # in tutorials

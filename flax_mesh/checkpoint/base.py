@@ -6,20 +6,23 @@ metadata of a step contain this folder, the checksums of its files, and the arra
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from flax_mesh.checkpoint.checksums import RECORD, checksums_of, files_below, read_metadata
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
-from flax_mesh.checkpoint.layout import Target
+from flax_mesh.checkpoint.layout import Target, disk_target, paths_on_disk
+from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding.memory import brought, is_on_host
+from flax_mesh.step.state import TrainState
 from flax_mesh.text import path_lines
 from flax_mesh.tree import named_leaves, nest
 
@@ -86,6 +89,28 @@ def check_base(step: Path) -> None:
             f"{base.folder}, whose files must be those that the run started from, but:",
             repair="Put these files back, or a link to a copy of them.",
         )
+
+
+def frozen_arrays(state: TrainState) -> list[tuple[str, Any]]:
+    """Path in the state and array of the parameters that the optimizer does not train."""
+    _, frozen, _ = nnx.split_state(state.to_nnx()["model"], state.definition.wrt, nnx.Param, ...)
+    return [(f"model/{path}", x) for path, x in named_leaves(frozen)]
+
+
+def frozen_on_disk(
+    state: TrainState,
+    layers: Sequence[str] | None,
+    paths: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> Target:
+    """As `arrays_on_disk`, of the parameters that the optimizer does not train.
+
+    `paths` on disk are all that count, if given; the paths in the state `without` do not.
+    """
+    names = {path for path, _ in frozen_arrays(state)}.difference(without)
+    named, stacks = paths_on_disk(tree_of(state), layers_of(state, layers))
+    target = disk_target([(path, x) for path, x in named if path in names], stacks)
+    return {path: x for path, x in target.items() if paths is None or path in paths}
 
 
 def stored_arrays(step: Path) -> dict[str, Any]:

@@ -8,10 +8,8 @@ import json
 import operator
 import os
 import re
-import shutil
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,42 +22,37 @@ from flax_mesh.checkpoint.base import (
     Base,
     check_base,
     fingerprints,
+    frozen_arrays,
+    frozen_on_disk,
     make_base,
     read_arrays,
     read_base,
     stored_arrays,
 )
-from flax_mesh.checkpoint.checksums import SYSTEM_ERROR, find_damage, read_metadata
+from flax_mesh.checkpoint.checksums import find_damage, read_metadata
 from flax_mesh.checkpoint.find import (
-    STEP,
     check_path,
-    entries,
-    find_leftovers,
+    committed_steps,
     find_valid,
-    is_step,
     newest_valid,
     step_number,
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.checkpoint.layout import Reader, Target, check_same, disk_target, from_disk, paths_on_disk, to_disk
-from flax_mesh.checkpoint.retention import RetentionPolicy, has_finite_numbers, metric_of
-from flax_mesh.checkpoint.stacks import check_stacks_are_named
+from flax_mesh.checkpoint.layout import Reader, Target, arrays_on_disk, check_same, from_disk, paths_on_disk, to_disk
+from flax_mesh.checkpoint.retention import RetentionPolicy, newest_finite_step, retained_steps
+from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError, SaveError, UnreadableError
+from flax_mesh.checkpoint.writer import Writer
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.fields import check_types
-from flax_mesh.processes.agree import Phases, decide_at_process_0
-from flax_mesh.stacks import without_single_layers
+from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
-# The phases of a save, at the end of which processes learn of each other's failures. The storage reports the end of
-# "folders", "files" and "commit".
-PHASES = ("begin", "folders", "start", "files", "commit", "clear")
-_UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
 
 
@@ -126,14 +119,9 @@ class Checkpointer:
         self.base: Base | None = None  # where the arrays are that saves leave out; see `load_base`
         self._in_base: dict[str, int] = {}  # path -> fingerprint of the parameters that may be left out
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
-        self._storage: Any = None  # for writing; created by the first save, and again after a failed one
-        self._is_tidy = False  # whether leftovers were removed since `_storage` was created
-        self._has_failed = False  # whether the last save did: threads of the storage may still write its files
         self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
-        self._inode: int | None = None  # of the folder, as found or created by the first save
-        self._saving: int | None = None  # the step being saved
-        self._phases: Any = None  # of the last save
-        self._deleting: threading.Thread | None = None
+        retained = partial(retained_steps, self.folder, self.keep, best_metric)
+        self._writer = Writer(self.folder, retained, host_bytes=host_bytes, compress=compress)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -148,9 +136,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Committed steps, oldest first, damaged ones included."""
-        return sorted(
-            int(entry.name) for entry in entries(self.folder) if STEP.fullmatch(entry.name) and is_step(entry)
-        )
+        return committed_steps(self.folder)
 
     def latest_step(self) -> int | None:
         """The newest valid step, or None if the folder contains no checkpoint; compares every byte with its checksum.
@@ -176,8 +162,7 @@ class Checkpointer:
 
     def newest_finite_step(self) -> int | None:
         """The newest step with finite numbers according to its metadata; reads no array, and verifies nothing."""
-        steps = reversed(self.steps())
-        return next((step for step in steps if has_finite_numbers(self._readable_metadata(step))), None)
+        return newest_finite_step(self.folder)
 
     def verify(self, step: int) -> list[str]:
         """Problems of the files of a step, one line each, after reading all of them; empty for a valid checkpoint.
@@ -207,62 +192,34 @@ class Checkpointer:
         step = _checked(step)
         definition = state.definition if isinstance(state, TrainState) else None
         if definition is None or definition is not self._checked:
-            check_stacks_are_named(state, _layers_of(state, self.layers))
+            check_stacks_are_named(state, layers_of(state, self.layers))
             self._checked = definition
-        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers))
+        named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers))
         record = {key: value for key, value in (metadata or {}).items() if key != BASE}
         if isinstance(state, TrainState) and self.base is not None:
             base = self.base.restricted(frozen_on_disk(state, self.layers, without=self._changed(state)))
             named = [(path, x) for path, x in named if not all(p in base.arrays for p in stacks.get(path, [path]))]
             record[BASE] = base._asdict()
-        self._phases = Phases("save", PHASES)
-        with self._as_save_error(step):
-            committed = step in self.steps()
-            exists = step not in self.damaged and os.path.lexists(self._path(step))
-        if exists:
-            existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
-            problem = f"{self.folder} already contains {existing}; nothing was overwritten."
-            # Another process may not see this step, and would wait for this one.
-            self._phases.failed(f"process {jax.process_index()}: {problem}")
-            raise ConfigError(problem)
-        with self._as_save_error(step):
-            storage = self._open()
-            self._phases.passed("begin")  # from here on no other process writes to the folder
-            self._tidy()
-            arrays = to_disk(named, stacks, on_host=self.host_bytes is None)
-            self._saving = step
-            storage.save(self._path(step), arrays, record)
-            self._phases.passed("start")
+        self._writer.begin(step, self.damaged)
+        self.damaged = {}
+        self._writer.write(step, to_disk(named, stacks, on_host=self.host_bytes is None), record)
         if self.host_bytes is not None:
             self.wait()
 
     def wait(self) -> None:
         """Return once the save in progress is durable and old checkpoints are being deleted; SaveError if it failed."""
-        if self._saving is not None:
-            with self._as_save_error(self._saving):
-                self._storage.wait()
-                if not self._phases.together:
-                    self._meet("commit")
-            self._saving = None
-            if self._has_failed:
-                self._remove_unfinished()
-                self._has_failed = False
+        self._writer.wait()
 
     def close(self) -> None:
         """`wait`, then end the background threads."""
         try:
             self.wait()
         finally:
-            if self._deleting is not None:
-                self._deleting.join()
-            if self._storage is not None:
-                self._storage.close()
-                self._storage = None
+            self._writer.close()
 
     def clear_leftovers(self) -> None:
         """Remove the leftovers of interrupted saves and deletions, as the first save does. No save may be running."""
-        for path in find_leftovers(self.folder):
-            shutil.rmtree(path, ignore_errors=True)
+        self._writer.clear_leftovers()
 
     def metadata(self, step: int) -> dict[str, Any]:
         """The metadata of a step, as given to `save`."""
@@ -319,11 +276,11 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         target = self.check(abstract, step, include=include, cast=cast)
-        layers = _layers_of(abstract, self.layers, target)
+        layers = layers_of(abstract, self.layers, target)
         read = self._reader(step, target)
         if scaled:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
-        leaves = from_disk(read, *paths_on_disk(_tree(abstract), layers))
+        leaves = from_disk(read, *paths_on_disk(tree_of(abstract), layers))
         restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if isinstance(abstract, TrainState):
             self.set_base(read_base(self._step(step)), restored)
@@ -341,7 +298,7 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         stored = self.arrays(step)
-        named, stacks = paths_on_disk(_tree(state), _layers_of(state, self.layers, stored))
+        named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers, stored))
         leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
         return jax.tree.unflatten(jax.tree.structure(state), leaves), report
 
@@ -369,11 +326,11 @@ class Checkpointer:
 
     def set_base(self, base: Base | None, state: TrainState) -> None:
         """Leave out the arrays of `base` from the next saves while they are as in `state`, which was read there."""
-        self.base, self._in_base = base, {} if base is None else fingerprints(_frozen(state))
+        self.base, self._in_base = base, {} if base is None else fingerprints(frozen_arrays(state))
 
     def _changed(self, state: TrainState) -> list[str]:
         """The paths of frozen parameters that are not as in the base: a call of the model may assign them."""
-        now = fingerprints(_frozen(state))
+        now = fingerprints(frozen_arrays(state))
         changed = json.dumps([path for path, number in now.items() if self._in_base.get(path) != number])
         together = lambda texts: json.dumps(sorted({path for text in texts for path in json.loads(text)}))  # noqa: E731
         return json.loads(decide_at_process_0("changed since the base", changed, together))
@@ -401,113 +358,6 @@ class Checkpointer:
             raise ConfigError(f"{self.folder} contains no checkpoint of step {step}; its steps: {steps or 'none'}.")
         return self._path(step)
 
-    def _meet(self, phase: str) -> None:
-        """Wait for all processes at the end of a phase, in the thread that reached it."""
-        if phase == "commit" and self._clears:
-            self._check_folder()
-            if self._saving not in self.steps():
-                raise OSError("its folder is gone")
-        self._phases.passed(phase)
-        if phase == "commit":
-            if self._clears:
-                self._delete(sorted({*self.steps()} - self._retained()))
-            self._phases.passed("clear")
-
-    @contextmanager
-    def _as_save_error(self, step: int) -> Iterator[None]:
-        """Turn the errors of storage libraries into a SaveError of one line."""
-        try:
-            yield
-        # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
-        except (OSError, RuntimeError, TypeError, ValueError) as error:
-            reason, self._saving = _reason(error), None
-            if self._phases.together and not isinstance(error, PeerError):
-                reason = f"process {jax.process_index()}: {reason}"
-            self._phases.failed(reason)
-            self._give_up()
-            committed = self._phases.is_past("commit")
-            what = f"the checkpoint of step {step} could not be saved"
-            what = "old checkpoints could not be removed" if committed else what
-            left: list[int] = []
-            with suppress(UnreadableError):
-                left = [other for other in self.steps() if committed or other != step]
-            newest = f"the newest checkpoint is of step {left[-1]}" if left else "no checkpoint exists"
-            raise SaveError(f"{what} in {self.folder}: {reason}; {newest}") from error
-
-    @property
-    def _clears(self) -> bool:
-        """Whether this process renames and deletes; of several only process 0 does."""
-        return jax.process_index() == 0
-
-    def _open(self) -> Any:
-        from flax_mesh.checkpoint.orbax import Storage
-
-        self._check_folder()
-        if self._storage is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._inode = self.folder.stat().st_ino
-            self._storage = Storage(compress=self.compress, host_bytes=self.host_bytes, meet=self._meet)
-            self._is_tidy = False
-        return self._storage
-
-    def _check_folder(self) -> None:
-        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
-        inode = self.folder.stat().st_ino if self.folder.is_dir() else None
-        if self._inode is not None and inode != self._inode:
-            raise OSError("the folder is gone")
-
-    def _give_up(self) -> None:
-        """Remove a failed save: the errors that the storage still reports and its files, for the disk may be full."""
-        if self._storage is not None:
-            self._storage.abandon()
-            self._storage = None
-        self._has_failed = True
-        self._remove_unfinished()
-
-    def _remove_unfinished(self) -> None:
-        for path in self.folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
-            shutil.rmtree(path, ignore_errors=True)
-
-    def _tidy(self) -> None:
-        """Remove the leftovers of earlier saves, and quarantine damaged steps by renaming them."""
-        if self._clears and not self._is_tidy:
-            if self._deleting is not None:
-                self._deleting.join()
-            self.clear_leftovers()
-        self._is_tidy = True
-        for step in self.damaged if self._clears else ():
-            names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
-            os.rename(self._path(step), next(self.folder / name for name in names if not (self.folder / name).exists()))
-        self.damaged = {}
-
-    def _retained(self) -> set[int]:
-        steps = self.steps()
-        records = {step: self._readable_metadata(step) for step in steps if self.keep.best}
-        metrics = {step: value for step, x in records.items() if (value := metric_of(x, self.best_metric)) is not None}
-        unknown = {step for step, x in records.items() if x.get(_UNREADABLE)}  # one of them may be the best
-        finite = self.newest_finite_step()
-        return self.keep.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
-
-    def _readable_metadata(self, step: int) -> dict[str, Any]:
-        """The metadata of a step; of one without, which is not a candidate for the best, {"finite": False}."""
-        try:
-            return self.metadata(step)
-        except UnreadableError:
-            return {"finite": False, _UNREADABLE: True}
-        except ConfigError:  # damaged, or deleted meanwhile
-            return {"finite": False}
-
-    def _delete(self, steps: Iterable[int]) -> None:
-        """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
-        renamed = [self.folder / f"{step}.deleted" for step in steps]
-        for path in renamed:
-            os.rename(path.with_suffix(""), path)
-        if self._deleting is not None:
-            self._deleting.join()
-        # Files that cannot be deleted are leftovers, which the next run removes.
-        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in renamed])
-        self._deleting.start()
-
 
 def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | None) -> tuple[TrainState, RestoreReport]:
     """`state` with the parameters of a step, which was verified, or of a Hugging Face folder, and its report."""
@@ -519,39 +369,9 @@ def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | Non
     model = open_decoder(folder).load(weights)
     state = state.with_state(nnx.State({**tree.raw_mapping, "model": nnx.merge_state(model, adapters)}))
     loaded = {f"model/{path}" for path, _ in named_leaves(model)}
-    named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
+    named, stacks = paths_on_disk(tree_of(state), layers_of(state, layers))
     restored = tuple(part for path, _ in named if path in loaded for part in stacks.get(path, [path]))
     return state, RestoreReport(restored, {}, ())
-
-
-def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: Collection[str] | None = None) -> Target:
-    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
-
-    With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
-    """
-    return disk_target(*paths_on_disk(_tree(state), _layers_of(state, layers, stored)))
-
-
-def _frozen(state: TrainState) -> list[tuple[str, Any]]:
-    """Path in the state and array of the parameters that the optimizer does not train."""
-    _, frozen, _ = nnx.split_state(state.to_nnx()["model"], state.definition.wrt, nnx.Param, ...)
-    return [(f"model/{path}", x) for path, x in named_leaves(frozen)]
-
-
-def frozen_on_disk(
-    state: TrainState,
-    layers: Sequence[str] | None,
-    paths: Collection[str] | None = None,
-    without: Collection[str] = (),
-) -> Target:
-    """As `arrays_on_disk`, of the parameters that the optimizer does not train.
-
-    `paths` on disk are all that count, if given; the paths in the state `without` do not.
-    """
-    names = {path for path, _ in _frozen(state)}.difference(without)
-    named, stacks = paths_on_disk(_tree(state), _layers_of(state, layers))
-    target = disk_target([(path, x) for path, x in named if path in names], stacks)
-    return {path: x for path, x in target.items() if paths is None or path in paths}
 
 
 def _read_scaled(
@@ -581,42 +401,6 @@ def _checked(step: Any) -> int:
         if not isinstance(step, bool) and operator.index(step) >= 0:
             return operator.index(step)
     raise ConfigError(f"a step must be an integer of at least 0, got {step!r}")
-
-
-def _tree(state: PyTree) -> PyTree:
-    return state.to_nnx() if isinstance(state, TrainState) else state
-
-
-def _layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
-    """`layers`, or by default the layers in the rule table of a TrainState's model, without the names of single layers.
-
-    The paths `stored` in a checkpoint show which stacks were saved layer by layer: in a tree without modules a
-    single layer may look like a stack, and flax_mesh 0.1.0 took every module that `layers` names for a stack.
-    """
-    definition = state.definition if isinstance(state, TrainState) else None
-    if layers is None:
-        layers = definition.layers if definition else ()
-    if not layers:
-        return ()
-    named = [(path.removeprefix("model/"), leaf) for path, leaf in named_leaves(_tree(state))]
-    stacked = without_single_layers(layers, named, definition.ranks if definition else {})
-    if stored is None:
-        return stacked
-    heads = {path: re.compile(rf"(?:model/)?{re.escape(path)}/(\d+(?:/|$))?") for path in layers}
-    by_layer = {
-        path: [bool(match[1]) for name in stored if (match := head.match(name))] for path, head in heads.items()
-    }
-    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in stacked))
-
-
-def _reason(error: BaseException) -> str:
-    """The text of an error on one line; of tensorstore's long texts only the reason that the system reported."""
-    # Since Python 3.13, shutil adds a file to an OSError without a number, whose text is then "[Errno None] None".
-    unnumbered = isinstance(error, OSError) and error.errno is None and error.args
-    text = " ".join(str(error.args[0] if unnumbered else error).split()) or type(error).__name__
-    if code := SYSTEM_ERROR.search(text):
-        return os.strerror(int(code[1]))
-    return re.sub(r" \[\w+=.*", "", text)[:300]
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:

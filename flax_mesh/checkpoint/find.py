@@ -109,6 +109,11 @@ def of_newest(read: Callable[[], Result], *paths: str | Path, step: int | None =
     return read()
 
 
+def committed_steps(folder: Path) -> list[int]:
+    """The committed steps of a folder of checkpoints, oldest first, damaged ones included."""
+    return sorted(int(entry.name) for entry in entries(folder) if STEP.fullmatch(entry.name) and is_step(entry))
+
+
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
     return [entry for entry in entries(folder) if _LEFTOVER.fullmatch(entry.name)]

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import array_text, at_most, path_lines
-from flax_mesh.tree import Shaped, in_stack, indexed_paths, is_key, layer_path, named_leaves, owners_of, path_and_start
+from flax_mesh.tree import (
+    PyTree,
+    Shaped,
+    in_stack,
+    indexed_paths,
+    is_key,
+    layer_path,
+    named_leaves,
+    owners_of,
+    path_and_start,
+)
 
 Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
@@ -109,6 +120,14 @@ def to_disk(
             yield path, ShardedArray(leaf.shape, leaf.dtype, leaf.sharding, shards)
         else:
             yield path, leaf
+
+
+def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: Collection[str] | None = None) -> Target:
+    """Shape, dtype and sharding of the arrays that a Checkpointer with these `layers` saves, by path on disk.
+
+    With the paths that a checkpoint has `stored`: of the arrays that it restores from there.
+    """
+    return disk_target(*paths_on_disk(tree_of(state), layers_of(state, layers, stored)))
 
 
 def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> Target:

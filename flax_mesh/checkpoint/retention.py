@@ -4,10 +4,16 @@ import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from flax_mesh.checkpoint.checksums import read_metadata
+from flax_mesh.checkpoint.find import committed_steps
+from flax_mesh.errors import ConfigError, UnreadableError
 from flax_mesh.fields import type_problems, value_problems
 
 MOST = sys.float_info.max
+_UNREADABLE = " unreadable"  # key of the metadata of a step that the system refused to read
 _JUDGED = ("loss", "grad_norm", "eval_loss")
 
 
@@ -57,3 +63,29 @@ def has_finite_numbers(metadata: Mapping[str, object]) -> bool:
         return flag
     values = [metrics[name] for name in _JUDGED if name in metrics] if isinstance(metrics, Mapping) else []
     return all(isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)) for value in values)
+
+
+def retained_steps(folder: Path, policy: RetentionPolicy, best_metric: str) -> set[int]:
+    """The steps of `folder` to retain by `policy`, and always the newest one with finite numbers."""
+    steps = committed_steps(folder)
+    records = {step: _readable_metadata(folder / str(step)) for step in steps if policy.best}
+    metrics = {step: value for step, x in records.items() if (value := metric_of(x, best_metric)) is not None}
+    unknown = {step for step, x in records.items() if x.get(_UNREADABLE)}  # one of them may be the best
+    finite = newest_finite_step(folder)
+    return policy.steps(steps, metrics) | unknown | (set() if finite is None else {finite})
+
+
+def newest_finite_step(folder: Path) -> int | None:
+    """The newest step of `folder` with finite numbers according to its metadata."""
+    steps = reversed(committed_steps(folder))
+    return next((step for step in steps if has_finite_numbers(_readable_metadata(folder / str(step)))), None)
+
+
+def _readable_metadata(step: Path) -> dict[str, Any]:
+    """The metadata of a step; of one without, which is not a candidate for the best, {"finite": False}."""
+    try:
+        return read_metadata(step)
+    except UnreadableError:
+        return {"finite": False, _UNREADABLE: True}
+    except ConfigError:  # damaged, or deleted meanwhile
+        return {"finite": False}

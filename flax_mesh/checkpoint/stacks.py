@@ -1,5 +1,6 @@
-"""Finds scanned stacks of layers that `layers` does not name, before they are saved as one array for all layers."""
+"""The stacks of layers in a state: those that `layers` names, which are saved layer by layer, and any others."""
 
+import re
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from posixpath import dirname
@@ -7,12 +8,39 @@ from posixpath import dirname
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.stacks import ranks_of
+from flax_mesh.stacks import ranks_of, without_single_layers
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import PyTree, in_stack, named_leaves, path_and_start, path_of
 
 MODEL = "model/"
+
+
+def tree_of(state: PyTree) -> PyTree:
+    """The tree whose leaves have the paths of a checkpoint."""
+    return state.to_nnx() if isinstance(state, TrainState) else state
+
+
+def layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:
+    """`layers`, or by default the layers in the rule table of a TrainState's model, without the names of single layers.
+
+    The paths `stored` in a checkpoint show which stacks were saved layer by layer: in a tree without modules a
+    single layer may look like a stack, and flax_mesh 0.1.0 took every module that `layers` names for a stack.
+    """
+    definition = state.definition if isinstance(state, TrainState) else None
+    if layers is None:
+        layers = definition.layers if definition else ()
+    if not layers:
+        return ()
+    named = [(path.removeprefix(MODEL), leaf) for path, leaf in named_leaves(tree_of(state))]
+    stacked = without_single_layers(layers, named, definition.ranks if definition else {})
+    if stored is None:
+        return stacked
+    heads = {path: re.compile(rf"(?:model/)?{re.escape(path)}/(\d+(?:/|$))?") for path in layers}
+    by_layer = {
+        path: [bool(match[1]) for name in stored if (match := head.match(name))] for path, head in heads.items()
+    }
+    return tuple(path for path in layers if (any(by_layer[path]) if by_layer[path] else path in stacked))
 
 
 def check_stacks_are_named(state: PyTree, layers: Sequence[str]) -> None:
@@ -21,7 +49,7 @@ def check_stacks_are_named(state: PyTree, layers: Sequence[str]) -> None:
     Finds only stacks that are certain: the chunks of a stack in a pipeline and, in a TrainState, whose modules are
     known, Flax layers with one dim more than their class creates.
     """
-    named = dict(named_leaves(state.to_nnx() if isinstance(state, TrainState) else state))
+    named = dict(named_leaves(tree_of(state)))
     if any(path.startswith(MODEL) for path in named):
         named = {path.removeprefix(MODEL): leaf for path, leaf in named.items() if path.startswith(MODEL)}
     unnamed = {path for path in named if path_and_start(path)[0] != path}

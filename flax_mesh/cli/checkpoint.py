@@ -13,9 +13,9 @@ from typing import Any
 from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
 from flax_mesh.checkpoint.base import read_base
-from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.checkpoint.diff import SECTIONS, differences, in_both, in_one, value_differences
+from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.cli.common import DONE, FINDINGS, config_of, report_failure, table_width, use_platform
 from flax_mesh.cli.text import checkpoint as text
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError

@@ -55,7 +55,13 @@ def _end(number: int, frame: object) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run one command and return its exit code.
+
+    Example:
+        >>> from flax_mesh.cli import main
+        >>> main(["train", "no_such_recipe.py"])  # prints the mistake
+        2
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & {*argv[:2]}:  # before JAX is imported, which takes a second
         with suppress(ConfigError):  # which `_run` prints

@@ -32,6 +32,12 @@ def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]
 
     Raises:
         ConfigError: `batches` is empty, or their weights add up to 0.
+
+    Example:
+        >>> from flax_mesh.train import mean_metrics
+        >>> evaluate = lambda batch: {"loss": batch.sum(), "weight": batch.size}  # a stand-in for the function of a run
+        >>> float(mean_metrics(evaluate, [np.ones(2), np.full(6, 5.0)])["loss"])
+        4.0
     """
     totals: Sums = {}
     for batch in batches:

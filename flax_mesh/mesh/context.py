@@ -32,6 +32,11 @@ def current_mesh() -> AnyMesh | None:
     Outside a trace: the `Mesh` of `jax.set_mesh`, otherwise the `Mesh` of the legacy `with mesh:`. Inside jit,
     `shard_map` or `eval_shape` under `jax.set_mesh`: the `AbstractMesh` of the trace, because a trace has no devices;
     its axis types mark the axes that are Manual there. Under `jax.sharding.use_abstract_mesh`: that AbstractMesh.
+
+    Example:
+        >>> with jax.set_mesh(fm.create_mesh((2, 4), ("dp", "fsdp"))):
+        ...     fm.current_mesh().axis_names
+        ('dp', 'fsdp')
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.empty:
@@ -44,7 +49,13 @@ def current_mesh() -> AnyMesh | None:
 
 
 def get_incontext_mesh() -> AnyMesh:
-    """As `current_mesh`, but raises NoMeshError (an AssertionError) if no mesh is in context."""
+    """As `current_mesh`, but raises NoMeshError (an AssertionError) if no mesh is in context.
+
+    Example:
+        >>> with jax.set_mesh(fm.create_mesh((2, 4), ("dp", "fsdp"))):
+        ...     fm.get_incontext_mesh().size
+        8
+    """
     mesh = current_mesh()
     if mesh is None:
         raise NoMeshError(
@@ -74,14 +85,25 @@ def without_mesh() -> Generator[None]:
 
 
 def names_in_current_mesh(*names: str) -> bool:
-    """Whether the mesh in context has all these axes. Without a mesh: False, unless `names` is empty."""
+    """Whether the mesh in context has all these axes. Without a mesh: False, unless `names` is empty.
+
+    Example:
+        >>> with jax.set_mesh(fm.create_mesh((2, 4), ("dp", "fsdp"))):
+        ...     fm.names_in_current_mesh("dp"), fm.names_in_current_mesh("dp", "tp")
+        (True, False)
+    """
     mesh = current_mesh()
     return set(names) <= set(() if mesh is None else mesh.axis_names)
 
 
 @check_types
 def get_mesh_axis_names(mesh: AnyMesh | None = None) -> list[str]:
-    """Axis names of `mesh` (default: the mesh in context), in mesh order."""
+    """Axis names of `mesh` (default: the mesh in context), in mesh order.
+
+    Example:
+        >>> fm.get_mesh_axis_names(fm.create_mesh((2, 4), ("dp", "fsdp")))
+        ['dp', 'fsdp']
+    """
     return list((get_incontext_mesh() if mesh is None else mesh).axis_names)
 
 
@@ -107,6 +129,11 @@ def get_mesh_axis_size(axis_names: str | Sequence[str]) -> int:
     """As `get_axes_size_in_mesh`, but axes that are mapped (by `shard_map` or `vmap(axis_name=)`) take precedence.
 
     Always returns a Python int, so that it can be used in shapes; 1 for no axis.
+
+    Example:
+        >>> with jax.set_mesh(fm.create_mesh((2, 4), ("dp", "fsdp"))):
+        ...     fm.get_mesh_axis_size(("dp", "fsdp"))
+        8
     """
     sizes: list[int] = []
     for name in _as_names(axis_names):
@@ -122,6 +149,12 @@ def get_submesh_device_index(axis_names: str | Sequence[str]) -> jax.Array | int
 
     The value differs per device, so it is defined only if the axes are mapped: inside `shard_map` it is a traced int32
     scalar. Raises a ValueError elsewhere.
+
+    Example:
+        >>> index = lambda: fm.get_submesh_device_index("dp")[None]
+        >>> mesh = fm.create_mesh((8,), ("dp",))
+        >>> jax.shard_map(index, mesh=mesh, in_specs=(), out_specs=jax.P("dp"))().tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
     index = 0
     for name in (names := _as_names(axis_names)):

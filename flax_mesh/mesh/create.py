@@ -219,6 +219,10 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
     """`create_mesh` from `"dp:2,tp:4"` (axes in the order of the string) or `"2,4"` (in the order of `names`).
 
     Raises the errors of `parse_mesh_shape` if the string is invalid, and the errors of `create_mesh` if the sizes are.
+
+    Example:
+        >>> dict(fm.parse_mesh_from_string("dp:2,tp:4", ("dp", "tp")).shape)
+        {'dp': 2, 'tp': 4}
     """
     require_types(parse_mesh_from_string, axis_dims=axis_dims, names=names)
     shape = parse_mesh_shape(axis_dims, names)
@@ -228,13 +232,24 @@ def parse_mesh_from_string(axis_dims: str, names: Sequence[str]) -> Mesh:
 def create_cpu_mesh(
     axis_dims: Sequence[int] = DEFAULT_AXIS_DIMS, axis_names: Sequence[str] = DEFAULT_AXIS_NAMES
 ) -> Mesh:
-    """`create_mesh` over the CPU devices, whatever the default backend is."""
+    """`create_mesh` over the CPU devices, whatever the default backend is.
+
+    Example:
+        >>> fm.create_cpu_mesh((2, 4), ("dp", "fsdp")).devices.shape
+        (2, 4)
+    """
     return create_mesh(axis_dims, axis_names, backend="cpu")
 
 
 @contextmanager
 def force_cpu() -> Generator[DeviceLike]:
-    """Places new arrays and uncommitted computations on the first local CPU device, and yields that device."""
+    """Places new arrays and uncommitted computations on the first local CPU device, and yields that device.
+
+    Example:
+        >>> with fm.force_cpu() as device:
+        ...     jnp.ones(4).devices() == {device}
+        True
+    """
     device = jax.local_devices(backend="cpu")[0]
     with jax.default_device(device):
         yield device
@@ -242,7 +257,13 @@ def force_cpu() -> Generator[DeviceLike]:
 
 @contextmanager
 def cpu_context() -> Generator[Mesh]:
-    """Enters `create_cpu_mesh()` with `jax.set_mesh`, inside `force_cpu`; yields the mesh."""
+    """Enters `create_cpu_mesh()` with `jax.set_mesh`, inside `force_cpu`; yields the mesh.
+
+    Example:
+        >>> with fm.cpu_context() as mesh:
+        ...     mesh.shape["fsdp"]
+        8
+    """
     mesh = create_cpu_mesh()
     with force_cpu(), jax.set_mesh(mesh):
         yield mesh

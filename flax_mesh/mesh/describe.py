@@ -68,6 +68,12 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     The column hops is the mean number of ICI hops between ring neighbors; the columns gather and GB/s are the predicted
     time and rate of a gather of 64 MiB along the axis (`gather_seconds`). For an AbstractMesh, which has no devices,
     the text is only its shape and axis types.
+
+    Example:
+        >>> from flax_mesh.mesh import describe_mesh
+        >>> print(describe_mesh(jax.sharding.AbstractMesh((2, 4), ("fsdp", "tp"))))
+        mesh fsdp:2,tp:4, 8 devices, axis types ...
+        an abstract mesh has no devices, and so no layout
     """
     types = sorted({str(kind).removeprefix("AxisType.").lower() for kind in mesh.axis_types})
     sizes = tuple(mesh.shape.values())

@@ -47,6 +47,10 @@ def create_device_mesh(
         ValueError: `mesh_shape` is not a sequence of positive integers, the number of devices does not match, the
             devices do not form a cuboid, or contiguous sub-meshes are not known for this slice and shape.
         NotImplementedError: A physical axis would have to be split, and `allow_split_physical_axes` is False.
+
+    Example:
+        >>> jax.sharding.Mesh(fm.create_device_mesh((2, 4)), ("dp", "fsdp")).shape["fsdp"]
+        4
     """
     require_types(create_device_mesh, devices=devices)
     devices = _all_devices() if devices is None else list(devices)
@@ -86,6 +90,10 @@ def create_hybrid_device_mesh(
     Raises:
         ValueError: Devices have no slice index, the number of slices is not the product of `dcn_mesh_shape`, slices
             differ in size, or any error of `create_device_mesh`.
+
+    Example:
+        >>> fm.create_hybrid_device_mesh((1, 8), (1, 1), process_is_granule=True).shape  # one process
+        (1, 8)
     """
     require_types(create_hybrid_device_mesh, devices=devices)
     devices = _all_devices() if devices is None else list(devices)

@@ -26,6 +26,11 @@ def draw_mesh_svg(mesh: Mesh) -> str:
     do not form a torus. Each device is labeled with its index along the mesh axes longer than 1. Devices that differ
     only along the busiest axis (the last one longer than 1) have the same color, and lines connect neighbors along it.
     A stub at the edge of a panel is the wraparound link of a ring.
+
+    Example:
+        >>> from flax_mesh.mesh import draw_mesh_svg
+        >>> draw_mesh_svg(fm.create_mesh((2, 4), ("fsdp", "tp")))[:4]
+        '<svg'
     """
     layout = read_layout(mesh)
     panels = device_panels(mesh, layout)

@@ -202,7 +202,14 @@ class Decoder(nnx.Module):
 
 
 def make_decoder(config: DecoderConfig, rngs: nnx.Rngs) -> Decoder:
-    """Make a Decoder; to be used as `make_model` of a recipe."""
+    """Make a Decoder; to be used as `make_model` of a recipe.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder
+        >>> model = nnx.eval_shape(lambda: make_decoder(DecoderConfig(num_layers=2), nnx.Rngs(0)))  # allocates nothing
+        >>> len(model.layers)
+        2
+    """
     return Decoder(config, rngs=rngs)
 
 
@@ -240,6 +247,14 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     weight of all microbatches it is the mean over microbatches, weighted by their number of targets. The metrics are
     weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
     layer. Tokens without a target are routed too, and count in the losses of the router.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+        >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
+        >>> tokens = jnp.zeros((2, 8), int)
+        >>> loss_sum, weight = next_token_loss(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
+        >>> int(weight)  # targets below 0 do not count
+        8
     """
     inputs_BS, targets_BS = _tokens_of(batch)
     # Not passed as None, since a subclass may not take them.
@@ -266,6 +281,11 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
     experts that the token is not routed to. S is the sequence length, D = heads * head_dim. Recomputation is not
     counted: this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, flops_per_token
+        >>> f"{flops_per_token(DecoderConfig(), num_parameters=1_000_000, sequence_length=128):.2e}"
+        '6.79e+06'
     """
     idle = 0 if config.tied else config.vocab_size * config.hidden_size
     if config.num_experts:

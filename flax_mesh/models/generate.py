@@ -288,6 +288,12 @@ def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, t
 
     Temperature 0 is greedy: every id has the largest logit. A negative temperature or nan raises ConfigError; if
     it is traced, the sampled ids are -1. `generate` continues several prompts, with more options.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, sample
+        >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
+        >>> sample(model, jnp.array([1, 2, 3]), 5, jax.random.key(0)).shape
+        (8,)
     """
     if not isinstance(temperature, Tracer) and not temperature >= 0:
         raise ConfigError(f"temperature must be at least 0 (0: greedy), got {temperature}")

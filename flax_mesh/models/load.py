@@ -29,6 +29,15 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
     To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
     as in `config`. A folder with mistakes leaves `config` unchanged; the run reports them together with the mistakes of
     all settings.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from flax_mesh.checkpoint import huggingface_config
+        >>> from flax_mesh.models import DecoderConfig, pretrained_config
+        >>> _ = Path("config.json").write_text(json.dumps(huggingface_config(vars(DecoderConfig(num_layers=3)))))
+        >>> pretrained_config(DecoderConfig(remat="full"), ".").num_layers
+        3
     """
     try:
         path = user_path(folder) if folder and not path_problem(folder) else None

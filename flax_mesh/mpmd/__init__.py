@@ -14,6 +14,6 @@ from flax_mesh.mpmd.runtime.profile import measure_costs as measure_costs
 from flax_mesh.mpmd.runtime.profile import trace_step as trace_step
 from flax_mesh.mpmd.split.assign import CutError as CutError
 from flax_mesh.mpmd.split.split import StagedModel as StagedModel
-from flax_mesh.mpmd.split.split import chain_stages as chain_stages
-from flax_mesh.mpmd.split.split import split_stages as split_stages
+from flax_mesh.mpmd.split.stages.chain_stages import chain_stages as chain_stages
+from flax_mesh.mpmd.split.stages.split_stages import split_stages as split_stages
 from flax_mesh.mpmd.transport.device_put import device_put as device_put

@@ -90,27 +90,58 @@ class MpmdArray:
 
 
 def is_local_device(device: Any) -> bool:
-    """Whether the device belongs to this process."""
+    """Whether the device belongs to this process.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> mpmd.is_local_device(jax.devices()[0])
+        True
+    """
     return device.process_index == device.client.process_index()
 
 
 def is_fully_remote_sharding(sharding: Sharding) -> bool:
-    """Whether none of the devices of the sharding belongs to this process."""
+    """Whether none of the devices of the sharding belongs to this process.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> mpmd.is_fully_remote_sharding(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        False
+    """
     return not sharding.addressable_devices
 
 
 def is_fully_local_sharding(sharding: Sharding) -> bool:
-    """Whether all devices of the sharding belong to this process."""
+    """Whether all devices of the sharding belong to this process.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> mpmd.is_fully_local_sharding(jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        True
+    """
     return sharding.is_fully_addressable
 
 
 def is_fully_remote_array(array: jax.Array | MpmdArray) -> bool:
-    """Whether this process has none of the devices of the array."""
+    """Whether this process has none of the devices of the array.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> mpmd.is_fully_remote_array(jnp.ones(4))
+        False
+    """
     return array.is_fully_remote if isinstance(array, MpmdArray) else is_fully_remote_sharding(array.sharding)
 
 
 def as_jax_array(array: Any) -> jax.Array:
-    """The local part of an MpmdArray (ValueError if fully remote), or any other array-like as a jax.Array."""
+    """The local part of an MpmdArray (ValueError if fully remote), or any other array-like as a jax.Array.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> here = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+        >>> mpmd.as_jax_array(mpmd.device_put(np.arange(3), here)).tolist()
+        [0, 1, 2]
+    """
     return array.jax_array if isinstance(array, MpmdArray) else jnp.asarray(array)
 
 

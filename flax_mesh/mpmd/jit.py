@@ -26,6 +26,15 @@ def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any
     `out_shardings` is required: a Sharding, or a pytree prefix of Shardings for the output, with None for subtrees
     without arrays. Raises ValueError if it is missing or not a prefix, or if inputs and outputs are not all on the same
     devices. The message then lists inputs and outputs by devices, remote devices first.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> groups = mpmd.MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp").unstack
+        >>> first, second = (jax.sharding.NamedSharding(group, jax.P("fsdp")) for group in groups)
+        >>> x = mpmd.device_put(np.arange(4.0), first)
+        >>> doubled = mpmd.jit(lambda x: 2 * x, out_shardings=first)(x)
+        >>> mpmd.as_jax_array(mpmd.device_put(doubled, second)).tolist()  # on the second group
+        [0.0, 2.0, 4.0, 6.0]
     """
     name = getattr(fun, "__name__", repr(fun))
     prefix = _checked_prefix(name, out_shardings)

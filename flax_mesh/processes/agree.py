@@ -20,6 +20,10 @@ def assert_equal(name: str, facts: Mapping[str, str]) -> None:
 
     Every process must call it with the same `name`, in the same order. The error lists the fields that differ, and the
     processes with each value.
+
+    Example:
+        >>> from flax_mesh.processes import assert_equal
+        >>> assert_equal("data", {"number of rows": "1000", "seed": "0"})
     """
     if jax.process_count() == 1:
         return
@@ -51,6 +55,11 @@ def broadcast_from_process_0(name: str, decide: Callable[[], str]) -> str:
 
     Every process must call it with the same `name`, in the same order. A ConfigError or CheckpointCorruptedError of
     `decide` is raised in all processes.
+
+    Example:
+        >>> from flax_mesh.processes import broadcast_from_process_0
+        >>> broadcast_from_process_0("name of the run", lambda: "monday")
+        'monday'
     """
     if jax.process_count() == 1:
         return decide()
@@ -77,6 +86,12 @@ def stop_together(should_stop: Callable[[], bool], name: str = "stop") -> Callab
 
     The call after step n requires that step n - 1 is known to have ended in all processes. Reading its metrics ensures
     this.
+
+    Example:
+        >>> from flax_mesh.processes import stop_together
+        >>> is_full = stop_together(lambda: True)
+        >>> is_full()
+        True
     """
     if jax.process_count() == 1:
         return should_stop

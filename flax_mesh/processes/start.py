@@ -74,6 +74,11 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
 
     Raises:
         ConfigError: A launcher has started several processes, but JAX has one; or process 0 cannot listen.
+
+    Example:
+        >>> from flax_mesh.processes import start_processes
+        >>> start_processes(None)  # without a launcher
+        1
     """
     launched = None if given is not None else detect_launcher()
     if coordinator and given is not None:

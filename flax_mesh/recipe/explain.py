@@ -36,6 +36,12 @@ def explain(config: TrainConfig) -> Explanation:
     be `cpu:N`, for N devices. Raises ConfigError for invalid settings; dims that are not divisible by their mesh
     axes are findings. A model that needs an accelerator to be traced, as with `model.attention=cudnn`, is
     explained as `without_devices()` of its config returns it: its arrays are the same.
+
+    Example:
+        >>> from flax_mesh.recipe import explain
+        >>> from flax_mesh.train import load_recipe
+        >>> explain(load_recipe("recipes/tiny.py")).findings
+        ()
     """
     check(config)
     target, given = abstract_target(config.mesh, config.run.platform), config.model

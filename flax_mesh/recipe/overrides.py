@@ -45,6 +45,11 @@ def apply_overrides(config: TrainConfig, overrides: Iterable[str]) -> TrainConfi
     """Return `config` with `section.key=value` strings applied, and with the model of `model_from`.
 
     Raises one ConfigError with a line for every unknown or repeated setting and for every value of the wrong type.
+
+    Example:
+        >>> from flax_mesh.train import apply_overrides, load_recipe
+        >>> apply_overrides(load_recipe("recipes/tiny.py"), ["mesh.shape=fsdp:8"]).mesh.shape
+        'fsdp:8'
     """
     changed, problems = read_overrides(config, overrides)
     if problems:

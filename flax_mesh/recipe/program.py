@@ -88,6 +88,12 @@ def build_program(
 
     `say` is called when the mesh was shrunk, and with the notes of the model; `change` may replace a pipeline's
     schedule.
+
+    Example:
+        >>> from flax_mesh.train import build_program, load_recipe
+        >>> program = build_program(load_recipe("recipes/tiny.py"))  # traces the model, and compiles nothing
+        >>> program.mesh.size, program.num_parameters > 1e5
+        (8, True)
     """
     check(config)
     recipe = resolve_checked(config, local_target(config.mesh, config.run.platform))

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.axes import dims_text
-from flax_mesh.checkpoint.checkpointer import arrays_on_disk
 from flax_mesh.checkpoint.checksums import read_metadata
 from flax_mesh.checkpoint.diff import read_batch
+from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.checkpoint.read import Array, is_number, read_record
 from flax_mesh.data.iterators import is_state
 from flax_mesh.data.run_data import TEXT

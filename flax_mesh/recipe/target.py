@@ -96,7 +96,14 @@ def target_of(mesh: Mesh | AbstractMesh) -> Target:
 
 @check_types
 def local_target(mesh: MeshConfig, platform: str) -> Target:
-    """The devices that are here. For the platform "auto" the mesh is shrunk to fit them."""
+    """The devices that are here. For the platform "auto" the mesh is shrunk to fit them.
+
+    Example:
+        >>> from flax_mesh.recipe import local_target
+        >>> from flax_mesh.train import MeshConfig
+        >>> len(local_target(MeshConfig("fsdp:-1,tp:2"), "cpu").devices)
+        8
+    """
     sizes, devices, notes = without_groups(axis_sizes(mesh)), jax.devices(), []
     if platform == "auto":
         fitted = fit_sizes(sizes, len(devices))
@@ -116,6 +123,12 @@ def abstract_target(mesh: MeshConfig, platform: str) -> Target:
     """The mesh of `mesh.shape`, not shrunk to the devices here. Its platform is known if `platform` names it.
 
     A size of -1 requires the platform `cpu:N`, for N devices.
+
+    Example:
+        >>> from flax_mesh.recipe import abstract_target
+        >>> from flax_mesh.train import MeshConfig
+        >>> abstract_target(MeshConfig("fsdp:512,tp:8"), "tpu").sizes["fsdp"]
+        512
     """
     sizes = axis_sizes(mesh)
     name, _, count = platform.partition(":")

@@ -52,6 +52,13 @@ def partitioned(
 
     `rules`, `axes` and `layers` are the arguments of PartitionRules. If an instance has an attribute `axes` that is a
     PartitionAxis, its table is resolved through that PartitionAxis.
+
+    Example:
+        >>> @fm.partitioned([("kernel", ("embed", "mlp")), (".*", ())])
+        ... class Layer(nnx.Linear): ...
+        >>> make = lambda: Layer(8, 8, rngs=nnx.Rngs(0))
+        >>> fm.abstract_state(make, fm.create_mesh((2, 4), ("fsdp", "tp")))["kernel"].sharding.spec
+        P('fsdp', 'tp')
     """
     table = PartitionRules(rules, axes, layers if isinstance(layers, str) else tuple(layers))
 
@@ -66,6 +73,12 @@ def partition_rules(model: object) -> PartitionRules:
     """The rule table of a model whose class is `@partitioned`, resolved through the model's own `axes`.
 
     Raises a ShardingError if the class has no table.
+
+    Example:
+        >>> @fm.partitioned([("kernel", ("embed", "mlp")), (".*", ())])
+        ... class Layer(nnx.Linear): ...
+        >>> fm.match_partition_rules(fm.partition_rules(Layer(8, 8, rngs=nnx.Rngs(0))), {"kernel": np.ones((8, 8))})
+        {'kernel': P('fsdp', 'tp')}
     """
     rules = getattr(model, ATTRIBUTE, None)
     if rules is None:
@@ -255,6 +268,12 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
 
     Raises:
         ShardingError: `abstract` is not the state of `make()`, or was made for an AbstractMesh.
+
+    Example:
+        >>> make = lambda: nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        >>> abstract = fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), rules="fsdp")
+        >>> fm.init_state(make, abstract)["kernel"].sharding.shard_shape((8, 16))
+        (8, 2)
     """
     state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))[1]
     return jax.tree.unflatten(jax.tree.structure(abstract), _initialize(make, abstract, state))

@@ -26,6 +26,11 @@ def with_sharding_constraint(
     Axes of type Auto become a sharding constraint, Explicit axes a `jax.sharding.reshard`. Manual axes are ignored:
     inside `shard_map` the array is one shard already. `on_mismatch` and `dropped` are as in `match_partition_rules`;
     inside jit, mismatches are reported once per trace. Raises NoMeshError if no mesh is in context.
+
+    Example:
+        >>> with jax.set_mesh(fm.create_mesh((8,), ("fsdp",))):
+        ...     fm.with_sharding_constraint(np.ones((8, 2)), jax.P("fsdp", None)).sharding.spec
+        P('fsdp', None)
     """
     mesh = get_incontext_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -39,6 +39,11 @@ def gather(
 
     Nothing is compiled and nothing is replicated on devices, except by "collect": it compiles an all-gather for each
     shape of shards, which allocates one shard of every process on each device.
+
+    Example:
+        >>> arrays = fm.shard({"w": np.ones((8, 2))}, jax.P("fsdp"), fm.create_mesh((8,), ("fsdp",)))
+        >>> type(fm.gather(arrays)["w"]).__name__
+        'ndarray'
     """
     if remote not in ("error", "leave", "collect"):
         raise ValueError(f"remote must be 'error', 'leave' or 'collect', got {shown(remote)}.")

@@ -21,6 +21,12 @@ def extract_sharding_structure(tree: PyTree) -> PyTree:
 
     The result is None for numpy arrays, numbers, abstract leaves without a sharding, and arrays on one device that were
     never placed on a mesh. `jax.tree` functions skip None: pass them `is_leaf=lambda x: x is None`.
+
+    Example:
+        >>> w = fm.shard(np.ones((8, 2)), jax.P("fsdp"), fm.create_mesh((8,), ("fsdp",)))
+        >>> shardings = fm.extract_sharding_structure({"w": w, "step": 3})
+        >>> shardings["w"].spec, shardings["step"]
+        (P('fsdp',), None)
     """
     return map_named(lambda _, leaf: _named(getattr(leaf, "sharding", None)), tree)
 
@@ -34,6 +40,10 @@ def extract_shardings(tree: PyTree, mesh: Mesh | AbstractMesh | None = None) -> 
 
     A PartitionSpec becomes a NamedSharding on `mesh`, or on the mesh in context; raises NoMeshError without either. A
     tree without PartitionSpecs requires no mesh. One ShardingError names all specs that do not fit the mesh.
+
+    Example:
+        >>> fm.extract_shardings({"w": jax.P("fsdp")}, fm.create_mesh((8,), ("fsdp",)))["w"].shard_shape((8, 2))
+        (1, 2)
     """
     findings = []
 
@@ -58,6 +68,11 @@ def get_partition_spec(tree: PyTree) -> PyTree:
     It is `P()` for numbers, numpy arrays, and jax arrays on one device without a mesh. One ShardingError names all
     leaves without a spec: abstract leaves without a sharding, arrays on several devices whose sharding is not a
     NamedSharding, and leaves that are not arrays.
+
+    Example:
+        >>> w = fm.shard(np.ones((8, 2)), jax.P("fsdp"), fm.create_mesh((8,), ("fsdp",)))
+        >>> fm.get_partition_spec({"step": 3, "w": w})
+        {'step': P(), 'w': P('fsdp',)}
     """
     problems = []
 
@@ -125,6 +140,11 @@ def create_pattern_based_partition_spec(
 
     Axis names are checked against `mesh`, or against the mesh in context, if any. The returned function ignores
     its array argument. One ShardingError names every entry that is invalid.
+
+    Example:
+        >>> spec_of = fm.create_pattern_based_partition_spec("attention|mlp->fsdp._,embed->tp")
+        >>> spec_of("layers/0/mlp/kernel", None)
+        P('fsdp', None)
     """
     rules: list[tuple[re.Pattern[str], PartitionSpec]] = []
     problems: list[str] = []

@@ -165,6 +165,11 @@ def match_partition_rules(
 
     Raises:
         ShardingError: Leaves without a rule, or specs that do not fit. Lists all of them.
+
+    Example:
+        >>> rules = [("kernel", ("embed", "mlp")), (".*", ())]
+        >>> fm.match_partition_rules(rules, {"bias": np.ones(8), "kernel": np.ones((8, 8))})
+        {'bias': P(), 'kernel': P('fsdp', 'tp')}
     """
     rules = as_rules(rules, axes)
     leaves, treedef = jax.tree.flatten(tree)

@@ -61,6 +61,13 @@ def shard(
     Nothing is compiled for numpy leaves and for leaves that have the sharding already. Arrays on one device compile at
     most one program per shape. Every process copies only the shards of its devices. On CPU the result may share
     memory with numpy leaves, as after `jax.device_put`: do not modify them afterwards, or pass `may_alias=False`.
+
+    Example:
+        >>> tree = {"kernel": np.ones((8, 8)), "bias": np.ones(8)}
+        >>> specs = {"kernel": jax.P("fsdp", "tp"), "bias": jax.P()}
+        >>> arrays = fm.shard(tree, specs, fm.create_mesh((2, 4), ("fsdp", "tp")))
+        >>> arrays["kernel"].sharding.shard_shape((8, 8))
+        (4, 2)
     """
     require_types(shard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
     check_dtype(dtype)
@@ -89,6 +96,12 @@ def reshard(
     A leaf keeps its spec, mesh or memory kind where the argument is None: `reshard(state, memory_kind="pinned_host")`
     offloads a state. Leaves that need not change are returned themselves, unless `may_alias=False`. Raises a
     ShardingError that names the leaves without a mesh.
+
+    Example:
+        >>> mesh = fm.create_mesh((2, 4), ("fsdp", "tp"))
+        >>> w = fm.shard(np.ones((8, 8)), jax.P("fsdp", "tp"), mesh)
+        >>> fm.reshard(w, jax.P(("fsdp", "tp"), None)).sharding.shard_shape((8, 8))
+        (1, 8)
     """
     require_types(reshard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
     check_dtype(dtype)

@@ -217,7 +217,17 @@ def _static_values(graphdef: nnx.GraphDef, state: tuple[nnx.State, ...]) -> _Sta
 
 @check_types
 def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
-    """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`."""
+    """The train state of `make() -> (model, optimizer)` with the leaves of `abstract_state(make, ...)`.
+
+    Example:
+        >>> from flax_mesh.train import abstract_train_state
+        >>> def make():
+        ...     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> state = abstract_train_state(make, fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), rules="fsdp"))
+        >>> {type(leaf).__name__ for leaf in state.leaves}
+        {'ShapeDtypeStruct'}
+    """
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
     if not has_optimizer(tree := nnx.merge(graphdef, state)):
         raise ShardingError(

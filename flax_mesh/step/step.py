@@ -193,6 +193,16 @@ def make_eval_step(
     The model is in `eval()` mode. Neither the state nor its random streams change. The batch is split over the devices
     as by the step of `make_train_step`, whose `axes` and `attention` these are. A loss that uses no adapter of the
     model, such as one without `with_lora`, is an error.
+
+    Example:
+        >>> from flax_mesh.train import make_eval_step
+        >>> def make():
+        ...     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        ...     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> loss_fn = lambda model, batch: ((model(batch) ** 2).sum(), batch.size)
+        >>> state = fm.init_train_state(make, fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), rules="fsdp"))
+        >>> float(make_eval_step(loss_fn, state)(state, np.ones((8, 8), np.float32))["weight"])
+        64.0
     """
     check_train_state(state)
     axes = state.definition.axes if axes is None else axes

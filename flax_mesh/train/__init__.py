@@ -24,6 +24,6 @@ from flax_mesh.step.state import abstract_train_state as abstract_train_state
 from flax_mesh.step.state import init_train_state as init_train_state
 from flax_mesh.step.step import make_eval_step as make_eval_step
 from flax_mesh.step.step import make_train_step as make_train_step
-from flax_mesh.train.loop import TrainResult as TrainResult
 from flax_mesh.train.loop import train as train
 from flax_mesh.train.ray import ray_trainer as ray_trainer
+from flax_mesh.train.steps import TrainResult as TrainResult

@@ -18,8 +18,9 @@ from flax_mesh.fields import check_types
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import RunConfig, TrainConfig
 from flax_mesh.text import shown
-from flax_mesh.train.loop import TrainResult, train
+from flax_mesh.train.loop import train
 from flax_mesh.train.metrics import Row
+from flax_mesh.train.steps import TrainResult
 from flax_mesh.user_code import check_arguments
 
 POINTER = "flax_mesh.json"  # in a checkpoint of Ray: {"path": the folder of a step}

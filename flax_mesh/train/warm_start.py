@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.base import Base, make_base
-from flax_mesh.checkpoint.checkpointer import frozen_on_disk, load_parameters
+from flax_mesh.checkpoint.base import Base, frozen_on_disk, make_base
+from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file

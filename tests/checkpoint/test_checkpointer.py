@@ -15,6 +15,7 @@ from flax import nnx
 
 from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state
 from flax_mesh.checkpoint import Checkpointer, orbax
+from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.models import Decoder
 from tests.checkpoint.states import SMALL, by_layer, check_leaves, check_same, random_values
 
@@ -145,7 +146,7 @@ def test_restore_reports_that_the_save_in_progress_failed(tmp_path, monkeypatch)
     with Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
-        monkeypatch.setattr(Checkpointer, "_meet", fail)
+        monkeypatch.setattr(Writer, "_meet", fail)
         checkpointer.save(2, state)
         with pytest.raises(SaveError, match=r"step 2 could not be saved .*the disk is gone"):
             checkpointer.restore(state)

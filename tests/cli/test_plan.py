@@ -79,7 +79,7 @@ def test_a_plan_with_a_topology_uses_no_device():
 EVALUATES_NOTHING = "run.eval_every=0"
 
 
-def test_a_run_prints_the_forecast_of_its_memory_and_that_of_the_compiled_step(small, capsys):
+def test_a_run_prints_forecast_and_compiled_memory(small, capsys):
     """On the two devices of the run, which are fewer than those that are here. Arguments are the bytes of the arrays on
     one device; the program is not compiled again to look at it."""
     config = apply_overrides(bigram.recipe(), [*small[2:], EVALUATES_NOTHING])

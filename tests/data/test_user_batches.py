@@ -189,7 +189,7 @@ def generator(config: Any = None) -> Any:
         yield {"x": array}
 
 
-def test_batches_of_a_generator_are_all_used_once_in_their_order_if_the_run_need_not_be_resumed():
+def test_a_generator_gives_each_batch_once_if_the_run_is_not_resumed():
     with pytest.raises(ConfigError, match=r"got generator, which has no get_state .*Set data\.resumable=false"):
         UserBatches(generator, ROWS)
     own = UserBatches(generator, ROWS, resumable=False)
@@ -204,7 +204,7 @@ def test_batches_of_a_generator_are_all_used_once_in_their_order_if_the_run_need
 # --- arrays in memory ---
 
 
-def test_an_epoch_of_arrays_visits_every_row_once_in_an_order_of_its_own():
+def test_every_epoch_visits_each_row_once_in_a_new_order():
     arrays = {"x": np.arange(10), "y": (np.arange(10) * 2, np.arange(20).reshape(10, 2))}
     batch = array_batches(arrays, batch_size=4, seed=3)
     seen = np.concatenate([batch(step)["x"] for step in range(5)])

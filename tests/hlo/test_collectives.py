@@ -226,7 +226,7 @@ ENTRY %main (p: (s32[], f32[4])) -> (s32[], f32[4]) {{
         ("%limit = s32[]{:T(128)} get-tuple-element(%c), index=0", "LT", 1, False),
     ],
 )
-def test_the_trip_count_of_a_program_for_tpus_is_the_limit_of_its_condition(limit, direction, times, known):
+def test_the_trip_count_on_tpus_is_the_limit_in_the_condition(limit, direction, times, known):
     mesh = AbstractMesh((8,), ("fsdp",))
     (one,) = collectives_of(LOOP.format(limit=limit, direction=direction), mesh)
     assert (one.times, one.times_known, one.payload_bytes, one.axes) == (times, known, 16, ("fsdp",))

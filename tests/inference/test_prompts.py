@@ -20,7 +20,7 @@ def rows_of(path: Path) -> list[list[int]]:
     return [row.tolist() for row in encode_prompts(read_prompts([], str(path)), Bytes(), 256)]
 
 
-def test_prompts_of_the_command_line_come_before_those_of_a_file(tmp_path):
+def test_command_line_prompts_come_before_prompts_in_a_file(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("one\r\ntwo {\n é\n".encode())
     found = read_prompts(["first"], str(path))

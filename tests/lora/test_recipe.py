@@ -98,7 +98,7 @@ def test_a_run_starts_resumes_is_evaluated_and_exported_with_its_adapters(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_killed_run_that_saves_adapters_alone_resumes_bit_for_bit_and_one_without_a_base_saves_everything(tmp_path):
+def test_a_killed_adapter_run_resumes_bit_for_bit_and_without_a_base_saves_everything(tmp_path):
     base, whole, killed = (tmp_path / name for name in ("base", "whole", "killed"))
     own = run(config_of(*LORA, "run.steps=2", f"run.folder={base}"))
     assert {*filter(FROZEN, stored_arrays(base / "checkpoints/2"))} and any(

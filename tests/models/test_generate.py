@@ -163,7 +163,7 @@ def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilat
 
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_the_cost_of_a_token_does_not_depend_on_the_number_of_tokens_before_it(scan):
+def test_each_generated_token_costs_the_same(scan):
     """It is that of one token of the forward pass, and of attention to the slots of the cache."""
     config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
     model, slots, rows = model_on(config), 64, 2
@@ -274,7 +274,7 @@ def test_all_mistakes_are_listed_together(plain):
     assert len(error.value.problems) == 7
 
 
-def test_a_model_that_cannot_generate_and_one_in_the_layout_of_a_pipeline_are_refused():
+def test_models_without_prefill_and_pipelined_models_cannot_generate():
     linear: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"the methods prefill and decode, .* got Linear without prefill and decode$"):
         generate(linear, [[1]])

@@ -65,7 +65,7 @@ def test_visits_compute_every_row_of_a_group_once(name):
     assert computed == list(enumerate(np.repeat(np.arange(len(sizes)), sizes)))
 
 
-def test_the_work_is_at_most_a_quarter_more_than_that_of_one_matrix_per_row():
+def test_grouped_products_take_at_most_a_quarter_more_work_than_needed():
     """Which `jax.lax.ragged_dot` on CPUs and GPUs multiplies by the number of groups."""
     rows, groups = 4096, 8
     tile = _tile(rows, groups)

@@ -276,7 +276,7 @@ def test_the_loss_is_the_sum_in_its_docstring():
 
 
 @pytest.mark.slow
-def test_a_list_of_layers_has_the_loss_metrics_and_gradients_of_a_stack_with_remat():
+def test_listed_layers_equal_a_stack_with_remat():
     listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")
     nnx.update(stacked.layers, jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, listed.layers)))
     found = []

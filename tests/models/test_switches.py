@@ -123,7 +123,7 @@ def test_lists_and_stacks_have_equal_shapes_and_every_leaf_has_a_rule(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 @every
-def test_on_a_mesh_loss_and_gradients_are_those_of_one_device(name, scan):
+def test_loss_and_gradients_on_a_mesh_equal_one_device(name, scan):
     model = small(**ALL[name], scan=scan)
     loss, want = loss_and_gradients(model, batch_of())
     mesh = make_mesh(fsdp=2, tp=2, ep=2 if model.config.num_experts else 1)

@@ -162,7 +162,7 @@ def test_launch_exits_with_the_code_of_the_process_that_failed_by_itself():
         ((7, 5), 7, "ended with exit code 7"),
     ],
 )
-def test_the_exit_code_of_a_launch_is_that_of_its_cause(codes, expected, text, capfd):
+def test_a_launch_exits_with_the_code_of_the_first_failure(codes, expected, text, capfd):
     program = f"""
 import os, sys
 code = {codes}[int(sys.argv[1].removeprefix("--process=")[0])]

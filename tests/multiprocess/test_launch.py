@@ -86,7 +86,7 @@ def test_two_processes_have_the_losses_of_one(settings, same, shape, own, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["fsdp:2,tp:2", "pp:2,fsdp:2"])
-def test_two_processes_train_adapters_of_a_model_of_transformers_as_one_does_and_resume_bit_for_bit(shape, tmp_path):
+def test_two_processes_train_adapters_of_an_imported_model_and_resume_bit_for_bit(shape, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     write_llama(tmp_path / "base")
@@ -182,7 +182,7 @@ def limit_files(running: Running, process: int, size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_training_continues_in_all_processes_if_one_cannot_save_until_a_signal_stops_all_at_one_step(who, tmp_path):
+def test_training_continues_in_all_processes_while_one_cannot_save(who, tmp_path):
     more = ("mesh.shape=pp:2", "run.steps=100000", "checkpoint.every=10", "checkpoint.on_failure=continue")
     with start(2, 1, tmp_path / "run", *more) as running:
         running.wait_for("step     20 ", LIMIT_S)

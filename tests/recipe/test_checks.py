@@ -16,7 +16,7 @@ from flax_mesh.recipe.explain import explain
 from flax_mesh.recipe.program import FIELDS_OF_ROW
 from flax_mesh.step.loss import RESERVED
 from flax_mesh.train import apply_overrides, build_program, load_recipe
-from flax_mesh.train.loop import vocabulary_problems
+from flax_mesh.train.inputs import vocabulary_problems
 from flax_mesh.train.metrics import Rows, StepCheck
 from tests.train import bigram
 from tests.train.bigram import BigramConfig, recipe

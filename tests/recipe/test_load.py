@@ -89,7 +89,7 @@ def long():
 """
 
 
-def test_a_recipe_is_a_function_in_a_file_and_the_fields_of_its_config_class_are_settings(tmp_path):
+def test_fields_of_a_config_class_in_a_recipe_file_are_settings(tmp_path):
     own = write(tmp_path, OWN)
     assert load_recipe(own).run.steps == 1000 and load_recipe(f"{own}:long").run.steps == 9000
     assert to_lines(apply_overrides(load_recipe(own), ["model.width=5"]))[0] == "model.width=5"

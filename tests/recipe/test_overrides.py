@@ -65,7 +65,7 @@ def problems_of(config: TrainConfig, *overrides: str) -> list[str]:
 # --- the model of a folder ---
 
 
-def test_the_model_of_a_folder_is_found_when_an_override_names_it_and_other_overrides_replace_its_settings():
+def test_overrides_replace_settings_of_the_model_in_start_from():
     config = config_of(Model(), model_from=lambda model, folder: dataclasses.replace(model, text=folder, count=5))
     assert apply_overrides(config, ["run.steps=2"]).model == Model()
     found = apply_overrides(config, ["model.count=7", "checkpoint.start_from=a"])
@@ -175,7 +175,7 @@ models = st.builds(
 
 
 @given(models, models)
-def test_a_printed_config_overrides_every_setting_of_another_one_and_is_read_back_to_the_same(model, other):
+def test_a_printed_config_is_read_back_over_any_other_config(model, other):
     config = config_of(model)
     assert apply_overrides(config_of(other), to_lines(config)).model == model
     assert apply_overrides(config, to_lines(config)) == config

@@ -211,7 +211,7 @@ def test_a_model_of_hijax_variables_is_refused_and_with_vars_converts_it(mode, m
     split_stages(loss_fn, converted, batch(), num_stages=2)
 
 
-def test_calls_of_nnx_that_refuse_shared_variables_in_tree_mode_are_named_in_one_line(mesh):
+def test_an_nnx_call_that_refuses_shared_variables_is_named_in_one_line(mesh):
     make = lambda: (model := TiedVariable(), nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param))  # noqa: E731
     found = r"^first[./]kernel and last[./]kernel are one Variable, .* tree mode \(graph=False\).* pass graph=True"
     with MODES["tree"](), pytest.raises(ShardingError, match=found):

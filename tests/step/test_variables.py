@@ -106,7 +106,7 @@ class WithStreams(nnx.Module):
         return x @ self.kernel
 
 
-def test_a_step_that_is_made_for_the_layout_takes_states_of_other_calls_of_make(mesh, compilations):
+def test_a_step_for_a_layout_takes_states_from_another_call_of_make(mesh, compilations):
     make = maker(WithStreams)
     abstract = fm.abstract_state(make, mesh, "fsdp")
     step = make_train_step(loss_fn, abstract_train_state(make, abstract))

@@ -19,6 +19,7 @@ MOST_FOLDERS = 4  # whose slow tests run whole; with more of them CI would not e
 GUARDS = {
     "hlo": ("plan", "sharding/report"),
     "cli/text": ("checkpoint",),
+    "mpmd": ("mpmd/split",),
     "mpmd/split": ("mpmd/zoo", "mpmd/fuzz"),
     "mpmd/runtime": ("mpmd/zoo", "mpmd/fuzz"),
     "mpmd/transport": ("multiprocess",),

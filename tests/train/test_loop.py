@@ -14,7 +14,7 @@ from flax_mesh.data import run_data
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.overrides import to_lines
 from flax_mesh.train import TrainConfig, apply_overrides, loop, train
-from flax_mesh.train.loop import TrainResult
+from flax_mesh.train.steps import TrainResult
 from tests.train.bigram import count_compilations, loss_with_slow_evaluation, recipe, snapshot
 from tests.train.support.runs import Ran, checkpoints, losses, rows_of, run
 
@@ -139,9 +139,7 @@ def test_a_finished_run_prints_that_and_does_nothing(undisturbed, text):
     assert not compiled
 
 
-def test_a_run_that_is_extended_stopped_and_changed_in_neutral_settings_has_the_losses_of_a_longer_one(
-    config, undisturbed
-):
+def test_a_stopped_and_extended_run_has_the_losses_of_one_long_run(config, undisturbed):
     assert run(config("run.steps=3")).result.step == 3
     polls = itertools.count()
     stopped = run(config(), should_stop=lambda: next(polls) > 2)
@@ -229,7 +227,7 @@ def test_a_checkpoint_of_another_model_is_rejected_with_every_array_that_differs
     assert "  model/mean: checkpoint f32[64], model f32[32]" in lines
 
 
-def test_a_sample_that_raises_is_a_warning_at_the_end_of_a_run_in_the_home_directory(text, tmp_path, monkeypatch):
+def test_a_sample_that_raises_is_only_a_warning(text, tmp_path, monkeypatch):
     def broken(model, prompt, num_tokens, key):
         raise KeyError("no token")
 

@@ -160,7 +160,7 @@ def test_limits_depend_on_the_rows_up_to_the_last_but_one():
             check = check_of(check.record() | {"metrics": {}}, on_nonfinite="skip", spike_factor=3.0)
 
 
-def test_a_run_that_skips_every_update_or_has_a_held_out_loss_that_is_not_finite_stops():
+def test_a_run_stops_after_many_skipped_updates_or_a_nonfinite_evaluation():
     check = check_of(on_nonfinite="skip")
     for step in range(1, MOST_SKIPPED + 1):
         assert not check.stopped

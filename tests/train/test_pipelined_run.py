@@ -70,7 +70,7 @@ def test_expensive_models_and_resumed_runs_are_checked_on_request_only(tmp_path,
         train(config_of(folder, text, *SHORT, "pipeline.check=always"))
 
 
-def test_a_pipelined_run_has_the_losses_and_the_sample_of_a_plain_run_and_its_third_step_is_traced(tmp_path, text):
+def test_a_traced_pipelined_run_equals_a_plain_run(tmp_path, text):
     settings = ("run.steps=4", "run.eval_every=4", "run.sample_tokens=4", "run.platform=auto", "pipeline.check=never")
     plain = run(config_of(tmp_path / "plain", text, "mesh.shape=fsdp:1", *settings))
     trace = tmp_path / "trace.json"

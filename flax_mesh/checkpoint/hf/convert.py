@@ -154,6 +154,13 @@ def save_safetensors(
     The folder must not exist; it is written completely or not at all. `dtype` casts floating arrays, and replaces the
     torch_dtype in `config`. Only one parameter of one layer is on the host at a time. Works in one process only: in a
     run over several, save a checkpoint and convert it (`flax-mesh checkpoint export`).
+
+    Example:
+        >>> from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
+        >>> from flax_mesh.models import DecoderConfig, make_decoder
+        >>> config = DecoderConfig()
+        >>> model = make_decoder(config, nnx.Rngs(0))
+        >>> save_safetensors("exported", model, DECODER_NAMES["llama"], config=huggingface_config(vars(config)))
     """
     if jax.process_count() > 1:
         raise ConfigError(

@@ -108,7 +108,16 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
 @check_types
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read the config.json of a local folder, as a dict."""
+    """Read the config.json of a local folder, as a dict.
+
+    Example:
+        >>> import json
+        >>> from pathlib import Path
+        >>> from flax_mesh.checkpoint import read_config
+        >>> _ = Path("config.json").write_text(json.dumps({"model_type": "llama"}))
+        >>> read_config(".")
+        {'model_type': 'llama'}
+    """
     with refusals(folder):
         is_folder = Path(folder).is_dir()
     if not is_folder:
@@ -129,6 +138,13 @@ def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[
 
     `dtype` and `param_dtype` are the dtype of the stored parameters. Raises one ConfigError that lists every key with a
     value that this decoder does not support, and every unknown key; pass keys that have no effect to `ignore`.
+
+    Example:
+        >>> from flax_mesh.checkpoint import decoder_config_from_hf, huggingface_config
+        >>> from flax_mesh.models import DecoderConfig
+        >>> config = huggingface_config(vars(DecoderConfig(num_layers=3)))
+        >>> decoder_config_from_hf(config)["num_layers"]
+        3
     """
     ignored = set(ignore)
     config = {key: value for key, value in config.items() if key not in ignored}
@@ -160,6 +176,13 @@ def huggingface_config(
     the first one that has. `max_position_embeddings` is the longest sequence that other programs should accept; further
     `keys`, such as eos_token_id, are written unchanged. Raises ConfigError if no family has such a decoder. Settings
     that change only how it is computed or trained are not written.
+
+    Example:
+        >>> from flax_mesh.checkpoint import huggingface_config
+        >>> from flax_mesh.models import DecoderConfig
+        >>> config = huggingface_config(vars(DecoderConfig(num_layers=3)), eos_token_id=2)
+        >>> config["model_type"], config["num_hidden_layers"], config["eos_token_id"]
+        ('llama', 3, 2)
     """
     settings = {**SWITCHES, **ROPE_OFF, "sliding_window": 0, "layer_pattern": "", **settings}
     settings |= parsed_factors(settings)

@@ -11,10 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.chunks import rows_of, whole
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, Options, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked
-from flax_mesh.mpmd.split.jaxpr import Program, Var, inline, interpret, is_var, rows_of, shape_of, trace, whole
+from flax_mesh.mpmd.split.jaxpr import Program, Var, inline, interpret, is_var, shape_of, trace
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on

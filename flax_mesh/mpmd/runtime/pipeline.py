@@ -16,6 +16,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import without_mesh
 from flax_mesh.modes import optimizer_of
+from flax_mesh.mpmd.chunks import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
@@ -25,7 +26,6 @@ from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_lea
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
-from flax_mesh.mpmd.split.jaxpr import whole
 from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StagedModel

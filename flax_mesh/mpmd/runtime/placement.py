@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.mpmd.chunks import Chunks
 from flax_mesh.mpmd.mesh import MpmdMesh
-from flax_mesh.mpmd.split.jaxpr import Chunks
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED

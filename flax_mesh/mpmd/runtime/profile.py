@@ -80,6 +80,21 @@ def trace_step(
     Dispatch does not block: one thread per group waits for the results, in the order of the group. An action starts
     when it is dispatched, its group is free and its inputs are ready. The first two steps of a pipeline compile, so
     trace a later one. The optimizer's update follows after all actions and is not in the timeline.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, Pipeline, chain_stages, trace_step
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> def make():
+        ...     stages = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2)])
+        ...     return stages, nnx.Optimizer(stages, optax.adam(1e-3), wrt=nnx.Param)
+        >>> loss_fn = lambda outputs, batch: (((outputs - batch) ** 2).sum(), batch.size)
+        >>> batch = np.ones((8, 8), np.float32)
+        >>> staged = chain_stages(loss_fn, make, batch, mesh=mesh, schedule="gpipe", num_microbatches=2)
+        >>> pipeline = Pipeline(staged, rules="fsdp")
+        >>> state, _ = pipeline.step(pipeline.init_state(), batch)  # compiles
+        >>> state, metrics, timeline = trace_step(pipeline, state, batch)
+        >>> 0 <= timeline.bubble < 1
+        True
     """
     _check_one_process(pipeline, "trace_step")
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
@@ -104,6 +119,19 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     do not slow each other down. `state` is not changed. If the schedule does not split the backward pass, `backward`
     has its entire time and `weights` is 0; to let the search split it, measure a pipeline whose schedule is
     `with_split_backward`. `transfer` is the time in which a stage sends all values of a microbatch to another group.
+
+    Example:
+        >>> from flax_mesh.mpmd import MpmdMesh, Pipeline, chain_stages, measure_costs
+        >>> mesh = MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp")
+        >>> def make():
+        ...     stages = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(seed)) for seed in range(2)])
+        ...     return stages, nnx.Optimizer(stages, optax.adam(1e-3), wrt=nnx.Param)
+        >>> loss_fn = lambda outputs, batch: (((outputs - batch) ** 2).sum(), batch.size)
+        >>> batch = np.ones((8, 8), np.float32)
+        >>> staged = chain_stages(loss_fn, make, batch, mesh=mesh, schedule="gpipe", num_microbatches=2)
+        >>> pipeline = Pipeline(staged, rules="fsdp")
+        >>> len(measure_costs(pipeline, pipeline.init_state(), batch))  # one StageCost per stage
+        2
     """
     _check_one_process(pipeline, "measure_costs")
     if repeats < 1:

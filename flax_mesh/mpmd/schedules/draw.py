@@ -32,6 +32,11 @@ def draw_schedule_svg(schedule: Schedule, costs: Costs = StageCost()) -> str:  #
 
     The number in a box is the microbatch, the colour is the kind of action, and the shade is the stage within the
     group. W is lower than F and B. White is idle time. On the right are the busy fraction and the peak activations.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import draw_schedule_svg, make_schedule
+        >>> draw_schedule_svg(make_schedule("1f1b", num_groups=4, num_microbatches=8))[:4]
+        '<svg'
     """
     result = simulate(schedule, costs)
     return _document([_simulated(schedule, costs, result)], schedule)
@@ -42,6 +47,14 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
 
     `measured` has (group, action, start, end) of every action, in the unit of `costs`; `unit` is the printed name of
     this unit. Time starts at the first action.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import StageCost, draw_timeline_svg, make_schedule, simulate
+        >>> schedule = make_schedule("1f1b", num_groups=2, num_microbatches=2)
+        >>> times = simulate(schedule).times  # in place of measured ones
+        >>> measured = [(action.stage, action, start, end) for action, (start, end) in times.items()]
+        >>> draw_timeline_svg(schedule, measured, StageCost(), "ms")[:4]
+        '<svg'
     """
     measured = sorted(measured, key=lambda event: event[2])
     if not measured:

@@ -14,6 +14,19 @@ def schedule_table(schedule: Schedule, costs: Costs = StageCost(), *, width: int
 
     Time runs to the right and continues in the next block of lines. Dots are idle time. The shortest action is wide
     enough for its name if the timeline then has at most six blocks.
+
+    Example:
+        >>> from flax_mesh.mpmd.schedules import make_schedule, schedule_table
+        >>> print(schedule_table(make_schedule("gpipe", num_groups=2, num_microbatches=2), width=60))
+        gpipe: 2 groups, 2 microbatches, F=1 B=2
+        makespan 9, period 9, bubble 33.3%, 4 transfers
+        <BLANKLINE>
+        group  stages  busy   peak activations
+        0      0       66.7%  2
+        1      1       66.7%  2
+        <BLANKLINE>
+        group 0  0F0 0F1 ............0B0---- 0B1----
+        group 1  ....1F0 1F1 1B0---- 1B1---- ........
     """
     result = simulate(schedule, costs)
     lines = [heading(schedule, costs), summary(result), "", _groups_text(schedule, result), ""]

@@ -22,8 +22,9 @@ Automatic differentiation alone would store e and p, 8 bytes. x and w are inputs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from flax_mesh.mpmd.chunks import ELEMENTWISE
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
-from flax_mesh.mpmd.split.jaxpr import ELEMENTWISE, Program, Var, variables
+from flax_mesh.mpmd.split.jaxpr import Program, Var, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 from flax_mesh.tree import num_bytes
 

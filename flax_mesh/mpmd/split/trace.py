@@ -16,9 +16,9 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.blockwise.place import axes_of_spec
 from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
+from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.jaxpr import (
-    Chunks,
     Eqn,
     Program,
     bodies,
@@ -28,10 +28,8 @@ from flax_mesh.mpmd.split.jaxpr import (
     interpret,
     is_var,
     needed,
-    rows_of,
     shape_of,
     trace,
-    whole,
 )
 from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at

@@ -15,8 +15,8 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 
 from flax_mesh.jax_compat import JIT, REMAT, evaluate, scan_sizes
+from flax_mesh.mpmd.chunks import ELEMENTWISE
 from flax_mesh.mpmd.split.jaxpr import (
-    ELEMENTWISE,
     Eqn,
     Program,
     bodies,

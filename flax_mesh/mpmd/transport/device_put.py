@@ -70,6 +70,14 @@ def device_put(x: Any, sharding: Sharding, key: Hashable = None) -> MpmdArray:
 
     Raises:
         ValueError: In every process, if `sharding` does not fit the shape, or inside a JAX trace.
+
+    Example:
+        >>> from flax_mesh import mpmd
+        >>> groups = mpmd.MpmdMesh(fm.create_mesh((2, 4), ("pp", "fsdp")), "pp").unstack
+        >>> first, second = (jax.sharding.NamedSharding(group, jax.P("fsdp")) for group in groups)
+        >>> x = mpmd.device_put(np.arange(8), first)
+        >>> mpmd.device_put(x, second).sharding == second
+        True
     """
     x = _as_array(x)
     _check_fit(x.shape, sharding)

@@ -63,6 +63,13 @@ def audit_rules(
     while others are sharded; rules that apply to nothing because an earlier one matches first; and, if `unused`, rules
     that match nothing. Layers with the same mismatch share one finding. `apply_policy(audit.findings, "error")` raises
     all of them as one ShardingError.
+
+    Example:
+        >>> from flax_mesh.sharding import audit_rules
+        >>> mesh = jax.sharding.AbstractMesh((2, 4), ("fsdp", "tp"))
+        >>> audit = audit_rules([("kernel", ("embed", "mlp"))], {"kernel": np.ones((8, 6))}, mesh)
+        >>> [finding.path for finding in audit.findings]
+        ['kernel']
     """
     following, everything = followers(tree), named_leaves(tree)
     leaves = [(path, leaf) for path, leaf in everything if path not in following]

@@ -22,6 +22,13 @@ def sharding_fingerprint(tree: Any) -> str:
     An abstract state and the arrays that are initialized from it have the same fingerprint, on every process. It does
     not depend on the devices of the mesh, on axes of size 1, or on the spelling of a spec: `P("fsdp")` equals
     `P(("fsdp",), None)`. One ShardingError names all arrays without a sharding.
+
+    Example:
+        >>> from flax_mesh.sharding import sharding_fingerprint
+        >>> mesh = fm.create_mesh((8,), ("fsdp",))
+        >>> one, two = (fm.shard(np.ones((8, 2)), spec, mesh) for spec in (jax.P("fsdp"), jax.P(("fsdp",), None)))
+        >>> sharding_fingerprint({"w": one}) == sharding_fingerprint({"w": two})
+        True
     """
     lines, missing = [], []
     for path, leaf in named_leaves(tree):
@@ -44,6 +51,11 @@ def check_same_on_all_processes(text: str, what: str = "sharding") -> None:
 
     Processes with different layouts compile different programs, and then hang or compute wrong results. Every process
     must call this function. With a single process it does nothing.
+
+    Example:
+        >>> from flax_mesh.sharding import check_same_on_all_processes, sharding_fingerprint
+        >>> w = fm.shard(np.ones((8, 2)), jax.P("fsdp"), fm.create_mesh((8,), ("fsdp",)))
+        >>> check_same_on_all_processes(sharding_fingerprint({"w": w}))
     """
     if jax.process_count() == 1:
         return

@@ -252,7 +252,7 @@ def test_the_mesh_of_all_groups_may_be_in_context(kind):
     assert differences(trained(Linears, "dp", kind), have, 0.0) == []
 
 
-def test_the_default_of_the_mesh_of_one_group_is_the_mesh_in_context():
+def test_the_mesh_in_context_is_the_default_mesh_of_one_group():
     make = lambda: Blocks(nnx.Rngs(0), 2)  # noqa: E731
     with jax.set_mesh(one_group()):
         staged = split_stages(decoder_loss, make, batch_of(Blocks), num_stages=2, layers="layers")

@@ -14,20 +14,9 @@ from hypothesis import strategies as st
 from jax import lax
 
 from flax_mesh.jax_compat import JIT, REMAT, evaluate
+from flax_mesh.mpmd.chunks import Chunks, whole
 from flax_mesh.mpmd.split.assign import is_expensive
-from flax_mesh.mpmd.split.jaxpr import (
-    Chunks,
-    bodies,
-    body,
-    flops,
-    inline,
-    interpret,
-    is_var,
-    needed,
-    trace,
-    variables,
-    whole,
-)
+from flax_mesh.mpmd.split.jaxpr import bodies, body, flops, inline, interpret, is_var, needed, trace, variables
 from flax_mesh.tree import num_bytes
 
 DEPTH = 4  # layers of the stacks that are split into chunks
@@ -220,7 +209,7 @@ def test_a_scan_over_chunks_becomes_one_scan_per_chunk():
     assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [3, 1]
 
 
-def test_a_scan_over_periods_scans_those_in_one_chunk_and_calls_the_layers_of_the_others():
+def test_a_period_in_two_chunks_is_evaluated_layer_by_layer():
     program, _ = trace(lambda w, x: lax.scan(period, x, w.reshape(5, 2, 3, 3)), f32(10, 3, 3), f32(2, 3))
     split, _ = trace(
         lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 5)), x])],

@@ -103,7 +103,7 @@ def test_a_stack_that_is_scanned_in_periods_is_cut_between_any_layers(cuts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", CALLS)
-def test_the_stages_of_a_stack_that_is_scanned_in_periods_compute_what_the_model_computes(cuts):
+def test_stages_of_a_stack_scanned_in_periods_equal_the_model(cuts):
     for split_backward in (False, True):
         split(Periods, "blocks", len(cuts) + 1, cuts=cuts).check(split_backward=split_backward)
 

@@ -32,7 +32,7 @@ TREE = {
 }
 
 
-def test_every_kind_of_mistake_is_a_finding_and_a_line_of_one_error():
+def test_each_kind_of_mistake_is_a_finding_and_a_line_in_the_error():
     audit = audit_rules(RULES, TREE, MESH, large=64 * 64 * 4)
     lines = [str(finding) for finding in audit.findings]
     starts = [

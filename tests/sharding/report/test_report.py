@@ -45,7 +45,7 @@ def bytes_of_shards(tree) -> dict:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_bytes_equal_those_of_the_real_shards_and_of_the_abstract_tree(name):
+def test_reported_bytes_equal_real_shards_and_the_abstract_tree(name):
     mesh = mesh_of(name)
     real = fm.shard({k: np.zeros(shape, dtype) for k, (shape, dtype, _) in SHAPES.items()}, SPECS, mesh)
     real["key"] = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, P("a")))

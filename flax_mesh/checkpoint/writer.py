@@ -1,0 +1,196 @@
+"""Writer: saves steps to a folder, in agreement with the other processes, and deletes the steps that are not retained.
+
+A save has phases, at the end of which processes learn of each other's failures. A step becomes visible under its name
+at the end of "commit"; a save that fails before leaves only files that the next save removes.
+"""
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from flax_mesh.checkpoint.checksums import SYSTEM_ERROR
+from flax_mesh.checkpoint.find import committed_steps, find_leftovers
+from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
+from flax_mesh.processes.agree import Phases
+
+# The storage reports the end of "folders", "files" and "commit".
+PHASES = ("begin", "folders", "start", "files", "commit", "clear")
+
+
+class Writer:
+    """Writes one step at a time to `folder`, in the background. `host_bytes` and `compress` are as in Checkpointer.
+
+    `retained` returns the steps to retain, and is called after each save.
+    """
+
+    def __init__(self, folder: Path, retained: Callable[[], set[int]], *, host_bytes: int | None, compress: bool):
+        self._folder, self._retained = folder, retained
+        self._host_bytes, self._compress = host_bytes, compress
+        self._storage: Any = None  # created by the first save, and again after a failed one
+        self._is_tidy = False  # whether leftovers were removed since `_storage` was created
+        self._has_failed = False  # whether the last save did: threads of the storage may still write its files
+        self._inode: int | None = None  # of the folder, as found or created by the first save
+        self._saving: int | None = None  # the step being saved
+        self._phases: Any = None  # of the last save
+        self._deleting: threading.Thread | None = None
+
+    def begin(self, step: int, damaged: Collection[int]) -> None:
+        """Start a save: agree with the other processes, remove leftovers and quarantine the `damaged` steps.
+
+        Raises ConfigError if `step` exists and is not damaged. The previous save must have ended.
+        """
+        self._phases = Phases("save", PHASES)
+        with self._as_save_error(step):
+            committed = step in committed_steps(self._folder)
+            exists = step not in damaged and os.path.lexists(self._path(step))
+        if exists:
+            existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
+            problem = f"{self._folder} already contains {existing}; nothing was overwritten."
+            # Another process may not see this step, and would wait for this one.
+            self._phases.failed(f"process {jax.process_index()}: {problem}")
+            raise ConfigError(problem)
+        with self._as_save_error(step):
+            self._open()
+            self._phases.passed("begin")  # from here on no other process writes to the folder
+            self._tidy(damaged)
+
+    def write(self, step: int, arrays: Iterable[tuple[str, Any]], metadata: Mapping[str, Any]) -> None:
+        """Write the step that `begin` has started; returns once the arrays may change."""
+        with self._as_save_error(step):
+            self._saving = step
+            self._storage.save(self._path(step), arrays, metadata)
+            self._phases.passed("start")
+
+    def wait(self) -> None:
+        """Return once the step being written is durable and old steps are being deleted; SaveError if that failed."""
+        if self._saving is not None:
+            with self._as_save_error(self._saving):
+                self._storage.wait()
+                if not self._phases.together:
+                    self._meet("commit")
+            self._saving = None
+            if self._has_failed:
+                self._remove_unfinished()
+                self._has_failed = False
+
+    def close(self) -> None:
+        """End the background threads, after `wait`."""
+        if self._deleting is not None:
+            self._deleting.join()
+        if self._storage is not None:
+            self._storage.close()
+            self._storage = None
+
+    def clear_leftovers(self) -> None:
+        """Remove the leftovers of interrupted saves and deletions."""
+        for path in find_leftovers(self._folder):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _meet(self, phase: str) -> None:
+        """Wait for all processes at the end of a phase, in the thread that reached it."""
+        if phase == "commit" and self._clears:
+            self._check_folder()
+            if self._saving not in committed_steps(self._folder):
+                raise OSError("its folder is gone")
+        self._phases.passed(phase)
+        if phase == "commit":
+            if self._clears:
+                self._delete(sorted({*committed_steps(self._folder)} - self._retained()))
+            self._phases.passed("clear")
+
+    @contextmanager
+    def _as_save_error(self, step: int) -> Iterator[None]:
+        """Turn the errors of storage libraries into a SaveError of one line."""
+        try:
+            yield
+        # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
+        except (OSError, RuntimeError, TypeError, ValueError) as error:
+            reason, self._saving = _reason(error), None
+            if self._phases.together and not isinstance(error, PeerError):
+                reason = f"process {jax.process_index()}: {reason}"
+            self._phases.failed(reason)
+            self._give_up()
+            committed = self._phases.is_past("commit")
+            what = f"the checkpoint of step {step} could not be saved"
+            what = "old checkpoints could not be removed" if committed else what
+            left: list[int] = []
+            with suppress(UnreadableError):
+                left = [other for other in committed_steps(self._folder) if committed or other != step]
+            newest = f"the newest checkpoint is of step {left[-1]}" if left else "no checkpoint exists"
+            raise SaveError(f"{what} in {self._folder}: {reason}; {newest}") from error
+
+    @property
+    def _clears(self) -> bool:
+        """Whether this process renames and deletes; of several only process 0 does."""
+        return jax.process_index() == 0
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def _open(self) -> None:
+        from flax_mesh.checkpoint.orbax import Storage
+
+        self._check_folder()
+        if self._storage is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._inode = self._folder.stat().st_ino
+            self._storage = Storage(compress=self._compress, host_bytes=self._host_bytes, meet=self._meet)
+            self._is_tidy = False
+
+    def _check_folder(self) -> None:
+        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
+        inode = self._folder.stat().st_ino if self._folder.is_dir() else None
+        if self._inode is not None and inode != self._inode:
+            raise OSError("the folder is gone")
+
+    def _give_up(self) -> None:
+        """Remove a failed save: the errors that the storage still reports and its files, for the disk may be full."""
+        if self._storage is not None:
+            self._storage.abandon()
+            self._storage = None
+        self._has_failed = True
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
+        for path in self._folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _tidy(self, damaged: Collection[int]) -> None:
+        """Remove the leftovers of earlier saves, and quarantine damaged steps by renaming them."""
+        if self._clears and not self._is_tidy:
+            if self._deleting is not None:
+                self._deleting.join()
+            self.clear_leftovers()
+        self._is_tidy = True
+        for step in damaged if self._clears else ():
+            names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
+            paths = (self._folder / name for name in names)
+            os.rename(self._path(step), next(path for path in paths if not path.exists()))
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
+        renamed = [self._folder / f"{step}.deleted" for step in steps]
+        for path in renamed:
+            os.rename(path.with_suffix(""), path)
+        if self._deleting is not None:
+            self._deleting.join()
+        # Files that cannot be deleted are leftovers, which the next run removes.
+        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in renamed])
+        self._deleting.start()
+
+
+def _reason(error: BaseException) -> str:
+    """The text of an error on one line; of tensorstore's long texts only the reason that the system reported."""
+    # Since Python 3.13, shutil adds a file to an OSError without a number, whose text is then "[Errno None] None".
+    unnumbered = isinstance(error, OSError) and error.errno is None and error.args
+    text = " ".join(str(error.args[0] if unnumbered else error).split()) or type(error).__name__
+    if code := SYSTEM_ERROR.search(text):
+        return os.strerror(int(code[1]))
+    return re.sub(r" \[\w+=.*", "", text)[:300]

@@ -1,0 +1,1 @@
+"""From a model, or from modules that are stages, to a StagedModel."""
