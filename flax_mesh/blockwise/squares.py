@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from flax_mesh.blockwise.dims import Labels, dim_map
-from flax_mesh.blockwise.find import FEWEST_KEYS, is_view
+from flax_mesh.blockwise.find import are_scores, is_view
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, source
 from flax_mesh.blockwise.place import Axes, Layout, aligned, spread
 
@@ -106,7 +106,7 @@ def _merged(labels: Labels | None, more: Labels) -> Labels:
 def _is_square(x: Value, origins: Layout, block: int) -> bool:
     """Whether two dims have a common origin, and at least `block` times `block` elements."""
     return any(
-        {*origins[d]} & {*origins[e]} and min(n, m) >= FEWEST_KEYS and n * m >= block**2
+        {*origins[d]} & {*origins[e]} and are_scores(n, m, block)
         for d, n in enumerate(x.shape)
         for e, m in enumerate(x.shape[:d])
         if origins

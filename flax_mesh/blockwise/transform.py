@@ -1,7 +1,7 @@
 """`blockwise_attention(fn)`: the same function with every attention in blocks, and lines about each of them."""
 
 import functools
-import math
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
-from flax_mesh.blockwise.find import FEWEST_KEYS, NotFoundError, Uses, find_softmax, uses_of
+from flax_mesh.blockwise.find import NotFoundError, Uses, are_scores, find_softmax, uses_of
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
@@ -54,7 +54,8 @@ def _find(top: Level, block: int) -> tuple[list[Region], list[Left]]:
                 try:
                     regions += _regions(op, uses, block)
                 except NotFoundError as error:
-                    if str(error):
+                    sizes = itertools.combinations(op.outputs[0].shape, 2)
+                    if str(error) and any(are_scores(n, m, block) for n, m in sizes):
                         left.append(Left(op.outputs[0], op, str(error)))
     for region in regions:
         for x, labels in region.leaves.values():
@@ -69,8 +70,7 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     if len(exp.outputs[0].shape) < 2:
         return []
     softmaxes = find_softmax(exp, uses)
-    lengths = softmaxes[0].lengths
-    if math.prod(lengths) < block**2 or min(lengths) < FEWEST_KEYS:
+    if not are_scores(*softmaxes[0].lengths, block):
         return []
     if around := closed_around(exp.level):
         raise NotFoundError(f"it is inside of {around}")

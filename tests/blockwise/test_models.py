@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_mesh.blockwise import transform
+from flax_mesh.blockwise import find, transform
 from tests.blockwise.compare import difference
 from tests.mpmd.zoo.models import BY_NAME
 from tests.sharding.foreign.styles import BY_NAME as STYLES
@@ -43,7 +43,7 @@ def test_all_attention_of_a_model_is_found_and_nothing_else(name, monkeypatch):
 
 def compare(name, monkeypatch):
     case = CASES[name]
-    monkeypatch.setattr(transform, "FEWEST_KEYS", 2)
+    monkeypatch.setattr(find, "_FEWEST_KEYS", 2)
     batch = jax.tree.map(jnp.asarray, case.batch(4))
     graphdef, params, others = nnx.split(case.make(), case.wrt, ...)
     lines = []

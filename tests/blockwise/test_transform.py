@@ -107,6 +107,7 @@ def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
     mlp = lambda x, w: jax.nn.softplus(x[:, 1:] @ w) @ w.T  # noqa: E731
     loss = lambda x, w: jax.nn.log_softmax(x @ w)[:, 0].sum()  # noqa: E731
     assert lines_of(*PROGRAMS["router"]()) == lines_of(mlp, (x, w)) == lines_of(loss, (x, w)) == []
+    assert lines_of(lambda x: jnp.exp(x) @ x, (jnp.ones((B, 8, 8)),)) == []  # the decay of a state space, in chunks
     fn, args = PROGRAMS["causal"]()
     assert lines_of(fn, args, block=512) == []
 
