@@ -120,7 +120,7 @@ class Checkpointer:
         self._in_base: dict[str, int] = {}  # path -> fingerprint of the parameters that may be left out
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
-        retained = partial(retained_steps, self.folder, self.keep, best_metric)
+        retained = lambda: retained_steps(self.folder, self.keep, self.best_metric)  # noqa: E731
         self._writer = Writer(self.folder, retained, host_bytes=host_bytes, compress=compress)
 
     def __enter__(self) -> "Checkpointer":
