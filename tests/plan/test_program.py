@@ -1,6 +1,8 @@
 """The parts of the estimate, by formulas that can be checked by hand. Nothing is compiled but two small models."""
 
+import dataclasses
 import math
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -352,3 +354,27 @@ def test_the_results_have_the_shardings_of_the_compiled_step(make):
     shapes, shardings = jax.tree.leaves(lowered.out_info), jax.tree.leaves(lowered.compile().output_shardings)
     true = [sharding.shard_shape(x.shape) for x, sharding in zip(shapes, shardings, strict=True)]
     assert [x.local for x in one.program.block.results] == true
+
+
+def test_cpus_store_the_factors_of_sums_of_products_and_products_of_two_arrays():
+    """The sums in the gradients of a norm read two factors of its size; nothing else needs the broadcast ones."""
+    alive = [x.array for x in tiny({"fsdp": 4}).profile.alive if x.phase == "forward"]
+    rows = [x for x in alive if x.local[:2] == (BATCH // 4, SEQ)]
+    kinds = Counter((x.producer.kind, x.local[2:]) for x in rows if x.producer is not None)
+    norms = 2 * TINY.num_layers + 1
+    assert kinds["broadcast_in_dim", (TINY.hidden_size,)] == 2 * norms
+    assert kinds["multiply", (TINY.hidden_size,)] == norms
+    assert kinds["multiply", (TINY.mlp_size,)] == TINY.num_layers  # of the activation function, beside its factors
+
+
+def test_values_behind_a_barrier_are_computed_after_all_of_its_operands_on_cpus():
+    """The factors of the norms that are computed again are stored for one layer at a time, not from the start."""
+
+    def factors(num_layers: int) -> int:
+        base = dataclasses.replace(TINY, num_layers=num_layers)
+        step, arguments = decoder(mesh_of({"fsdp": 4}), base=base, batch=BATCH, seq=SEQ, remat="full")
+        alive = estimate(step, arguments, {"fsdp": 4}, "cpu").profile.alive
+        kinds = [x.array.producer.kind for x in alive if x.phase == "backward" and x.array.producer]
+        return kinds.count("broadcast_in_dim")
+
+    assert factors(6) <= factors(3) + 1

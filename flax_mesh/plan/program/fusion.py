@@ -6,11 +6,13 @@ Most operations are computed inside of those that use their results. These value
   but a reduction computes its operand itself, and on TPUs so does a product;
 - results that are expensive to compute (exp, tanh ...) and have several uses;
 - on accelerators, results with several uses that take fewer bytes to store and read than to compute again;
+- on CPUs, both factors of products that a reduction sums (but broadcast ones with one use), and products of two arrays
+  with several uses;
 - results of the program and of loops.
 
 On TPUs a product includes the operations that follow it elementwise; on GPUs, where cuBLAS computes most products, only
 a conversion of its result. On CPUs it reads operands whose last dims are not the dims of a matrix product from a
-transposed copy.
+transposed copy, and values behind an optimization barrier wait for all of its operands.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -191,15 +193,23 @@ class _Fusion:
         return (uses - 1) * operands > (uses + 1) * array.bytes
 
     def _is_expensive(self, operation: Operation) -> bool:
-        """Accelerators compute some functions again that CPUs store."""
+        """Accelerators compute some functions again that CPUs store, and CPUs also store products of two arrays."""
+        if self.cpu and operation.kind == "multiply":
+            return not any(map(_is_broadcast, operation.inputs))
         return _is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce":
             return False
+        if self.cpu and use.kind == "multiply" and self._is_reduced(use):
+            return array.producer is not None and (not _is_broadcast(array) or len(self.uses[id(array)]) > 1)
         if use.kind in PRODUCTS:
             return not self.tpu and (not self.cpu or _matrix_order(use, array) is None)
         return use.kind == "optimization_barrier" or self._is_root(use)
+
+    def _is_reduced(self, factor: Operation) -> bool:
+        """Whether CPUs sum the products in the kernel of a reduction, which reads both factors."""
+        return [use.kind for use in self.uses.get(id(factor.outputs[0]), ())] == ["reduce"]
 
     # The values that a value is computed from
 
@@ -227,7 +237,11 @@ class _Fusion:
         if producer.kind in CONSTANTS:
             return ()
         if producer.kind == "optimization_barrier":
-            return self.known[id(producer.inputs[producer.outputs.index(array)])]
+            leaves = self.known[id(producer.inputs[producer.outputs.index(array)])]
+            if not self.cpu or any(x.producer is not None for x, _ in leaves):
+                return leaves
+            others = (x for operand in producer.inputs for x, _ in self.known[id(operand)])
+            return (*leaves, *((x, 0) for x in others if x.producer is not None))  # an argument waits for the others
         most = array.bytes if producer.kind in PARTS else None
         sizes: dict[int, tuple[Array, int]] = {}
         for operand in self._gathered(producer):
@@ -396,6 +410,10 @@ class _Fusion:
                 buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
                 reads[id(buffer)] = Read(buffer, x.bytes)
         return reads
+
+
+def _is_broadcast(array: Array) -> bool:
+    return array.producer is not None and array.producer.kind in CONSTANTS | {"broadcast_in_dim"}
 
 
 def _widens(operation: Operation) -> bool:
