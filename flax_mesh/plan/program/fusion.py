@@ -36,6 +36,7 @@ ROOTS = PRODUCTS | frozenset(
 )
 LARGE = 2**16  # bytes of a constant that is worth to be stored
 CONSTANTS = frozenset({"constant", "iota"})
+_UPDATES = frozenset({"scatter", "while"})  # they change an operand in place
 VIEWS = frozenset({"reshape", "shard", "bitcast_convert", "reshard"})
 PARTS = frozenset({"dynamic_slice", "slice", "gather"})  # they read a part of their operand
 MOVES = frozenset({"transpose", "reshape", "slice", "concatenate", "pad", "dynamic_update_slice", "reverse"})
@@ -287,8 +288,11 @@ class _Fusion:
         elif operation.kind == "while":
             self._loop(operation)
         elif self._is_root(operation):
+            filled = self._fill(operation.inputs[:1] if operation.kind == "scatter" else ())
             reads = self._operands(operation, operation.inputs)
-            self._add(operation, reads, operation.outputs, (operation,))
+            kernel = self._add(operation, reads, operation.outputs, (operation,))
+            kernel.elementwise = bool(filled)
+            self._forget(filled)
         elif operation.kind not in CONSTANTS:
             self._gathered(operation)
             for array in operation.outputs:
@@ -317,6 +321,8 @@ class _Fusion:
             self.known.pop(id(array))
             return  # the zeros that a loop starts from are written where the loop updates them
         self.known.pop(id(array), None)
+        if self.cpu and _is_filled(array) and any(use.kind in _UPDATES for use in self.uses[id(array)]):
+            return  # each of these uses updates a separate array
         base = self.buffers.get(id(operation.inputs[0])) if operation.inputs else None
         if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
             self.buffers[id(array)] = base
@@ -330,6 +336,20 @@ class _Fusion:
             if operation.kind in PARTS:
                 reads = {key: Read(buffer, min(size, array.bytes)) for key, (buffer, size) in reads.items()}
             self._add(operation, reads, (array,))
+
+    def _fill(self, arrays: Sequence[Array]) -> list[Array]:
+        """CPUs write an array of one number for each loop or scatter that starts from it, as early as possible."""
+        filled = [x for x in arrays if self.cpu and _is_filled(x)]
+        for x in filled:
+            self.known.pop(id(x), None)
+            assert x.producer is not None
+            self._add(x.producer, {}, (x,))
+        return filled
+
+    def _forget(self, filled: Sequence[Array]) -> None:
+        for x in filled:
+            self.known.pop(id(x), None)
+            self.buffers.pop(id(x), None)
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
@@ -389,7 +409,9 @@ class _Fusion:
                 self.known[id(argument)] = self.known[id(out)] = self.leaves(init)
         inside = {id(x) for each, _ in body.walk() for x in each.outputs} | set(map(id, body.arguments))
         captured = {id(x): x for each, _ in body.walk() for x in each.inputs if id(x) not in inside}
+        filled = self._fill(inits)
         reads = self.read(*inits, *captured.values())
+        self._forget(filled)
         if self.cpu:
             reads |= self._hoisted(operation)
         inner = _Fusion(body, self.program, self.exchanges, given, self.known, set())
@@ -414,6 +436,15 @@ class _Fusion:
 
 def _is_broadcast(array: Array) -> bool:
     return array.producer is not None and array.producer.kind in CONSTANTS | {"broadcast_in_dim"}
+
+
+def _is_filled(array: Array) -> bool:
+    """Whether it is a broadcast constant."""
+    producer = array.producer
+    if producer is None or producer.kind != "broadcast_in_dim":
+        return False
+    number = producer.inputs[0].producer
+    return number is not None and number.kind == "constant"
 
 
 def _widens(operation: Operation) -> bool:
