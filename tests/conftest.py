@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
-    if platform == "gpu":  # whose products of float32 arrays are by default those of 19 bits
+    if platform == "gpu":  # whose products of float32 arrays have by default the precision of 19 bits
         jax.config.update("jax_default_matmul_precision", "highest")
 
 

@@ -6,7 +6,7 @@ from flax_mesh.text import array_text
 
 
 def golden_text(report: ShardingReport) -> str:
-    """One line per array: path, shape, split and bytes per device. A diff of two texts shows what changed."""
+    """One line per array: path, shape, split and bytes per device. A diff of two texts shows the changes."""
     lines = [report.mesh_line]
     for path, members in group_leaves(report.leaves):
         leaf = report.leaves[members[0]]

@@ -103,7 +103,7 @@ def mutants_of(file: str, source: str) -> Iterator[Mutant]:
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run: without annotations, and without what is raised or formatted."""
+    """The nodes that run: without annotations, and without raised or formatted expressions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.AnnAssign | ast.arg):
             if isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -135,7 +135,7 @@ def planted() -> list[Mutant]:
 
 
 def choose(count: int, seed: int, folder: str | None) -> list[Mutant]:
-    """`count` random mutants, over all folders in proportion to their code; those of one file are of several kinds."""
+    """`count` random mutants, over all folders in proportion to their code; mutants of a file are of several kinds."""
     rng, found = random.Random(seed), []
     for path in sorted((ROOT / "flax_mesh").rglob("*.py")):
         place = path.parent.relative_to(ROOT / "flax_mesh").as_posix()
@@ -150,7 +150,7 @@ def choose(count: int, seed: int, folder: str | None) -> list[Mutant]:
 
 
 def test_files(file: str) -> list[str]:
-    """The test files that guard a file, those of the same name first."""
+    """The test files that guard a file, beginning with files of the same name."""
     folders = sorted(tiers.touched_folders([file]))
     paths = [path for folder in folders for path in sorted((tiers.TESTS / folder).glob("test_*.py"))]
     stem = Path(file).stem

@@ -1,6 +1,6 @@
 """run_page.py PAGE: runs the Python blocks of a page or a notebook from top to bottom, in one process with one device.
 
-A text block directly after a Python block must be what that prints. Exits with 1 and the difference otherwise.
+A text block directly after a Python block must be the output of that block. Exits with 1 and the difference otherwise.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def text_of(page: Path) -> str:
 
 
 def main(page: Path) -> str:
-    """The difference between what the page shows and what its code prints, "" if there is none."""
+    """The difference between the text blocks of the page and the output of its code, "" if there is none."""
     namespace: dict[str, Any] = {"__name__": "__page__"}
     shown, printed = [], []
     text = text_of(page)

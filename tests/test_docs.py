@@ -276,7 +276,7 @@ def test_every_public_function_has_an_example():
     ],
 )
 def test_the_example_of_a_docstring_runs(example, tmp_path, monkeypatch):
-    """With the imports that every page of the docs begins with; other than entry points, with its own module's too."""
+    """With the imports that every page of the docs begins with, and the module's unless it is an entry point."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     own = {} if example.name in full_names(ENTRY_POINTS) else example.globs

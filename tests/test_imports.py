@@ -1,4 +1,4 @@
-"""What importing flax_mesh and printing help imports, in a new process, and the import of every module."""
+"""The modules that importing flax_mesh and printing help imports, in a new process, and the import of every module."""
 
 import importlib
 import json

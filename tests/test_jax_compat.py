@@ -37,7 +37,7 @@ def scan_sizes() -> tuple[int, int]:
 
 CLIENT = importlib.import_module("jaxlib._jax").DistributedRuntimeClient
 STATE = ("client", "coordinator_address", "num_processes")
-VALUES = {  # names -> what a use of them returns, and the expected value
+VALUES = {  # names -> the result of a use of them, and the expected value
     "jax._src.distributed.global_state": (
         lambda: [getattr(jax_compat.distributed_state(), name) for name in STATE],
         [None, None, 1],
@@ -86,7 +86,7 @@ def test_jax_src_source_info_util_has_user_frames_and_user_context():
 
 
 def test_clients_have_supports_cross_host_transfers():
-    """Clients of GPU and TPU have it, that of CPU does not; JAX reads the same attribute."""
+    """Clients of GPU and TPU have it, the client of CPU does not; JAX reads the same attribute."""
     source = Path(jax.__file__).parent / "_src" / "dispatch.py"
     assert "supports_cross_host_transfers" in source.read_text()
     assert not jax_compat.supports_cross_host_transfers(jax.devices()[0].client)
@@ -223,7 +223,7 @@ def test_cudnn_checks_are_replaced_only_while_attention_is_traced():
 @pytest.mark.parametrize("heads", [2, 8])
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "cpu"])
 def test_the_attention_of_cudnn_is_lowered_without_devices(platform, heads):
-    """Its heads, and those of the keys, stay split over tp; JAX itself cannot lower it on such a mesh afterwards."""
+    """The heads of queries and keys stay split over tp; JAX itself cannot lower it on such a mesh afterwards."""
     lowered = jax_compat.lower_without_devices(traced_attention(heads), platform)
     text = str(jax_compat.propagated_module(lowered, lambda *_: None))
     calls = [line for line in text.splitlines() if f"@{jax_compat.ATTENTION}" in line]
@@ -302,14 +302,14 @@ def test_a_name_that_is_missing_or_has_changed_is_reported_with_the_tested_versi
     check_problem(function)
 
 
-CHANGES: dict[str, tuple[Any, str, Any]] = {  # function -> an object, its attribute and what replaces it
+CHANGES: dict[str, tuple[Any, str, Any]] = {  # function -> an object, its attribute and the new value
     "_runtime_copy": (xla_client, "batched_copy_array_to_devices_with_sharding", lambda arrays: arrays),
     "reproducible_cpu_options": (jax_compat, "CPU_OPTIONS", {"xla_cpu_option_of_another_release": ""}),
     "distributed_state": (jax_compat.distributed_state(), "client", object()),  # without the methods of a store
 }
 
 
-@pytest.mark.parametrize("function", [*CHANGES, "scan_sizes"])  # CALLS passes an equation that is no scan
+@pytest.mark.parametrize("function", [*CHANGES, "scan_sizes"])  # CALLS passes an equation that is not a scan
 def test_changed_arguments_options_methods_and_parameters_are_reported(function, monkeypatch):
     if function in CHANGES:
         monkeypatch.setattr(*CHANGES[function])

@@ -13,7 +13,7 @@ from tests.suite.syntax import PACKAGE, Import, read_imports
 TESTS = Path(__file__).parent
 NAME = PACKAGE.name
 
-# Lowest first. A file imports only from its own floor and from lower ones; floors in one row do not import each other.
+# Lowest first. A file imports only from the same floor and from lower ones; floors in one row do not import each other.
 FLOORS = (
     ("",),  # the files of flax_mesh/ itself
     ("mesh.torus",),
@@ -173,7 +173,7 @@ DOORS = """
     plan.compile.recipe.topology_of train.loop.train train.export.reshard train.metadata.check_resume
     train.metadata.repeats_rows train.ray.ray_trainer train.ray._work train.warm_start.check_start_settings
 """
-# What reads the settings of a resolved recipe: it records them, compares them with saved ones, or passes them to
+# Functions that read the settings of a resolved recipe: they record them, compare them with saved ones, or pass them to
 # functions of the user.
 READERS = {"recipe.resolve.retarget", "train.checks.changes_since", "train.loop._begin", "train.metadata.run_record"}
 READERS |= {"train.steps.run_steps"}

@@ -1,4 +1,4 @@
-"""Which modules under `layers` are scanned stacks, and what rules and random streams make of the others."""
+"""Which modules under `layers` are scanned stacks, and how rules and random streams treat the others."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax_mesh.tree import named_leaves
 
 
 class Pair(nnx.Module):
-    """A module with a parameter of its own and no Flax layer."""
+    """A module with parameters and without a Flax layer."""
 
     def __init__(self, *shapes):
         self.a, self.b = (nnx.Param(jnp.ones(shape)) for shape in shapes)

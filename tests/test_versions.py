@@ -1,4 +1,4 @@
-"""The table of versions in the docs, the bounds of pyproject.toml, and what pip installs."""
+"""The table of versions in the docs, the bounds of pyproject.toml, and the versions that pip installs."""
 
 import re
 import sys

@@ -146,7 +146,7 @@ def measure_decoder(length: int = 8192) -> dict[str, Any]:
         compiled = jax.jit(jax.value_and_grad(fn)).lower(*args).compile()
         spent[name] = time.process_time() - began
         row[f"MiB {name}"] = temporary_bytes(compiled) / MIB
-    pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)  # its leaves are what the backward pass reads
+    pull = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)  # its leaves: the inputs of the backward pass
     kept = sum(map(num_bytes, jax.tree.leaves(pull))) - sum(map(num_bytes, jax.tree.leaves(params)))
     return row | {
         "of activations": row["MiB blocks"] * MIB / kept,

@@ -1,8 +1,8 @@
 """Time and memory to compile the train step of a decoder (AdamW) of 4 to 96 layers, scanned and unrolled.
 
 Every figure is the best of `--rounds` fresh processes. "plain" is the script of the benchmark `step`. "temp MiB" is the
-memory beside arguments and results, as planned by XLA, and "rest MiB" is temp without what must grow with the layers if
-remat is "full": the gradients and the inputs of the layers.
+memory beside arguments and results, as planned by XLA, and "rest MiB" is temp without the arrays that must grow with
+the layers if remat is "full": the gradients and the inputs of the layers.
 
 Target, scanned with remat "full": 96 layers at most 1.2 times 4 layers, in seconds, host memory, program and rest.
 

@@ -59,7 +59,7 @@ def candidates() -> dict[str, Row]:
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Microseconds per call in the best round, and their ratio to those of flax_mesh."""
+    """Microseconds per call in the best round, and their ratio to the time of flax_mesh."""
     fresh = (f"axis{number}" for number in itertools.count())
     rows = []
     for what, group in candidates().items():

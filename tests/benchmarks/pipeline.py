@@ -5,7 +5,7 @@ this model: a jit for F, for B and for the fused last stage, `jax.device_put` be
 
 The first table has medians over alternating steps: the ratio of the two, the same step on one device ("over jit"), CPU
 time of the dispatching thread per action, bytes between groups, and the second half of the run over the first. Target:
-time at most 1.5 times, no growth. The second table is that of the benchmark `overlap`.
+time at most 1.5 times, no growth. The second table is the table of the benchmark `overlap`.
 
     python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
 """

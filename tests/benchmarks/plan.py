@@ -1,9 +1,9 @@
 """Predicted step times of published training runs; needs no devices, and measures nothing here.
 
 The constants were fitted to a random half of the rows with a bar; the others are held out. `--fit` fits them again.
-`--compiled` compares memory and collectives with what XLA allocates and sends, for the cases of tests/plan/cases.py, as
-Markdown; `--tpu` includes those on TPU topologies, which need libtpu and a minute each. `--ranking` compares the plans
-of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
+`--compiled` compares memory and collectives with the memory and the collectives of XLA's programs, for the cases of
+tests/plan/cases.py, as Markdown; `--tpu` includes cases on TPU topologies, which need libtpu and a minute each.
+`--ranking` compares the plans of 8 layouts with the CPU time of their steps: Spearman's correlation should be 0.8.
 
     python -m tests.benchmarks plan [--only ID] [--fit | --compiled [--tpu] | --ranking [--rounds N]]
 """

@@ -1,7 +1,7 @@
 """The residuals that a pipeline stores for its backward pass, and the cost to recompute the rest.
 
 A decoder on four groups of one device, 1F1B. For each dtype and mode of `remat`: MiB of residuals for one microbatch,
-and medians of the time and CPU time over those of a pipeline that recomputes nothing, in rounds of random order.
+and medians of the time and CPU time relative to a pipeline that recomputes nothing, in rounds of random order.
 
     python -m tests.benchmarks remat [--layers 8] [--width 256] [--sequence 256] [--steps 15] [--dtypes float32]
 """

@@ -85,7 +85,7 @@ def by_flax(annotated: nnx.State) -> Any:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, Any]:
-    """The same row with times relative to that of the paths."""
+    """The same row with times relative to the time of the paths."""
     texts = ("tree", "leaves")
     return {name: value if name in texts else value / row["paths"] for name, value in row.items()}
 

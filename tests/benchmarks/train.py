@@ -1,4 +1,4 @@
-"""Tokens/s of `flax_mesh.train.train` over those of a plain script, for a decoder of 20M parameters on one CPU device.
+"""Tokens/s of `flax_mesh.train.train` relative to a plain script, for a decoder of 20M parameters on one CPU device.
 
 The plain script has all batches on the device beforehand, and reads a loss while the next step runs, as the trainer
 does. Both start from the same parameters and take turns on the same batches: after each round of steps, a hook of the
@@ -132,7 +132,7 @@ def median(found: Sequence[Times]) -> Times:
 
 
 def ratios(rounds: dict[str, list[list[Times]]]) -> Times:
-    """Medians of the times of each round of `plain` over those of `train` before and after it."""
+    """Medians of the times of each round of `plain` over the times of the rounds of `train` before and after it."""
     trained, others = [median(found) for found in rounds["train"]], [median(found) for found in rounds["plain"]]
     pairs = zip(others, trained, [*trained[1:], trained[-1]], strict=True)
     return median([Times(*(2 * x / (y + z) for x, y, z in zip(*each, strict=True))) for each in pairs])

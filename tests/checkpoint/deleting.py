@@ -1,4 +1,4 @@
-"""What a run does to its checkpoints while another program reads them."""
+"""Changes of a run to its checkpoints while another program reads them."""
 
 import shutil
 from pathlib import Path

@@ -61,7 +61,7 @@ def assert_same(a: TrainState, b: TrainState) -> None:
 
 
 def make_folder(tmp_path: Path, kind: str) -> Path:
-    """A folder to start from, with other values than those of `random_values`."""
+    """A folder to start from, with other values than `random_values` returns."""
     if kind == "huggingface":
         return Path(shutil.copytree(DATA / "llama", tmp_path / "llama"))
     state = random_values(layout_of(scan=True)).to_nnx()["model"]

@@ -99,7 +99,7 @@ def test_a_truncated_or_missing_file_is_found_whichever_it_is(harm, copy, state)
         before = (step / name).read_bytes()
         harm(step / name)
         with Checkpointer(copy) as checkpointer:
-            if name == "commit_success.txt":  # contains only what the name of the folder implies
+            if name == "commit_success.txt":  # contains no more than the name of the folder implies
                 assert checkpointer.latest_step() == 2 and checkpointer.verify(2) == []
                 check_leaves(state, checkpointer.restore(state))
             else:

@@ -73,7 +73,7 @@ def test_metadata_that_is_not_json_fails_the_save(tmp_path):
         checkpointer.save(2, STATE, {})
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.latest_step() == 2
-        checkpointer.save(3, STATE, {})  # removes what was still being written of step 1 when its save failed
+        checkpointer.save(3, STATE, {})  # removes the files of step 1 that were being written when its save failed
     assert sorted(os.listdir(tmp_path)) == ["2", "3"]
 
 

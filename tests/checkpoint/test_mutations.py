@@ -84,7 +84,7 @@ def is_printable(text: str) -> bool:
 
 
 def run(command, *argv) -> int:
-    """The exit code, after the check of what is printed."""
+    """The exit code, after the check of the printed lines."""
     code, out, err = command(*argv)
     assert code in CODES, argv
     assert all(line.startswith("flax-mesh: ") for line in err.splitlines()), err

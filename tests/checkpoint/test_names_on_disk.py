@@ -1,4 +1,4 @@
-"""Every array of a checkpoint has its own name on disk: leaves that would share one are refused, with both names."""
+"""Every array of a checkpoint has a unique name on disk: leaves that would share one are refused, with both names."""
 
 import collections
 from typing import Any

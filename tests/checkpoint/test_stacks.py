@@ -24,7 +24,7 @@ def stack(make, size):
 
 
 class Block(nnx.Module):
-    """Flax layers, a parameter of its own and a random stream."""
+    """Flax layers, a parameter outside of them and a random stream."""
 
     def __init__(self, key):
         rngs = nnx.Rngs(key)
@@ -182,7 +182,7 @@ def test_a_pipelined_stack_is_saved_as_a_list_and_restored_as_one(pattern, tmp_p
 
 @pytest.mark.slow
 def test_named_modules_that_are_no_stack_are_saved_as_they_are(tmp_path):
-    names = ("embed", "norm", "layers")  # all arrays of `norm` have the same leading size, as those of a stack
+    names = ("embed", "norm", "layers")  # all arrays of `norm` have the same leading size, as in a stack
     state = train_state(scanned)
     want = save(tmp_path / "a", state, layers="layers")
     assert "model/norm/scale" in want and "model/layers/2/gate" in want

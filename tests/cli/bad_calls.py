@@ -4,7 +4,7 @@ Each function has valid arguments. A call replaces one or two of them by values 
 range. It ends at the checks, or with a result if the values are accepted. A command has wrong words, settings and
 files; nothing is trained or compiled.
 
-python -m tests.cli.bad_calls SEED COUNT     COUNT calls and COUNT commands of this seed, and what is wrong with them
+python -m tests.cli.bad_calls SEED COUNT     COUNT calls and COUNT commands of this seed, and their problems
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class Answers(NamedTuple):
 
 
 def finding(call: Call) -> str | None:
-    """What is wrong with the answer of a call; "" for an error that answers the mistake, None for a result."""
+    """The problem of the answer of a call; "" for an error that answers the mistake, None for a result."""
     start = time.monotonic()
     try:
         with warnings.catch_warnings():
@@ -143,7 +143,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_of_caller(error: BaseException) -> bool:
-    """Whether a function of this file has raised it, which flax_mesh called: its message is that of the caller."""
+    """Whether a function of this file has raised it, which flax_mesh called: its message is the caller's."""
     files = [frame.f_code.co_filename for frame, _ in trace_of(error)]
     first = next((number for number, file in enumerate(files) if file.startswith(PACKAGE)), len(files))
     return __file__ in files[first:]
@@ -187,7 +187,7 @@ def mesh_of_one() -> Mesh:
 
 
 class Given:
-    """What valid calls take, created once."""
+    """The arguments of valid calls, created once."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -397,7 +397,7 @@ def problem_of_output(code: int, err: str) -> str:
 
 
 def run(seed: int, count: int, folder: Path) -> Answers:
-    """The answers to `count` calls and `count` commands; a finding begins with what was called."""
+    """The answers to `count` calls and `count` commands; a finding begins with the name of the call."""
     draw, given = random.Random(seed), Given(folder)
     table, answers = calls(given), {}
     for number in range(count):

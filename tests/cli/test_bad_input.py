@@ -1,9 +1,9 @@
 """One invalid command for each kind of mistake: the exit code, one short error without a traceback, no changed file.
 
 A line of `COMMANDS` and of `SLOW_COMMANDS` has the exit code, the command, and a text that the error must contain.
-Words in braces are files of `write_files`. Most of the slow commands trace a step. Further tables are those of settings
-in tests/test_fields.py and tests/recipe/test_mistakes.py, of recipes in tests/recipe/test_load.py, and of
-`flax-mesh checkpoint` in tests/checkpoint/test_command_input.py.
+Words in braces are files of `write_files`. Most of the slow commands trace a step. Further tables are in
+tests/test_fields.py and tests/recipe/test_mistakes.py for settings, in tests/recipe/test_load.py for recipes, and in
+tests/checkpoint/test_command_input.py for `flax-mesh checkpoint`.
 """
 
 import json

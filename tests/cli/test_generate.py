@@ -1,4 +1,4 @@
-"""`flax-mesh generate`: what is printed and written, and the mistakes that it reports before anything compiles."""
+"""`flax-mesh generate`: its output, its files, and the mistakes that it reports before anything compiles."""
 
 import itertools
 import json

@@ -33,7 +33,7 @@ KEYS += ["x" * 5000, "run.\0", "é", "[", "@"]
 
 
 def check(capsys: pytest.CaptureFixture[str], argv: list[str]) -> int:
-    """The exit code: that of a mistake if lines of errors are printed."""
+    """The exit code: it stands for a mistake if lines of errors are printed."""
     code, lines = main(argv), capsys.readouterr().err.splitlines()
     assert code in (DONE, FINDINGS, BAD_INPUT) and bool(lines) == (code == BAD_INPUT), (argv, code, lines)
     assert all(line.startswith("flax-mesh: ") and len(line) < 6000 for line in lines) and len(lines) < 40, (argv, lines)

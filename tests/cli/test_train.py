@@ -48,7 +48,7 @@ def error_lines(capsys):
     return run
 
 
-# --- mistakes; single ones are those of test_bad_input.py ---
+# --- mistakes; single ones are in test_bad_input.py ---
 
 
 def test_all_mistakes_are_reported_at_once(error_lines):

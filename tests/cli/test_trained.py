@@ -1,4 +1,4 @@
-"""A model in Python: the texts and the numbers are those of the commands, and its mistakes are one line each."""
+"""A model in Python: the texts and the numbers equal the output of the commands, and its mistakes are one line each."""
 
 import json
 from dataclasses import replace

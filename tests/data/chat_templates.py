@@ -1,7 +1,8 @@
-"""Chat templates with the constructs of those of well-known models, written for these tests; none is a copy.
+"""Chat templates with the constructs of well-known models' templates, written for these tests; none is a copy.
 
-Their licences differ, and some do not allow copies. What matters for the tokens of the assistant is kept: roles and
-their order, system messages, tools, thinking, white space, and the tokens that end a message and a conversation.
+Their licences differ, and some do not allow copies. Every feature that matters for the tokens of the assistant is kept:
+roles and their order, system messages, tools, thinking, white space, and the tokens that end a message and a
+conversation.
 """
 
 QWEN_3 = r"""{%- macro call(x) %}{{ '<tool_call>\n' ~ x.function | tojson ~ '\n</tool_call>' }}{% endmacro %}

@@ -1,4 +1,4 @@
-"""Tokenizers of single characters and of special tokens, with chat templates: a stand-in, and that of transformers."""
+"""Tokenizers of single characters and special tokens, with chat templates: a stand-in, and a class of transformers."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,7 @@ STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the first role 
 
 
 class StandIn:
-    """What the data needs of a tokenizer of transformers."""
+    """The methods of a tokenizer of transformers that the data needs."""
 
     bos_token_id, eos_token_id = VOCABULARY[BEGIN], VOCABULARY[END]
 

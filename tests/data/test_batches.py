@@ -29,7 +29,7 @@ from flax_mesh.errors import ConfigError
 
 B, S = 8, 4
 CONFIG = DataConfig(batch_size=B, sequence_length=S)
-PART = np.arange(101, dtype=np.uint16)  # 25 windows; a token is its own position
+PART = np.arange(101, dtype=np.uint16)  # 25 windows; the value of a token is its position
 
 
 def starts(batch: dict[str, np.ndarray]) -> list[int]:

@@ -42,7 +42,7 @@ def npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-# Forty documents that contain their own numbers, so that the files of a part of the corpus can be identified.
+# Forty documents, each of which contains its number, so that the files of a part of the corpus can be identified.
 DOCUMENTS = {f"part{i % 4}/file{i}.txt": f"document {i:02}".encode() for i in range(40)}
 
 

@@ -1,4 +1,4 @@
-"""eval_fns: their metrics in the rows, what they are called with, and the checks of them before the run."""
+"""eval_fns: their metrics in the rows, their arguments, and the checks of them before the run."""
 
 from dataclasses import replace
 from typing import Any
@@ -87,7 +87,7 @@ def test_a_checkpoint_is_kept_by_a_metric_of_eval_fns(tmp_path, text):
 
 
 def evaluated(config: Any) -> list[dict[str, float]]:
-    """What an evaluation of zeros returns to a function of the recipe when the program is built."""
+    """The metrics that a function of the recipe receives from an evaluation of zeros when the program is built."""
     seen = []
 
     def first(config: Any, evaluate: Any) -> dict[str, float]:

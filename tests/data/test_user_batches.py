@@ -1,4 +1,4 @@
-"""Batches of a recipe: what they must be, their placement, runs on them; and batches of arrays in memory."""
+"""Batches of a recipe: requirements for them, their placement, runs on them; and batches of arrays in memory."""
 
 import json
 from dataclasses import replace
@@ -320,7 +320,7 @@ def test_a_run_of_a_generator_cannot_be_resumed_but_can_be_started_from(tmp_path
 
 
 class Strict(Windows):
-    """Takes its own first state, which is checked before a run, and refuses another."""
+    """Takes its first state, which is checked before a run, and refuses another."""
 
     is_checked = False
 

@@ -36,7 +36,7 @@ def token_batches(config: TrainConfig) -> Callable[[int], Any]:
 
 
 class Windows:
-    """Random windows of the text. The state is that of the random generator: two integers of 128 bits."""
+    """Random windows of the text. It saves the state of the random generator: two integers of 128 bits."""
 
     def __init__(self, config: TrainConfig):
         self.tokens = np.frombuffer(Path(config.data.source).read_bytes(), np.uint8).astype(np.int32)

@@ -65,7 +65,7 @@ ENTRY %main (a: f32[256], b: f32[512]) -> (f32[256], f32[512]) {
 
 
 def test_the_walk_counts_live_arrays_once():
-    """At the peak, in the loop: both arguments, the state of the loop, and what its body computes from it."""
+    """At the peak, in the loop: both arguments, the state of the loop, and the array that its body computes from it."""
     found = walk(read_hlo(LOOP))
     assert found.peak == 4 * (256 + 512 + 256 + 1024)
     assert [buffer.array.bytes for buffer in found.at_peak] == [4096, 2048, 1024, 1024]
@@ -104,7 +104,7 @@ ENTRY %main (a: f32[256], i: s32[]) -> f32[256] {
 def test_the_walk_of_asynchronous_operations_and_branches():
     """Products are written over their operand; of a conditional the larger branch counts, and results once."""
     found = walk(read_hlo(BRANCHES))
-    assert found.peak == pytest.approx(4 * (256 + 256 + 2048), abs=16)  # an argument, its copy, what is gathered
+    assert found.peak == pytest.approx(4 * (256 + 256 + 2048), abs=16)  # an argument, its copy, the gathered array
     small = walk(read_hlo(BRANCHES.replace("2048", "8")))
     assert small.peak == pytest.approx(4 * (256 + 256 + 256 + 1024), abs=16)  # the operand and the result of a branch
     assert found.weights == {"gathers"}
@@ -117,7 +117,7 @@ def test_a_result_in_a_donated_argument_needs_no_memory():
 
 
 def test_cycles_are_multiplied_by_the_trips_of_their_loop():
-    """Those inside of a fusion are part of its own, and the largest integer is no number."""
+    """Cycles inside of a fusion are part of its cycles, and the largest integer does not count as a number."""
     assert read_hlo(LOOP).cycles == 7 * 100 + 11
 
 

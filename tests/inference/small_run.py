@@ -101,7 +101,7 @@ def write_tokenizer(folder: Path, **config: Any) -> Path:
 
 
 def write_byte_tokenizer(folder: Path) -> Path:
-    """A tokenizer.json as that of Llama 2: characters it does not have are tokens of bytes, <0x00> to <0xFF>."""
+    """A tokenizer.json as in Llama 2: characters it does not have are tokens of bytes, <0x00> to <0xFF>."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "\u2581world", "\u2581hello"]

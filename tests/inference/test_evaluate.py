@@ -32,7 +32,7 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 103)
 
 
 def plain_loss(trained: TrainedModel, tokens: np.ndarray) -> float:
-    """Mean loss of windows one by one, in float64. Attention is causal: what follows a token does not matter."""
+    """Mean loss of windows one by one, in float64. Attention is causal: tokens that follow a token do not affect it."""
     graphdef, state = nnx.split(trained.model, graph=True)
     forward = jax.jit(lambda state, tokens_BS: nnx.merge(graphdef, state)(tokens_BS))
     total = 0.0

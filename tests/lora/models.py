@@ -62,7 +62,7 @@ class Listed(nnx.Module):
 
 
 class Scanned(nnx.Module):
-    """A scanned stack whose loop runs twice: the second one reads what the first one returned."""
+    """A scanned stack whose loop runs twice: the second one reads the result of the first one."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.split_rngs(splits=3)(nnx.vmap(Mlp, in_axes=0, out_axes=0))(rngs)
@@ -107,7 +107,7 @@ rounded.defvjp(
 
 
 class Custom(nnx.Module):
-    """A product with a derivative of its own, statistics that the call changes, and dropout."""
+    """A product with a custom derivative, statistics that the call changes, and dropout."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)))

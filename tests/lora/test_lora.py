@@ -1,4 +1,4 @@
-"""Adapters of any model: a model with adapters computes what one with the weights W + alpha / rank * A B does."""
+"""Adapters of any model: a model with adapters computes the same as a model with the weights W + alpha / rank * A B."""
 
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +61,7 @@ def total(function: Callable[..., Any], batch: Any) -> Callable[[Any], jax.Array
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES])
 def test_a_model_with_adapters_computes_what_the_merged_model_does(case: str):
-    """Loss, gradients of A and B, and what the call changes; the second loop of a stack has its adapters too."""
+    """Loss, gradients of A and B, and variables that the call changes; the second loop of a stack has adapters too."""
     _, function, batch, _ = CASES[case]
     make = adapted(*CASES[case])
 
@@ -138,7 +138,7 @@ def test_the_factors_are_split_as_their_weight_by_tables_axes_and_annotations():
 
 
 class Embedded(nnx.Module):
-    """Weights that cannot be adapted, each for its own reason."""
+    """Weights that cannot be adapted, each for a different reason."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(16, WIDTH, rngs=rngs)
@@ -178,7 +178,7 @@ def test_another_use_of_an_adapted_weight_in_another_loss_is_an_error_and_not_lo
 
 
 def lost(model: Any, x: jax.Array, how: str) -> jax.Array:
-    """A loss in which a loop, a branch, a remat or a derivative of its own returns the weight in another form."""
+    """A loss in which a loop, a branch, a remat or a custom derivative returns the weight in another form."""
     up = model.up.kernel[...]
     forms: dict[str, Callable[[], jax.Array]] = {
         "scan": lambda: jax.lax.scan(lambda c, w: (c, w.astype(jnp.bfloat16)), 0, up)[1].astype(jnp.float32),

@@ -42,7 +42,7 @@ def tokens_of(found) -> list[list[int]]:
 
 
 def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
-    """Log-probabilities are those of the training forward pass on one device, and greedy tokens its largest logits."""
+    """Log-probabilities agree with the training forward pass on one device, greedy tokens with its largest logits."""
     model = make_decoder(config, nnx.Rngs(0))
     length = max(map(len, PROMPTS)) + len(found[0].tokens)
     rows = np.zeros((len(PROMPTS), length), np.int32)
@@ -164,7 +164,7 @@ def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilat
 
 @pytest.mark.parametrize("scan", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_each_generated_token_costs_the_same(scan):
-    """It is that of one token of the forward pass, and of attention to the slots of the cache."""
+    """It costs one token of the forward pass, and attention to the slots of the cache."""
     config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
     model, slots, rows = model_on(config), 64, 2
     graphdef, state = nnx.split(model)

@@ -1,4 +1,4 @@
-"""`model.remat` by kind, by name and for runs of layers: the grammar, what is saved, and results that do not change."""
+"""`model.remat` by kind, by name and for runs of layers: the grammar, saved arrays, and results that do not change."""
 
 import dataclasses
 from typing import Any

@@ -1,6 +1,6 @@
 """The switches of other families: lists and scanned stacks, meshes, pipelines, chunks and caches compute the same.
 
-Their values are those of transformers in tests/checkpoint/hf.
+Their values are compared with transformers in tests/checkpoint/hf.
 """
 
 import dataclasses

@@ -28,8 +28,8 @@ def clipped() -> optax.GradientTransformation:
     return optax.apply_if_finite(inner, max_consecutive_errors=5)
 
 
-# model -> make, loss, batch(rows, seed), rules (None: the model's own). Those of net and decoder have tied embeddings;
-# long has attention in blocks, of packed documents.
+# model -> make, loss, batch(rows, seed), rules (None: the rules of the model). The models net and decoder have tied
+# embeddings; long has attention in blocks, of packed documents.
 MODELS: dict[str, Any] = {
     "net": (make_net, net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
     "decoder": (lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, decoder_batch, None),

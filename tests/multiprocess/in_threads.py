@@ -1,4 +1,4 @@
-"""Threads in place of processes: each has its own number, and all share a key-value store in memory."""
+"""Threads in place of processes: each has a different number, and all share a key-value store in memory."""
 
 import contextlib
 import threading

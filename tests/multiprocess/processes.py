@@ -1,4 +1,4 @@
-"""Starts real processes for tests on 127.0.0.1, with a time limit; each is ended by its own process id.
+"""Starts real processes for tests on 127.0.0.1, with a time limit; each is ended by its process id.
 
 A worker is a module whose functions are its cases, and that ends with `run_case(globals())`. `run_workers` starts
 several processes of it.
@@ -164,7 +164,7 @@ def assert_all_end(folder: Path, pids: Iterable[int] = ()) -> None:
 
 @contextmanager
 def all_killed(folder: Path) -> Iterator[None]:
-    """Ends what a failed test leaves behind."""
+    """Ends the processes that a failed test leaves behind."""
     try:
         yield
     finally:

@@ -13,7 +13,7 @@ from tests.multiprocess.processes import ROOT, Running, all_killed, assert_all_e
 
 LIMIT_S = 30  # after a kill
 
-# What the processes of a launch do here instead of training. Their first argument is the folder of the test.
+# Programs that the processes of a launch run here instead of training. Their first argument is the folder of the test.
 STUBBORN = """
 import signal, sys, time
 for number in (signal.SIGTERM, signal.SIGHUP):  # the kernel hangs up a group without a parent if one of it is stopped

@@ -21,7 +21,7 @@ TYPES = {"object": dict, "array": list, "string": str, "integer": int, "boolean"
 
 
 def problems(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
-    """What the schema of a custom resource does not accept in `value`."""
+    """The parts of `value` that the schema of a custom resource does not accept."""
     if schema.get("x-kubernetes-int-or-string"):
         return [] if isinstance(value, int | str) else [f"{path} is not a quantity"]
     if not isinstance(value, TYPES[schema["type"]]):

@@ -66,7 +66,7 @@ def test_a_different_shape_is_rejected_before_the_transfer():
     ended = run_workers("mismatch", 2, 1)
     assert [one.code for one in ended] == [0, 0], [one.output for one in ended]
     shapes = [re.findall(r'"shape": \[(\d+), 3, 8\]', one.output) for one in ended]
-    assert shapes == [["4", "2"], ["2", "4"]]  # what group 1 sends and what group 0 expects, and vice versa
+    assert shapes == [["4", "2"], ["2", "4"]]  # sent by group 1 and expected by group 0, and vice versa
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two workers of Ray, one of which is killed: Ray starts both again, and the run is that of `flax-mesh launch`."""
+"""Two workers of Ray, one of which is killed: Ray starts both again, and the run equals a run of `flax-mesh launch`."""
 
 import json
 from importlib.util import find_spec

@@ -14,7 +14,7 @@ THERE = "{}/own{} already contains a checkpoint of step 2; nothing was overwritt
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "who", "reason"),  # what is broken, in which process, and the reason that is reported
+    ("what", "who", "reason"),  # the fault, its process, and the reason that is reported
     [
         ("no room for files", 1, "File too large"),
         ("no room for files", 0, "File too large"),
@@ -47,7 +47,7 @@ def test_each_process_reads_only_its_own_files_for_the_checksums(tmp_path):
     assert_all_done(ended, "checksums is done")
     for one in ended:
         (count,) = re.findall(r"read (\d+) bytes", one.output)
-        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # its own 8 MiB, and not those of the other process
+        assert 2**23 <= int(count) < 1.5 * 2**23, one.output  # the 8 MiB of this process, not the other's
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.verify(2) == []
     files = json.loads((tmp_path / "2" / CHECKSUMS).read_text())["files"]

@@ -114,7 +114,7 @@ def page() -> None:
 def saves(folder: str, what: str, who: str) -> None:
     """Saves three times; the second save fails only in process `who`. Prints the error in this process."""
     here = jax.process_index()
-    own = Path(folder) / f"own{here}"  # each process has its own link to the folder, which can be removed
+    own = Path(folder) / f"own{here}"  # each process has a separate link to the folder, which can be removed
     (Path(folder) / "checkpoints").mkdir(exist_ok=True)
     own.symlink_to("checkpoints")
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))

@@ -122,7 +122,7 @@ def test_mesh_rules_replace_the_table_and_do_not_change_the_losses(shape, tmp_pa
 
 
 class Frequencies(nnx.Module):
-    """A module with arrays that are no Variables, whose parameter needs a mesh in context."""
+    """A module with arrays outside of Variables, whose parameter needs a mesh in context."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.scales = {"a": jnp.linspace(0.5, 1, 8)}

@@ -30,7 +30,7 @@ def placement() -> None:
     values = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     other = values if rank == 0 else values.copy()
     if rank == 1:
-        other[:4] = -1  # rows of process 0 alone: each process must read only the shards of its own devices
+        other[:4] = -1  # rows of process 0 alone: each process must read only the shards of its devices
     tree = {"split": other, "copies": values, "both": values.astype(np.int32), "bf16": values.astype("bfloat16")}
     specs = {"split": P("dp", "tp"), "copies": P("tp"), "both": P(("dp", "tp")), "bf16": P(None, "dp")}
     placed = fm.shard(tree, specs, mesh)

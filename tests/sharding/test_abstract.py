@@ -75,7 +75,7 @@ def test_rules_without_layers_use_the_layers_of_the_model(rules):
     specs = {path: leaf.sharding.spec for path, leaf in fm.named_leaves(state)}
     assert specs["model/blocks/kernel"] == specs["optimizer/opt_state/0/mu/blocks/kernel"] == P(None, "fsdp", "tp")
     assert fm.explain_sharding(make, mesh, rules(table)).fingerprint == sharding_fingerprint(state)
-    other = fm.PartitionRules(table, layers="others")  # layers of the argument override those of the model
+    other = fm.PartitionRules(table, layers="others")  # layers of the argument override the model's layers
     assert spec_of(fm.abstract_state(Scanned, mesh, other), "blocks/kernel") == P("fsdp", "tp")
 
 

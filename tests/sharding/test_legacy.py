@@ -89,7 +89,7 @@ def test_names_are_unique_and_in_order_of_first_use():
         (r"a\.b->tp", "a.b", P("tp")),
         (r"a\.b->tp", "axb", P("default")),
         (r"x\->y->tp", "x->y", P("tp")),
-        # An escaped backslash does not escape what follows.
+        # An escaped backslash does not escape the next character.
         (r"a\\->tp,b->sp", "a\\", P("tp")),
         (r"a\\->tp,b->sp", "b", P("sp")),
         (r"a\\->tp,b->sp", "a", P("default")),

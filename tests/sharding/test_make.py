@@ -1,4 +1,4 @@
-"""What `make()` may return and contain: arrays without a Variable, metadata, a mesh in context, several modules."""
+"""Valid results and contents of `make()`: arrays without a Variable, metadata, a mesh in context, several modules."""
 
 import jax
 import jax.numpy as jnp

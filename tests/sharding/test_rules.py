@@ -37,7 +37,7 @@ def test_the_first_rule_found_anywhere_in_the_path_applies():
     # Without a mesh, sizes and names of axes are not checked.
     assert match_partition_rules([("w", P("model", "x"))], tree(w=(3, 7))) == {"w": P("model", "x")}
     table = PartitionRules([("w", ["embed", "heads"])], layers=["layers"])
-    axes = PartitionAxis(tensor_parallel_axis="model")  # it overrides that of the table
+    axes = PartitionAxis(tensor_parallel_axis="model")  # it overrides the axes of the table
     assert match_partition_rules(table, tree(w=(4, 4)), axes=axes) == {"w": P("fsdp", "model")}
     assert {table: 1}[PartitionRules([("w", ("embed", "heads"))], layers="layers")] == 1
 

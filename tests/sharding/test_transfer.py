@@ -226,7 +226,7 @@ def test_a_streamed_gather_equals_gathering_at_once(limit, compilations):
     for name, x in streamed.items():
         assert isinstance(x, np.ndarray) and x.dtype == at_once[name].dtype, name
         np.testing.assert_array_equal(x, at_once[name])
-    streamed["P()"][:] = 0  # its own memory, not the host copy that JAX caches
+    streamed["P()"][:] = 0  # separate memory, not the host copy that JAX caches
     assert fm.gather(tree["P()"]).any()
     assert fm.gather(tree["one"], bytes_in_flight=limit, dtype=np.float16).dtype == np.int32
     assert fm.gather(tree["bf16"], bytes_in_flight=limit, dtype=np.float32).dtype == np.float32

@@ -103,7 +103,7 @@ def step_and_state(case: Case, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
 
 
 def check(case: Case) -> None:
-    """AssertionError unless each device has its share of FLOPs and bytes, and the results are those of one device."""
+    """AssertionError unless each device has its share of FLOPs and bytes, and the results equal a run on one device."""
     mesh = create_mesh(tuple(case.sizes.values()), tuple(case.sizes))
     one = create_mesh((1,), ("dp",), devices=jax.devices()[:1])
     batch, plain = batch_of(case), batch_of(case)

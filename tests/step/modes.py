@@ -57,7 +57,7 @@ class Listed(nnx.Module):
 
 
 class Annotated(Listed):
-    """Annotations with logical names, which are not those of the mesh."""
+    """Annotations with logical names, which are not names of the mesh."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of a loop of one's own: split over the devices, copied, and refused where they cannot be split."""
+"""Batches of a user's training loop: split over the devices, copied, and refused where they cannot be split."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The forms of a loss function's result: which are accepted, what they mean, and what is refused."""
+"""The forms of a loss function's result: which forms are accepted, their meanings, and which forms are refused."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What the variables of a trained model may be: arrays of modules, metadata, narrow dtypes; what a call may change."""
+"""Valid variables of a trained model: arrays of modules, metadata, narrow dtypes; valid changes in a call."""
 
 from typing import Any
 

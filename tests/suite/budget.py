@@ -4,7 +4,7 @@ They are counted, not timed, so that the limits hold on every machine. tests/bud
 exceeds one of them makes the run of pytest fail. `pytest --update-budget` writes the limits of the files that it runs:
 the counts and a tenth more, since a program that an earlier file has compiled in the same process is not counted. The
 programs of single operations, such as `jnp.zeros`, are not counted: they are small, and most files share them. A run is
-counted when it opens its metrics.jsonl; a test that opens the file often, such as those of the file, counts each time.
+counted when it opens its metrics.jsonl; a test that opens the file often, such as a test of the file, counts each time.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Mistakes that were made, or nearly made, and that were silent: the loss decreases, the file is written, no error."""
 
-# (file, text that occurs there once, what replaces it)
+# (file, text that occurs there once, text that replaces it)
 PLANTED = (
     # The state of the batches is saved one batch too late: a resumed run skips one.
     ("flax_mesh/data/iterators.py", "return self._states[step]", "return self._states[max(self._states)]"),
@@ -24,7 +24,7 @@ PLANTED = (
     ("flax_mesh/mpmd/schedules/validate.py", "if first != other:", "if first.stage != other.stage:"),
     # A schedule that stores one activation too many is accepted.
     ("flax_mesh/mpmd/schedules/validate.py", "if peak <= limit * (1 + TOLERANCE):", "if peak <= limit + 1:"),
-    # The check of a pipeline's stages does not see what is behind a gate of zeros.
+    # The check of a pipeline's stages does not see the operations behind a gate of zeros.
     ("flax_mesh/mpmd/split/check.py", "if at in trained and", "if at not in trained and"),
     # Positions of rotary embeddings turn in the other direction.
     (

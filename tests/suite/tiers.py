@@ -1,4 +1,4 @@
-"""Which slow tests `.ci/run` runs: a slice of all, and those of the folders that a change touches.
+"""Which slow tests `.ci/run` runs: a slice of all, and the tests of the folders that a change touches.
 
 `python -m tests.suite.tiers` prints the options of pytest that select them: `--slice=2/4 --touched=mpmd/runtime,train`.
 tests/README.md describes the tiers.
@@ -31,7 +31,7 @@ GUARDS = {
 def unit(nodeid: str) -> str:
     """The part of a test's id that determines its slice: the function and the value of its first parameter.
 
-    Cases that share this value often share what is expensive to build.
+    Cases that share this value often share objects that are expensive to build.
 
     >>> unit("tests/train/test_loop.py::test_resume[dp-1f1b]")
     'tests/train/test_loop.py::test_resume[dp'

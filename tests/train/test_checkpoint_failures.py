@@ -70,7 +70,7 @@ def make_hook(folder: Path, config: TrainConfig, start: int) -> Callable[[dict[s
 def failure(request, tmp_path) -> Iterator[str]:
     """Plans a failure from step 6 to step 13, in which the save of step 8 fails. Its value is the text in the error.
 
-    The save of step 4 may still be finished, and that of step 12 may end, during the failure or outside of it.
+    The save of step 4 may still be finished, and the save of step 12 may end, during the failure or outside of it.
     """
     cause, repair, reason = FAILURES[request.param]
     folder = tmp_path / "run" / "checkpoints"

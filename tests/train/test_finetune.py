@@ -1,4 +1,4 @@
-"""A model of transformers is fine-tuned and given back: transformers and PEFT compute what it computes here."""
+"""A model of transformers is fine-tuned and given back: transformers and PEFT compute the same as this library."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Runs in separate processes that are killed or stopped, and what the same command does afterwards.
+"""Runs in separate processes that are killed or stopped, and the effects of the same command afterwards.
 
 Every run is compared with an undisturbed run, bit for bit: losses are written with all their digits.
 """

@@ -105,7 +105,7 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read_and_compiled_onc
     # The next step is dispatched before the host waits for this one, and the host waits for nothing else.
     assert text == ["step 1", "step 2", "row 1", "step 3", "row 2", "step 4", "row 3", "row 4"]
     assert made == [0, 1, 2, 3]
-    assert counts[0] > 0, "no compilation was counted"  # that of the second step is included
+    assert counts[0] > 0, "no compilation was counted"  # the compilation of the second step is included
     assert len({*counts}) == 1
 
 

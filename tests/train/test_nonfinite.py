@@ -1,4 +1,4 @@
-"""Runs in which the loss or the gradients of a step are not finite, or far above those of the steps before it."""
+"""Runs in which the loss or the gradients of a step are not finite, or far above the values of the steps before it."""
 
 import json
 import re
@@ -101,7 +101,7 @@ def test_a_skipped_step_is_counted_and_changes_nothing(skipping):
     assert [row["skipped"] for row in rows] == [int(row["step"] >= bad) for row in rows]
     (line,) = [line for line in printed if line.startswith(f"warning: step {bad}: ")]
     assert "the update was skipped (1 so far)" in line
-    # The learning rate is that of the optimizer's count, which is the number of updates.
+    # The learning rate follows the optimizer's count, which is the number of updates.
     rates = [row["learning_rate"] for row in rows]
     assert rates[bad - 1] == rates[bad] and len({*rates}) == len(rates) - 1
 

@@ -116,7 +116,7 @@ def test_the_plan_of_an_accelerator_counts_the_copies_during_the_update(tmp_path
     assert times[0]["update"] == pytest.approx(moved) and moved > times[1]["update"]  # which they hide
     assert times[0]["backward"] == times[1]["backward"]
     copies = [moment.bytes["optimizer"] for moment in hosted.memory.timeline]
-    assert 0 < max(copies) - min(copies) < hosted.memory.host  # those of one parameter at a time
+    assert 0 < max(copies) - min(copies) < hosted.memory.host  # the copies of one parameter at a time
 
 
 def make():

@@ -1,8 +1,8 @@
 """Resuming: a run that is killed twice after random steps, and started again, is bit for bit an undisturbed one.
 
-One table of what runs consist of: their data, their optimizer, hooks, and the mesh. `MATRIX` also names settings that
+One table of the parts of runs: their data, their optimizer, hooks, and the mesh. `MATRIX` also names settings that
 only the second of the three processes has. On another mesh, the losses are equal but for rounding. The kill is an
-exception in a hook; test_kills.py has that of a process at any moment.
+exception in a hook; test_kills.py has kills of a process at any moment.
 """
 
 import zlib
@@ -39,7 +39,7 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 
 def with_a_bad_batch(config: TrainConfig) -> Callable[[int], Any]:
-    """The built-in batches, but for that of the third step."""
+    """The built-in batches, but for the batch of the third step."""
     batches = user_recipe.token_batches(config)
     return lambda step: {"inputs": BAD_TOKENS, "targets": BAD_TOKENS} if step == 2 else batches(step)
 

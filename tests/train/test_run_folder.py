@@ -41,7 +41,7 @@ TEXT = b"".join(ROWS)
 
 
 def write_rows(folder: Path, start: int, end: int = STEPS) -> list[str]:
-    """Write the rows of a run that has completed `start` steps. Returns what it says."""
+    """Write the rows of a run that has completed `start` steps. Returns its messages."""
     said: list[str] = []
     file = MetricsFile(folder, to_lines(recipe()), start, said.append)
     for step in range(start + 1, end + 1):
@@ -233,7 +233,7 @@ def test_a_row_for_which_there_is_no_room_is_left_out_completely(tmp_path):
     assert metrics(tmp_path) == ROWS[0] + ROWS[2]
 
 
-# --- the lock, and what is in the way ---
+# --- the lock, and files in the way ---
 
 
 def test_a_second_run_is_rejected_though_the_lock_file_was_deleted(tmp_path):

@@ -1,4 +1,4 @@
-"""checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports what it restored."""
+"""checkpoint.start_from: a new run has the parameters of another, on any mesh, and reports the restored arrays."""
 
 import shutil
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     changed = [line for line in lines if line.startswith("changed since the checkpoint: model.")]
     assert len(changed) == 6
     assert (tmp_path / "run" / "checkpoints" / KEPT / "generation_config.json").read_text() == "{}"
-    # A run that resumes has parameters of its own.
+    # A run that resumes takes parameters from its checkpoints.
     assert train(config).status == "already finished"
     (tmp_path / "run" / "checkpoints" / KEPT / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is text.* \S+/run/checkpoints/huggingface/tokenizer\.json"):

@@ -79,7 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def _rounded(value: Any) -> Any:
-    """Round floats to four digits, also inside lists and dicts: measured times are no more precise."""
+    """Round floats to four digits, also inside lists and dicts: measured times do not have more precision."""
     if isinstance(value, Mapping):
         return {key: _rounded(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

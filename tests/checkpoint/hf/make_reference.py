@@ -1,4 +1,4 @@
-"""Writes tests/checkpoint/hf/data: small random checkpoints, and what transformers computes from them: the logits of
+"""Writes tests/checkpoint/hf/data: small random checkpoints, and results of transformers from them: the logits of
 reference.npz, and the greedy continuation of generated.npz.
 
     python -m tests.checkpoint.hf.make_reference [CASE ...]
@@ -125,7 +125,7 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
 def randomize(
     model: Any, rng: np.random.Generator, dtype: str = "float32", scale: float = 1.0, norm: float = 1.0
 ) -> None:
-    """Random parameters of a model of torch, with the precision of `dtype`, and the mean `norm` of those of norms.
+    """Random parameters of a model of torch, with the precision of `dtype`; parameters of norms have the mean `norm`.
 
     A smaller `scale` amplifies rounding less.
     """

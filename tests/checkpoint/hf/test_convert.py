@@ -1,4 +1,4 @@
-"""Parameters to safetensors and back: bitwise between any two layouts; every device reads only its own slices."""
+"""Parameters to safetensors and back: bitwise between any two layouts; every device reads only its slices."""
 
 import dataclasses
 import json

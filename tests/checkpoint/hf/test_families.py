@@ -204,7 +204,7 @@ def test_published_configurations_are_accepted(name):
     """Sizes and keys of hub/published.json were written down from the files of these models, without a download.
 
     `compared` is whether they were compared with a copy of the file in a public repository: key by key, the part of the
-    keys that the copy has, or not at all. The number of parameters is that of the model's card.
+    keys that the copy has, or not at all. The number of parameters is taken from the model's card.
     """
     config, billions = PUBLISHED[name]["config"], PUBLISHED[name]["billions"]
     assert PUBLISHED[name]["compared"] in ("whole", "in part", "no")

@@ -1,4 +1,4 @@
-"""Greedy continuations of imported models are those of transformers."""
+"""Greedy continuations of imported models equal the continuations from transformers."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What comes with the parameters of a Hugging Face folder, through import, a run and export: only parameters change."""
+"""Settings and files of a Hugging Face folder, through import, a run and export: only the parameters change."""
 
 import json
 import shutil

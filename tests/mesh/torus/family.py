@@ -1,4 +1,4 @@
-"""TPU tori of many sizes, and the assignments that differ from those of JAX."""
+"""TPU tori of many sizes, and the assignments that differ from JAX's assignments."""
 
 import math
 

@@ -66,7 +66,7 @@ FAMILY = [
 
 
 def compare_with_jax(devices: list, arranged) -> None:
-    """Compare the arrays of devices of `arranged(mesh_shape, split)` with those of JAX, for up to three axes.
+    """Compare the arrays of devices of `arranged(mesh_shape, split)` with JAX's arrays, for up to three axes.
 
     Both may raise NotImplementedError instead.
     """
@@ -94,7 +94,7 @@ def test_small_slices_agree_with_mesh_utils(kind, shape, cores):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 2, 4), (2, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8), (4, 4, 12), (4, 4, 16)])
 def test_known_assignments_agree_with_mesh_utils_on_large_slices(shape):
-    """The search starts from `known_assignment`, which is that of JAX."""
+    """The search starts from `known_assignment`, which is JAX's assignment."""
     physical, _ = physical_mesh(devices := tpu_slice("TPU v4", shape))
     compare_with_jax(devices, lambda sizes, split: arrange(physical, known_assignment(shape, sizes, allow_split=split)))
 

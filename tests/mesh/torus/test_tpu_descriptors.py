@@ -1,4 +1,4 @@
-"""Meshes of real TPU descriptors, without hardware. Requires the extra `tpu-aot` (libtpu). Each case runs in its own
+"""Meshes of real TPU descriptors, without hardware. Requires the extra `tpu-aot` (libtpu). Each case runs in a separate
 process, because libtpu may abort the process, and reads its environment variables before JAX is imported."""
 
 import importlib.util

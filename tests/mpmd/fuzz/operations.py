@@ -20,7 +20,7 @@ Context = dict[
 
 
 class Shared(NamedTuple):
-    """What the layers of one model have in common."""
+    """The parts that the layers of one model have in common."""
 
     rngs: nnx.Rngs
     kernel: nnx.Param  # tied: several layers use it
@@ -29,7 +29,7 @@ class Shared(NamedTuple):
 
 
 class Operation(nnx.Module):
-    """Its attributes are made by `parts`: {name: function of what the layers share}."""
+    """Its attributes are made by `parts`: {name: function of the parts that the layers share}."""
 
     parts: dict[str, Callable[[Shared], Any]] = {}  # noqa: RUF012
 
@@ -132,7 +132,7 @@ operation("batch_norm", "statistics", adds(lambda o, x: o.norm(x)), norm=made(nn
 operation("attention", "layers", attention, query=unbiased, key=unbiased, value=unbiased)
 operation("dropout", "dropout", sets(lambda o, x: o.dropout(x)), dropout=made(nnx.Dropout, rate=0.3))
 
-# --- inputs, integer streams, casts: the next parameter promotes what is cast ---
+# --- inputs, integer streams, casts: the next parameter promotes the cast stream ---
 
 operation("features", "inputs", lambda o, s, c: plus(s, x=c["mask"][..., None] * o.linear(c["features"])), linear=dense)
 operation("embed_integer", "integer", adds(lambda o, n: o.embed(n), of="n"), embed=made(nnx.Embed, VOCAB, WIDTH))
@@ -218,7 +218,7 @@ operation("tied", "tied", lambda o, s, c: plus(s, x=jnp.tanh(s["x"] @ o.kernel))
 operation("loss", "auxiliary", lambda o, s, c: plus(s, loss=jnp.sum(s["x"].astype(jnp.float32) ** 2)))
 operation("metric", "auxiliary", lambda o, s, c: plus(s, metric=jnp.sum(jnp.abs(s["x"].astype(jnp.float32)))))
 
-# --- variables. Their `order` of reads and writes is that of its letters ---
+# --- variables. The letters of `order` are the order of reads and writes ---
 
 
 def zeros(*shape: int, start: float = 0.0) -> Callable[[Shared], Variable]:

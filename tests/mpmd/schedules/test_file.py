@@ -1,4 +1,4 @@
-"""Schedules as text files: what is written is read, edits are checked, and mistakes name the file and the line."""
+"""Schedules as text files: a written file is read, edits are checked, and mistakes name the file and the line."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report what changed.
+"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report the change.
 
 Only jaxpr.py uses JAX's semi-public interpreter, so only that file needs a change.
 """
@@ -47,7 +47,7 @@ def test_jit_and_remat_keep_their_names_and_their_body(fn, known):
 
 
 def test_a_call_of_a_traced_function_is_inlined():
-    """It is an equation of its own in JAX 0.12, and its equations are those of the caller before."""
+    """The call is a separate equation in JAX 0.12; before, the caller contains its equations."""
     traced = jax.jit(jnp.sin).trace(f32(2))
     program, _ = trace(lambda x: traced(x), f32(2))
     assert names(inline(program)) == ["sin"]
@@ -78,7 +78,7 @@ def test_equations_with_function_parameters_can_be_evaluated():
         values = evaluate(eqn, values)
     np.testing.assert_array_equal(values[0], np.maximum(normal(0, 3), 0))
     grad = jax.grad(lambda x: program.call(x)[0].sum())(jnp.zeros(3))
-    np.testing.assert_array_equal(grad, np.zeros(3))  # the custom rule of relu at 0, not that of max
+    np.testing.assert_array_equal(grad, np.zeros(3))  # the custom rule of relu at 0, not the rule of max
 
 
 # inline and interpret
@@ -187,7 +187,7 @@ def test_chunks_compute_the_same_as_the_entire_stack(name, cuts, seed):
     for have, want in zip(outs, program.call(stack, x), strict=True):
         # XLA inlines a scan of one layer and then rounds its tanh differently: each of DEPTH layers adds an error of
         # one ulp to values of at most 1, and the product of the next layer sums 3 of them. Results and cotangents are
-        # sums of such values, so that the error of a small one is that of the largest.
+        # sums of such values, so that a small value has the error of the largest.
         eps, largest = np.finfo(np.float32).eps, max(1, np.abs(want).max())
         assert np.abs(want).max() > 0
         np.testing.assert_allclose(whole(have), want, rtol=0, atol=DEPTH * 3 * np.abs(stack).max() * eps * largest)

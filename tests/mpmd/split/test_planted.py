@@ -138,7 +138,7 @@ def with_stale_state(monkeypatch):
 
 
 OF_FIRST = "the gradient of layers/0/"
-# name -> (loss, value of the gate, mistake, what the error names)
+# name -> (loss, value of the gate, mistake, place that the error names)
 PLANTED = {
     "zero gates": (second_stream(), 0.0, without_gradient, OF_FIRST),
     "complex activations": (complex_stream, 1.0, without_complex_gradient, OF_FIRST),

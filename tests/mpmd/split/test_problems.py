@@ -21,7 +21,7 @@ from tests.mpmd.zoo.variables import Layer, Memory, Model
 
 
 class Plain(nnx.Module):
-    """Layers that a subclass calls in its own way."""
+    """Layers that a subclass calls in a different way."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)

@@ -56,7 +56,7 @@ def autoencoder(model, batch):
 
 
 def distilled(model, batch):
-    """The model reads what the frozen copy computes, so none of its layers may wait for a later layer of the copy."""
+    """The model reads results of the frozen copy, so none of its layers may wait for a later layer of the copy."""
     return jnp.sum(model.student(model.teacher(batch["x"])) ** 2), len(batch["x"])
 
 

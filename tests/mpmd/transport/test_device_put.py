@@ -1,4 +1,4 @@
-"""mpmd.device_put in one process, between groups, layouts and sizes; and a transport that sends to its own process."""
+"""mpmd.device_put in one process, between groups, layouts and sizes; and a transport that sends to the same process."""
 
 import math
 import re

@@ -20,7 +20,7 @@ def mesh(first, sizes=(2, 2)):
 @pytest.fixture
 def slow_puts(monkeypatch):
     """Calls of `jax.device_put`, counted."""
-    device_copy(NamedSharding(mesh(0), P()))  # the first call tries the copy on an array of its own
+    device_copy(NamedSharding(mesh(0), P()))  # the first call tries the copy on a separate array
     calls, put = [], jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda *args, **options: calls.append(args) or put(*args, **options))
     return calls

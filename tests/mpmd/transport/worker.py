@@ -99,7 +99,7 @@ def shared_groups() -> None:
     assert mpmd_mesh.my_mpmd_axis_index == process // 2
     first, second = mpmd_mesh.unstack
     with mpmd_mesh:
-        x = mpmd.device_put(X, NamedSharding(first, P("fsdp")))  # every process of the group puts its own shards
+        x = mpmd.device_put(X, NamedSharding(first, P("fsdp")))  # every process of the group puts its shards
     check(x, X)
     for spec in (P("fsdp"), P(None, "fsdp"), P()):
         there = mpmd.device_put(x, NamedSharding(second, spec))

@@ -126,7 +126,7 @@ class PerExample(Language):
 
 
 class Attributes(nnx.Module):
-    """Layers without a list; those of a stack would share their leading size, as these of `norm` and `second` do."""
+    """Layers without a list; arrays of a stack would share their leading size, as in `norm` and `second`."""
 
     def __init__(self):
         rngs = nnx.Rngs(params=1, dropout=2)

@@ -41,7 +41,7 @@ SENDING_MORE = {"looped", "dicts", "scanned_in_jax", "sow_popped", "sow_captured
 SENDING_MORE |= {"dense_skips", "two_towers", "diffusion", "position_tables", "regularised"}
 SENDING_MORE |= {"first_layer_bias", "statistics_of_the_first_layer", "clipped_kernel", *FROZEN_COPIES}
 SENDING_MORE |= {"decoder_experts_scanned"}
-# Models of which several stages read a variable that changes, so that each of them has its own copy.
+# Models of which several stages read a variable that changes, so that each of them has a separate copy.
 COPYING = {"counter", "statistics_of_the_first_layer", "clipped_kernel"}
 
 ignore_shares = pytest.mark.filterwarnings("ignore:the stages have:UserWarning")  # of a looped model

@@ -53,7 +53,7 @@ class Counting(Model):
 
 
 class Following(Model):
-    """All layers read statistics of the first one: those of the previous microbatch, then those of this one."""
+    """All layers read statistics of the first layer, from the previous microbatch and then from this one."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ class Following(Model):
 
 
 class ClippedKernel(Model):
-    """A parameter that all layers use and that the call clips: every stage clips its own copy."""
+    """A parameter that all layers use and that the call clips: every stage clips a separate copy."""
 
     def __init__(self):
         super().__init__()

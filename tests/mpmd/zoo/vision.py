@@ -125,7 +125,7 @@ class Modulated(nnx.Module):
 
 
 class Diffusion(nnx.Module):
-    """All blocks use a condition with its own parameters. Input and target use the same noise."""
+    """All blocks use a condition with separate parameters. Input and target use the same noise."""
 
     def __init__(self):
         rngs = nnx.Rngs(0, noise=1)

@@ -1,6 +1,6 @@
 """A decoder with the habits of MaxText's NNX layers.
 
-Dims have logical names, which rules of the config map to the axes of a mesh with names of its own. The constructor
+Dims have logical names, which rules of the config map to the axes of a mesh, which have other names. The constructor
 takes the config and the mesh. The layers are a stack, made by nnx.vmap and called by jax.lax.scan over its state, with
 a checkpoint policy that saves values by name; or a list. Batches are packed: they have positions and segments.
 """

@@ -1,7 +1,7 @@
 """A decoder with the habits of Tunix: einsum modules, mesh axes in a frozen sharding config, LoRA on an int8 model.
 
 Only the LoRA parameters are trained. The kernels that they adapt are int8 with a scale per output, in Variables of
-their own type, and the caches of keys and values are Variables that no training step touches.
+a separate type, and the caches of keys and values are Variables that no training step touches.
 """
 
 import dataclasses

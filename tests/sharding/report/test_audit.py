@@ -80,7 +80,7 @@ def test_mismatches_of_an_optimizer_are_findings():
     (replicated,) = explain_sharding(make, MESH, rules, large=64 * 64 * 4).findings
     assert replicated.path == "opt_state/0/losses" and replicated.problem == "16.0 KiB are replicated on all 8 devices"
     assert not explain_sharding(make, MESH, rules, large=64 * 64 * 4 + 1).findings
-    # Moments of a parameter that does not fit are not findings of their own.
+    # Moments of a parameter that does not fit are not separate findings.
     explanation = explain_sharding(lambda: make(7), MESH, [("kernel", ("embed", "mlp")), ("bias", ())])
     assert re.search(r"\nrule +pattern +dims +applies to\n +1 +kernel", explanation.to_text())
     (rows,) = explanation.findings

@@ -1,4 +1,4 @@
-"""Reported bytes equal those of the real shards, also for abstract trees and abstract meshes."""
+"""Reported bytes equal the bytes of the real shards, also for abstract trees and abstract meshes."""
 
 import json
 from xml.etree import ElementTree

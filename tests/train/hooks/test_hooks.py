@@ -1,4 +1,4 @@
-"""Hooks by name, by dotted path and of the recipe, what they are called with, and `run.profile`."""
+"""Hooks by name, by dotted path and of the recipe, their arguments, and `run.profile`."""
 
 import gzip
 import json

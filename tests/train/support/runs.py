@@ -1,4 +1,4 @@
-"""Runs in this process: their rows and output, a kill after a step, and what they leave in their folders."""
+"""Runs in this process: their rows and output, a kill after a step, and the files in their folders."""
 
 import json
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Killed(Exception):
 
 @dataclass
 class Ran:
-    """What a call of `train` did; without `result` it was killed."""
+    """The rows, lines and result of a call of `train`; without `result` it was killed."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
