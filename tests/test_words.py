@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 TUTORIALS = [ROOT / "docs" / name for name in ("quickstart.md", "tutorial.md", "tasks.md")]
 MODULES = sorted([*(ROOT / "flax_mesh").rglob("*.py"), *ROOT.glob("recipes/*.py")])
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # Phrase -> the most per 10,000 words. The documentation of JAX, Flax, Optax, PyTorch and others is below these rates.
 MOST = {r"\b(that|those) of\b": 3, r"\bwhat\b": 10, r"\b(one's|its own|their own)\b": 6, r"\b(is|are) no\b": 2}
 YOU, LEAST_YOU = r"\byou(r|rs|rself)?\b", 40  # in tutorials
@@ -40,7 +41,7 @@ def vague_names(code: str) -> list[str]:
     return [name for node in stored if (name := node.arg if isinstance(node, ast.arg) else node.id) in VAGUE]
 
 
-@pytest.mark.parametrize("paths", [PAGES, MODULES], ids=["pages", "docstrings and comments"])
+@pytest.mark.parametrize("paths", [PAGES, MODULES, TESTS], ids=["pages", "docstrings and comments", "tests"])
 def test_vague_phrases_are_rare(paths):
     text = " ".join(map(prose, paths))
     rates = {phrase: rate(phrase, text) for phrase in MOST}

@@ -99,8 +99,8 @@ def _followed(op: Op, i: int, labels: Labels, result: Value) -> Labels:
     return tuple(of.get(d) for d in range(len(result.shape)))
 
 
-def _merged(labels: Labels | None, more: Labels) -> Labels:
-    return more if labels is None else tuple(b if a is None else a for a, b in zip(labels, more, strict=True))
+def _merged(labels: Labels | None, others: Labels) -> Labels:
+    return others if labels is None else tuple(b if a is None else a for a, b in zip(labels, others, strict=True))
 
 
 def _is_square(x: Value, origins: Layout, block: int) -> bool:

@@ -164,7 +164,7 @@ def chains() -> st.SearchStrategy[Chain]:
 
 
 def program_of(chain: Chain) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """(function, arguments), as those of `programs`."""
+    """(function, arguments), as in `programs`."""
     random = np.random.default_rng(7)
     groups = 1 if chain.layout in ("heads", "keys_first", "merged_batch") else 2
     rand = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Loss and gradients of a function in blocks, compared with those of the function as it is; planted mistakes."""
+"""Loss and gradients of a function in blocks, compared with the function as it is; planted mistakes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -15,7 +15,7 @@ RULES = [("qkv/kernel", (None, None, "heads", None)), ("out/kernel", ("heads", N
 class Block(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
-        # Without a bias: that of the keys has no gradient but rounding errors.
+        # Without a bias: a bias of the keys has no gradient but rounding errors.
         self.qkv = nnx.LinearGeneral(WIDTH, (3, 4, 8), use_bias=False, rngs=rngs)
         self.out = nnx.LinearGeneral((4, 8), WIDTH, axis=(-2, -1), rngs=rngs)
 

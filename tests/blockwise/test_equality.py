@@ -1,4 +1,4 @@
-"""Loss and gradients of attention in blocks are those of the function as it was written."""
+"""Loss and gradients of attention in blocks equal the function as it was written."""
 
 import pytest
 

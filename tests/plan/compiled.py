@@ -37,7 +37,7 @@ SECONDS = 300  # for each case of a process
 
 @dataclass(frozen=True)
 class Figures:
-    """Bytes on one device. `operands` are those of all collectives by their mesh axes, such as "fsdp+tp"."""
+    """Bytes on one device. `operands` has the operands of all collectives by their mesh axes, such as "fsdp+tp"."""
 
     arguments: int
     total: int
@@ -68,7 +68,7 @@ def compile_here(case: Case) -> Programs:
 
 
 def _real_mesh(case: Case) -> Mesh:
-    """The mesh of the case on its devices; of a pipeline, that of the first group."""
+    """The mesh of the case on its devices; of a pipeline, the mesh of its first group."""
     sizes = {name: size for name, size in case.sizes.items() if name != "pp"}
     shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
     if case.platform == "cpu":

@@ -58,7 +58,7 @@ def _walk(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
 
 
 def _trips(eqn: Any) -> int:
-    """Those of a scan, of a loop while `i < n`, and the devices of a shard_map."""
+    """The runs of a scan, of a loop while `i < n`, and the devices of a shard_map."""
     if eqn.primitive.name == "while":
         (condition,) = eqn.params["cond_jaxpr"].jaxpr.eqns
         return int(condition.invars[1].val)

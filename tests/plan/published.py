@@ -57,7 +57,7 @@ class Run(NamedTuple):
     no_bar: str = ""  # why its prediction has no bar
 
     def config(self) -> TrainConfig:
-        # Runs on v7x, and those of 2025-07 on v6e, set sa_use_fused_bwd_kernel: five products, as cuDNN has them.
+        # Runs on v7x, and runs of 2025-07 on v6e, set sa_use_fused_bwd_kernel: five products, as cuDNN has them.
         fused = self.id.startswith(("7-", "6-8B", "6-70B"))
         axes = PartitionAxis() if "tp" in self.mesh else self.model.axes  # activations between the layers over tp
         model = replace(self.model, axes=axes, remat=self.remat, attention="cudnn" if fused else "splash")
@@ -168,7 +168,7 @@ def of_chips() -> dict[str, list[Run]]:
 
 
 def fitted() -> list[Run]:
-    """The rows that the constants of the chips are fitted to: half of those of a chip, or all if they are few."""
+    """The rows that the constants of the chips are fitted to: half of the rows of a chip, or all if they are few."""
     return [run for runs in of_chips().values() for run in runs[: len(runs) // 2 if len(runs) >= SMALL else None]]
 
 

@@ -56,7 +56,7 @@ def _dot(x: jax.Array, y: jax.Array, x_dims: Iterable[int], y_dims: Iterable[int
 
 
 def _product(dtype: str, x: jax.Array, w: jax.Array, dims: Any, **_: object) -> jax.Array:
-    """Sums over shards are rounded to `x`'s type first, unlike those of recipes."""
+    """Sums over shards are rounded to `x`'s type first, unlike the sums of recipes."""
     return _narrow(x, w, len(dims[0][0]), dtype) if dtype else jax.lax.dot_general(x, w, dims)
 
 

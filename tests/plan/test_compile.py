@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 TINY, MOE = str(ROOT / "recipes" / "tiny.py"), str(ROOT / "recipes" / "tiny_moe.py")
 SMALL = ["model.scan=true", "model.num_layers=2"]
 WALK = 0.05  # the walk finds XLA's peak of a step within this part of it
-STAGE = 0.12  # and that of a small stage, whose results XLA allocates for the whole run on CPUs
+STAGE = 0.12  # and the peak of a small stage, whose results XLA allocates for the whole run on CPUs
 TPU_FIXED = 8 * 2**20  # on TPUs, where XLA counts on-chip arrays of small programs otherwise
 
 NO_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="pip install flax-mesh[tpu-aot]")

@@ -46,7 +46,7 @@ def flops(one: Estimate, phase: str) -> float:
 
 
 def products_per_token(config: DecoderConfig) -> int:
-    """Parameters that every token multiplies: those of the layers and of the head."""
+    """Parameters that every token multiplies: of the layers and of the head."""
     heads = config.num_heads * config.head_dim
     attention = 2 * config.hidden_size * (heads + config.num_kv_heads * config.head_dim)
     mlp = 3 * config.hidden_size * config.mlp_size

@@ -56,9 +56,9 @@ def test_a_large_model_is_planned_without_a_mesh(function, batch, topology):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tiny.py", "vit.py"])
+@pytest.mark.parametrize("recipe", ["tiny.py", "tiny_moe.py", "vit.py"])
 def test_the_memory_of_a_small_recipe_is_close_to_the_compiled_step(recipe):
-    """tiny_moe.py is at -14% (tiles of the grouped products), encoder_decoder.py at -39% (combined sums)."""
+    """encoder_decoder.py is at -38%: XLA combines sums."""
     config = load_recipe(str(ROOT / "recipes" / recipe))
     assert plan(config).memory.peak == pytest.approx(sum(compiled_bytes(build_program(config)) or ()), rel=0.1)
 

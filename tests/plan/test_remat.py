@@ -47,7 +47,7 @@ def test_values_on_the_host_are_not_counted_on_the_device_but_their_copies_are()
     saved, hosted = (plan(config_of(remat), "v5e:2x4") for remat in ("attention+mlp_up", "attention+mlp_up@host"))
     values = 8 * 2 * 128 * 384 * 4  # layers, rows of a device, sequence, mlp size
     residuals = [each.memory.at_peak["residuals"] for each in (saved, hosted)]
-    assert residuals[0] - residuals[1] == 7 * values // 8  # those of one layer are on the device
+    assert residuals[0] - residuals[1] == 7 * values // 8  # the residuals of one layer are on the device
     assert hosted.memory.peak < saved.memory.peak - 0.7 * values
     for bandwidth in (1e12, 1e9):
         chip = replace(hosted.topology.chip, host_bandwidth=bandwidth)
