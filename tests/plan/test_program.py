@@ -367,6 +367,20 @@ def test_cpus_store_the_factors_of_sums_of_products_and_products_of_two_arrays()
     assert kinds["multiply", (TINY.mlp_size,)] == TINY.num_layers  # of the activation function, beside its factors
 
 
+def test_cpus_write_the_zeros_of_each_loop_that_starts_from_them():
+    """Each loop changes an array of its length in place; XLA writes all of them at the start."""
+
+    def step(x):
+        zeros = jnp.zeros((8, 64))
+        total = lambda factor: jax.lax.scan(lambda c, row: (c + factor * row, None), zeros, x)[0]  # noqa: E731
+        return total(1.0) * total(2.0) * total(3.0)
+
+    estimated = estimate(jax.jit(step), (jax.ShapeDtypeStruct((4, 8, 64), "float32"),), {}, "cpu")
+    filled = [kernel for kernel, _ in estimated.profile.steps if not kernel.reads and not kernel.computes]
+    assert [x.array.local for kernel in filled for x in kernel.writes] == 3 * [(8, 64)]
+    assert estimated.profile.peak >= 3 * 8 * 64 * 4
+
+
 def test_values_behind_a_barrier_are_computed_after_all_of_its_operands_on_cpus():
     """The factors of the norms that are computed again are stored for one layer at a time, not from the start."""
 
