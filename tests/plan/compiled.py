@@ -33,6 +33,7 @@ from tests.plan.cases import CASES, Case, decoder_config
 # The third lets several processes use libtpu, none of which has a TPU.
 TPU_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 SECONDS = 300  # for each case of a process
+MICROBATCHES = 4  # of the pipelines
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _split(case: Case, mesh: AbstractMesh) -> Split:
     """The pipeline of a case, for the devices of one group."""
     settings = dict(case.settings)
     options = {"schedule": settings.pop("schedule"), "remat": settings.pop("stage_remat", "none")}
-    config = decoder_config(pipeline=PipelineConfig(num_microbatches=4, **options), **settings)
+    config = decoder_config(pipeline=PipelineConfig(num_microbatches=MICROBATCHES, **options), **settings)
     sizes = {"pp": case.sizes["pp"], **mesh.shape}
     return split_recipe(derive(config, Target(sizes, given=mesh)))
 

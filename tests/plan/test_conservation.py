@@ -1,5 +1,6 @@
 """Nothing that a step computes, reads or sends is lost between its jaxpr and the kernels of the estimate."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.program.cost import costs
 from flax_mesh.plan.program.fusion import Kernel
 from tests.plan.cases import CASES, Case
+from tests.plan.compiled import MICROBATCHES, estimates
 from tests.plan.conservation import Counted, in_jaxpr, in_kernels
 
 P = PartitionSpec
@@ -22,6 +24,8 @@ REPEATED = {
     "moe": "attention is computed by each device of ep, which have the same tokens; and a tile by each of its experts",
 }
 STEPS = [case for case in CASES if not case.is_pipeline]
+# With remat, a stage computes again whatever its backward pass needs.
+PIPELINES = [case for case in CASES if case.is_pipeline and "stage_remat" not in case.settings]
 
 
 def mesh_of(sizes: dict[str, int]) -> AbstractMesh:
@@ -45,6 +49,18 @@ def test_the_kernels_have_all_flops_and_arguments_of_the_jaxpr(case):
         assert all(flops[dtype] >= count for dtype, count in true.flops.items())
     else:
         assert flops == pytest.approx(true.flops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PIPELINES, ids=lambda case: case.name)
+def test_the_stages_of_a_pipeline_have_all_flops_and_no_more(case):
+    """F, B and W of all stages and microbatches have the FLOPs of the step without a pipeline."""
+    mesh = mesh_of({name: size for name, size in case.sizes.items() if name != "pp"})
+    step, arguments = case.make(mesh, **{key: x for key, x in case.settings.items() if key != "schedule"})
+    flops = Counter[str]()
+    for stage in estimates(case).values():
+        flops.update({dtype: count * mesh.size * MICROBATCHES for dtype, count in in_kernels(stage).flops.items()})
+    assert flops == pytest.approx(in_jaxpr(step, arguments).flops)
 
 
 def _program() -> tuple[Any, tuple[Any, ...]]:

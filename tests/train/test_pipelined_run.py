@@ -37,7 +37,7 @@ def without_steps(run, checkpointer, state, start, saved):
 
 @pytest.mark.slow
 def test_the_stages_are_checked_at_the_start_of_a_new_run(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(loop, "_steps", without_steps)
+    monkeypatch.setattr(loop, "run_steps", without_steps)
     calls, printed, folder = [], [], tmp_path / "run"
     with monkeypatch.context() as changed:
         changed.setattr(StagedModel, "check", lambda staged, batch, **kinds: calls.append((batch, kinds)))
@@ -62,7 +62,7 @@ def test_expensive_models_and_resumed_runs_are_checked_on_request_only(tmp_path,
         changed.setattr(split_check, "CHEAP_FLOPS", 0)
         train(config_of(folder, text, *SHORT, "run.steps=1"), say=printed.append)
         assert f"{skipped} 1e10 FLOPs or 1 GiB" in printed
-    monkeypatch.setattr(loop, "_steps", without_steps)
+    monkeypatch.setattr(loop, "run_steps", without_steps)
     printed.clear()
     assert train(config_of(folder, text, *SHORT), say=printed.append).step == 1  # resumed, with pipeline.check=auto
     assert any("resuming" in line for line in printed) and not any("pipeline.check" in line for line in printed)
