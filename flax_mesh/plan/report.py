@@ -33,6 +33,7 @@ BYTES = (Unit("TiB", 2**40, 2**47), Unit("GiB", 2**30, 2**27), Unit("MiB", 2**20
 TIMES = (Unit("s", 1, 100), Unit("ms", 1e-3, 1e-4), Unit("µs", 1e-6, 0))
 WIDTH = 80  # columns
 MOST_ROWS = 12  # of a table
+SMALL = 4 * 2**20  # bytes of a peak below which XLA's buffers of a few KiB decide, which a plan does not count
 VERDICTS: dict[bool | None, str] = {True: "fits", False: "does not fit", None: "unknown whether it fits"}
 
 
@@ -73,12 +74,21 @@ def of_capacity(used: int, capacity: int | None) -> str:
     return f"{amount} of {total}" if total.endswith(f" {unit}") else f"{amount} {unit} of {total}"
 
 
+def peak_text(memory: Memory, capacity: int | None) -> str:
+    """The peak, or only that it is small."""
+    return f"under {of_capacity(SMALL, capacity)}" if _is_small(memory) else of_capacity(memory.peak, capacity)
+
+
+def _is_small(memory: Memory) -> bool:
+    return memory.peak < SMALL and memory.fits is not False
+
+
 def hardware_line(topology: Topology, mesh: Mapping[str, int], width: int = UNLIMITED) -> str:
     return folded(f"{topology.text}: {count_text(topology.num_devices, 'device')}, mesh {mesh_text(mesh)}", width, "  ")
 
 
 def memory_line(memory: Memory, width: int = UNLIMITED) -> str:
-    text = f"{VERDICTS[memory.fits]}: {of_capacity(memory.peak, memory.capacity)} per device"
+    text = f"{VERDICTS[memory.fits]}: {peak_text(memory, memory.capacity)} per device"
     if memory.fits is False and memory.capacity is not None:
         text += f", {bytes_text(memory.peak - memory.capacity)} too much"
     if memory.reserve:
@@ -102,7 +112,8 @@ def rates(time: Time) -> list[str]:
 
 
 def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
-    return "\n".join([memory_table(memory).to_text(), *(folded(note, width, "  ") for note in memory_notes(memory))])
+    table = [] if _is_small(memory) else [memory_table(memory).to_text()]
+    return "\n".join([*table, *(folded(note, width, "  ") for note in memory_notes(memory))])
 
 
 def memory_notes(memory: Memory) -> list[str]:
@@ -130,8 +141,8 @@ def findings_text(findings: Sequence[Finding], width: int = UNLIMITED) -> str:
 def forecast_line(memory: Memory, time: Time | None) -> str:
     """The plan in one line. Without `time` only the bytes, for devices whose speed and capacity are not known."""
     if time is None:
-        return f"forecast: {bytes_text(memory.peak)} per device"
-    texts = [f"forecast: {of_capacity(memory.peak, memory.capacity)} per device"]
+        return f"forecast: {peak_text(memory, None)} per device"
+    texts = [f"forecast: {peak_text(memory, memory.capacity)} per device"]
     if memory.fits is False:
         texts.append("which does not fit")
     return ", ".join([*texts, f"{time_text(time.seconds)} per step", *rates(time)])
@@ -154,17 +165,17 @@ def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
 
     The state includes its arrays in the memory of the host.
     """
+    sizes = f"{bytes_text(arguments)} of state and batch and {bytes_text(temporaries)} of temporaries"
+    if _is_small(memory):
+        return f"compiled step: {sizes} per device, by XLA"
     state = memory.arguments + memory.host
     forecast = f"forecast {bytes_text(state)} and {bytes_text(memory.peak - memory.arguments)}"
-    return (
-        f"compiled step: {bytes_text(arguments)} of state and batch and {bytes_text(temporaries)} of temporaries per "
-        f"device, by XLA ({forecast})"
-    )
+    return f"compiled step: {sizes} per device, by XLA ({forecast})"
 
 
 def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:
     """Pairs (label, value): the numbers that are read first."""
-    pairs = [("peak per device", of_capacity(memory.peak, memory.capacity)), ("step", time_text(time.seconds))]
+    pairs = [("peak per device", peak_text(memory, memory.capacity)), ("step", time_text(time.seconds))]
     if time.tokens_per_s is not None:
         pairs.append(("tokens/s", f"{time.tokens_per_s:,.0f}"))
         pairs.append(("tokens/s per device", number(time.tokens_per_s / num_devices)))

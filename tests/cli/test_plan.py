@@ -82,9 +82,10 @@ EVALUATES_NOTHING = "run.eval_every=0"
 def test_a_run_prints_forecast_and_compiled_memory(small, capsys):
     """On the two devices of the run, which are fewer than those that are here. Arguments are the bytes of the arrays on
     one device; the program is not compiled again to look at it."""
-    config = apply_overrides(bigram.recipe(), [*small[2:], EVALUATES_NOTHING])
+    settings = [EVALUATES_NOTHING, "data.batch_size=64"]  # more than 4 MiB, below which no number is printed
+    config = apply_overrides(bigram.recipe(), [*small[2:], *settings])
     with count_compilations() as compiled:
-        assert main([*small, EVALUATES_NOTHING, "run.steps=2"]) == DONE
+        assert main([*small, *settings, "run.steps=2"]) == DONE
     out = capsys.readouterr().out
     (peak,) = re.findall(r"^forecast: (.*) per device$", out, re.M)
     assert out.index("forecast: ") < out.index("step      1")

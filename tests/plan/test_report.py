@@ -15,7 +15,7 @@ from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, simulat
 from flax_mesh.plan.advice import Given, certainty, memory_findings, summary
 from flax_mesh.plan.forecast import SLICES, thinned, waiting
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
-from flax_mesh.plan.report import MOST_ROWS, forecast_line, group_parts, measured_line, number, ranges
+from flax_mesh.plan.report import MOST_ROWS, compiled_line, forecast_line, group_parts, measured_line, number, ranges
 from flax_mesh.plan.topology import parse_topology, placement, torus_of
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
@@ -205,18 +205,28 @@ def test_numbers_are_short():
 def test_small_plans_are_printed_in_smaller_units():
     part = Part("step", 1, 2.5e9, 3 * 2**20, 1e-5, 2e-5, 0.0, 2.5e-5)
     traffic = Traffic("collective-permute", ("pp", "dp", "fsdp", "ep", "tp", "sp"), 123_456, 2**20, 2**19, 0, 3e-6)
-    memory = Memory(None, 0, 2**20, 3 * 2**20, {"parameters": 3 * 2**20}, (), (3 * 2**20,))
+    memory = Memory(None, 0, 2**20, 5 * 2**20, {"parameters": 5 * 2**20}, (), (5 * 2**20,))
     time = Time(2.5e-5, (part,), None, None, 2.5e9)
     plan = dataclasses.replace(PLANS["plain"], memory=memory, traffic=(traffic,), time=time)
     check_lines(
         plan,
         r"step 25\.0 µs",
         r"memory at the peak +MiB +share",
-        r"total +3\.00 +100\.0%",
+        r"total +5\.00 +100\.0%",
         r"part +times +GFLOP +HBM MiB +compute +memory +network +µs +limit",
         r"step +1 +2\.50 +3\.00 +10\.0 +20\.0 +0 +25\.0 +memory",
         r"pp, dp, .*collective-permute +123,456 +1\.00 +0\.500 +0 +3\.00",
     )
+
+
+def test_a_peak_that_small_buffers_decide_has_no_number():
+    memory = dataclasses.replace(PLANS["plain"].memory, peak=3 * 2**20)
+    text = dataclasses.replace(PLANS["plain"], memory=memory).to_text()
+    assert "fits: under 4.00 MiB of 93.0 GiB per device" in text and "memory at the peak" not in text
+    assert forecast_line(memory, None) == "forecast: under 4.00 MiB per device"
+    assert compiled_line(memory, 2**20, 2**21).endswith("2.00 MiB of temporaries per device, by XLA")
+    full = dataclasses.replace(memory, capacity=2**20)
+    assert forecast_line(full, None) == "forecast: 3.00 MiB per device"
 
 
 def test_the_lines_of_a_run_have_what_is_known():

@@ -25,7 +25,7 @@ from flax_mesh.recipe.target import axis_sizes, without_groups
 from flax_mesh.text import first_line, listed
 
 Rows = NDArray[np.intp]
-PLANS = 20
+PLANS = 24
 FIRST = 2.4  # one plan in so many is of a usual or a random layout
 LAST = 6  # one plan in so many is of a change that is tried with the best layout only
 SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
