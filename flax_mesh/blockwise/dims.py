@@ -148,6 +148,8 @@ def _regrouped(order: Order, shape: Sequence[int]) -> Order | None:
     for size in shape:
         parts: list[tuple[int | None, int, int]] = []
         while size > 1:
+            if not left:  # an array without elements
+                return None
             label, step, n = left.pop(0)
             if n > size and n % size == 0:
                 left.insert(0, (label, step, n // size))
