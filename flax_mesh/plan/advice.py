@@ -78,7 +78,7 @@ ERRORS = {
     "experts": (-0.32, 0.12, 4),
     "several TPU slices": (-0.12, 0.23, 12),
     "dense models on one TPU slice": (-0.19, 0.25, 14),
-    "dense models on one H200": (-0.03, 0.0, 2),
+    "dense models on one H100 or H200": (-0.03, 0.15, 6),
 }
 
 
@@ -90,8 +90,8 @@ def certainty(topology: Topology, time: Time, *, experts: bool) -> str:
     elif chip.platform == "tpu":
         kind = "several TPU slices" if topology.num_slices > 1 else "dense models on one TPU slice"
         kind = "experts" if experts else kind
-    elif (chip.name, topology.num_devices, experts) == ("H200", 1, False):
-        kind = "dense models on one H200"
+    elif chip.name in ("H100", "H200") and topology.num_devices == 1 and not experts:
+        kind = "dense models on one H100 or H200"
     else:
         others = "CPUs" if chip.platform == "cpu" else f"{topology.num_devices} {chip.name}"
         kind = f"experts on {chip.name}" if experts else others
