@@ -373,9 +373,12 @@ def test_cpus_write_the_zeros_of_each_loop_that_starts_from_them():
     def step(x):
         zeros = jnp.zeros((8, 64))
         total = lambda factor: jax.lax.scan(lambda c, row: (c + factor * row, None), zeros, x)[0]  # noqa: E731
-        return total(1.0) * total(2.0) * total(3.0)
+        return total(1.0) * total(2.0) * total(3.0), zeros
 
-    estimated = estimate(jax.jit(step), (jax.ShapeDtypeStruct((4, 8, 64), "float32"),), {}, "cpu")
+    x = jax.ShapeDtypeStruct((4, 8, 64), "float32")
+    both = estimate(jax.jit(step), (x,), {}, "cpu")
+    assert any(x.array.producer.kind == "broadcast_in_dim" for x in both.profile.steps[-1][1].values())  # a result
+    estimated = estimate(jax.jit(lambda x: step(x)[0]), (x,), {}, "cpu")
     filled = [kernel for kernel, _ in estimated.profile.steps if not kernel.reads and not kernel.computes]
     assert [x.array.local for kernel in filled for x in kernel.writes] == 3 * [(8, 64)]
     assert estimated.profile.peak >= 3 * 8 * 64 * 4

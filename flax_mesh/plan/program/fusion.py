@@ -321,7 +321,7 @@ class _Fusion:
             self.known.pop(id(array))
             return  # the zeros that a loop starts from are written where the loop updates them
         self.known.pop(id(array), None)
-        if self.cpu and _is_filled(array) and any(use.kind in _UPDATES for use in self.uses[id(array)]):
+        if self._is_filled(array) and any(use.kind in _UPDATES for use in self.uses[id(array)]):
             return  # each of these uses updates a separate array
         base = self.buffers.get(id(operation.inputs[0])) if operation.inputs else None
         if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
@@ -339,12 +339,15 @@ class _Fusion:
 
     def _fill(self, arrays: Sequence[Array]) -> list[Array]:
         """CPUs write an array of one number for each loop or scatter that starts from it, as early as possible."""
-        filled = [x for x in arrays if self.cpu and _is_filled(x)]
+        filled = [x for x in arrays if self._is_filled(x)]
         for x in filled:
             self.known.pop(id(x), None)
             assert x.producer is not None
             self._add(x.producer, {}, (x,))
         return filled
+
+    def _is_filled(self, array: Array) -> bool:
+        return self.cpu and id(array) not in self.results and _is_filled(array)
 
     def _forget(self, filled: Sequence[Array]) -> None:
         for x in filled:
