@@ -76,7 +76,9 @@ def of_capacity(used: int, capacity: int | None) -> str:
 
 def peak_text(memory: Memory, capacity: int | None) -> str:
     """The peak, or only that it is small."""
-    return f"under {of_capacity(SMALL, capacity)}" if _is_small(memory) else of_capacity(memory.peak, capacity)
+    if not _is_small(memory):
+        return of_capacity(memory.peak, capacity)
+    return "at most a few MiB" + ("" if capacity is None else f" of {bytes_text(capacity)}")
 
 
 def _is_small(memory: Memory) -> bool:
