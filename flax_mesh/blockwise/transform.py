@@ -164,8 +164,8 @@ def blockwise_attention(
         in_specs: A PartitionSpec per positional argument, or a prefix of their pytrees, as in `jax.shard_map`.
         block: The length of blocks of queries and keys; shorter for many heads. Attentions that are smaller than one
             block stay as they are. Default: 512, on GPUs 1024.
-        say: Is called, when the function is traced, with a line for each kind of attention, and for each array of
-            scores that is left, with the line of the code and the reason.
+        say: Is called, when the function is traced, with a line for each kind of attention, and for each array
+            that grows with the square of the length and stays, with the line of the code and the reason.
 
     Returns:
         A function with the arguments and results of `fn`.
