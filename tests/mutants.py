@@ -27,7 +27,7 @@ from tests.suite import tiers
 from tests.suite.planted import PLANTED
 
 ROOT = tiers.TESTS.parent
-COPIED = ("flax_mesh", "tests", "recipes", "docs", "pyproject.toml", "README.md")
+COPIED = ("flax_mesh", "tests", "recipes", "docs", "pyproject.toml", "README.md", "CITATION.cff")
 LIMIT = 900  # seconds of one run of pytest; a mutant that never ends is caught
 SWAPS: dict[type[ast.AST], str] = {  # operator -> its replacement
     ast.Lt: "<=",
