@@ -7,8 +7,8 @@ import jax.numpy as jnp
 def lookup(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
     """`table_VD[ids]`. The gradient of a row is summed in float32 over the ids that are equal, and rounded once.
 
-    The gradient of `jnp.take` is summed in the dtype of the table: a row of bfloat16 that 4096 tokens look up, each with
-    a gradient of 1, would have the gradient 256, because 256 + 1 is rounded to 256.
+    The gradient of `jnp.take` is summed in the dtype of the table: for a row of bfloat16 that 4096 tokens look up, each
+    with a gradient of 1, it is 256, because 256 + 1 is rounded to 256.
     """
     return _rounded(table_VD, ids) if table_VD.dtype.itemsize < 4 else jnp.take(table_VD, ids, axis=0)
 
