@@ -19,6 +19,8 @@ def _rounded(table_VD: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 @_rounded.defjvp
-def _tangent(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+def _tangent(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (table_VD, ids), (change_VD, _) = primals, tangents
     return _rounded(table_VD, ids), jnp.take(change_VD.astype(jnp.float32), ids, axis=0).astype(table_VD.dtype)
