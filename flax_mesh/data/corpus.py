@@ -395,10 +395,10 @@ def _check_width(path: Path, tokens: np.ndarray, option: str) -> None:
     """Raise ConfigError if the tokens are the halves of wider integers: the upper halves of ids are 0 or small."""
     first, second = tokens[:WIDTH_PROBE:2], tokens[1:WIDTH_PROBE:2]
     if len(second) >= 64 and second.max() < 16 and np.mean(first >= 16) > 0.25:
+        wider = f"Set {option}=uint32 if its tokens are uint32; save" if tokens.dtype.itemsize == 2 else "Save"
         raise ConfigError(
             f"every second token of {path} is below 16 and the others are not, as in a file of wider integers than "
-            f"{tokens.dtype.name} ({option}). Set {option}=uint32 if its tokens are uint32; save tokens of another "
-            "type as .npy."
+            f"{tokens.dtype.name} ({option}). {wider} tokens of another type as .npy."
         )
 
 
