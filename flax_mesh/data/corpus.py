@@ -31,6 +31,7 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_
 _NPY_ERRORS = (ValueError, TypeError, EOFError, OverflowError, SyntaxError, SystemError, RecursionError, MemoryError)
 _NPY_ERRORS += (tokenize.TokenError,)
 TEXT_PROBE_BYTES = 64 * 1024
+WIDTH_PROBE = 2**16  # tokens that are compared with halves of wider integers
 MAPPED_BYTES = 64 * 1024**2
 FULL_HASH_BYTES = 1024**3
 HASH_BLOCK_BYTES = 64 * 1024
@@ -375,7 +376,9 @@ def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
                 f"{path} has {size} bytes; {bin_dtype.name} tokens ({option}) require a multiple of "
                 f"{bin_dtype.itemsize}."
             )
-        return np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
+        tokens = np.memmap(path, bin_dtype, mode="r") if size else np.empty(0, bin_dtype)
+        _check_width(path, tokens, option)
+        return tokens
     try:
         tokens = np.lib.format.open_memmap(path, mode="r")
     except _NPY_ERRORS as error:
@@ -386,6 +389,17 @@ def _open_tokens(path: Path, bin_dtype: np.dtype, option: str) -> np.ndarray:
             f"{path} must contain token ids as a 1-D array of integers, got shape {tokens.shape} of {tokens.dtype}."
         )
     return tokens
+
+
+def _check_width(path: Path, tokens: np.ndarray, option: str) -> None:
+    """Raise ConfigError if the tokens are the halves of wider integers: the upper halves of ids are 0 or small."""
+    first, second = tokens[:WIDTH_PROBE:2], tokens[1:WIDTH_PROBE:2]
+    if len(second) >= 64 and second.max() < 16 and np.mean(first >= 16) > 0.25:
+        wider = f"Set {option}=uint32 if its tokens are uint32; save" if tokens.dtype.itemsize == 2 else "Save"
+        raise ConfigError(
+            f"every second token of {path} is below 16 and the others are not, as in a file of wider integers than "
+            f"{tokens.dtype.name} ({option}). {wider} tokens of another type as .npy."
+        )
 
 
 def _join_text(documents: list[np.ndarray]) -> np.ndarray:

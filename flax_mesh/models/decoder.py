@@ -21,6 +21,7 @@ from flax_mesh.models.cache import CACHE_DIMS, KVCache
 from flax_mesh.models.config import DecoderConfig, dtypes, linear_options, norm, token_dims
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.layer import DecoderLayer
+from flax_mesh.models.ops.lookup import lookup
 from flax_mesh.models.ops.router import Aux, router_losses
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.pattern import LayerKind
@@ -123,7 +124,7 @@ class Decoder(nnx.Module):
         # The table stays split over the vocabulary: each shard looks up its rows, and a sum combines them.
         table_VD = self.embed.embedding[...].astype(self.config.dtype)
         table_VD = constrain(table_VD, ("vocab", None), axes=axes, mode=mode)
-        x_BSD = jnp.take(table_VD, tokens_BS, axis=0)
+        x_BSD = lookup(table_VD, tokens_BS)
         if self.config.embedding_scale != 1:
             x_BSD = x_BSD * jnp.asarray(self.config.embedding_scale, x_BSD.dtype)
         return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=axes, mode=mode), table_VD

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import SaveError
 from flax_mesh.recipe.compiler_options import options_text
+from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import Recipe
 from flax_mesh.sharding.memory import is_on_host
@@ -71,6 +73,8 @@ def describe(run: Run) -> None:
             "the recipe has no eval_fns"
         )
     run.say(f"optimizer: {_optimizer_text(program)}")
+    for line in rounding_notes(_trained(program), None if recipe.optimizer.make else settings):
+        run.say(f"note: {line}")
     if options := recipe.step_options.compiler_options:
         run.say(f"compiler: {options_text(options)}")
     is_named = recipe.optimizer.make is None and recipe.optimizer.make_schedule is None
@@ -90,14 +94,35 @@ def _optimizer_text(program: TrainProgram) -> str:
         parts.append("make_schedule of the recipe")
     elif optimizer.make is None:
         parts.append(f"{settings.schedule} schedule")
-    model = program.layout.to_nnx()["model"]
-    trained = jax.tree.leaves(nnx.filter_state(model, optimizer.trained))
+    trained = _trained(program)
     if len(trained) != len(program.parameters):
         count = sum(math.prod(x.shape) for x in trained)
         parts.append(f"trains {count / 1e6:.2f}M parameters in {len(trained)} arrays")
     if settings.ema:
         parts.append(f"evaluation uses the moving average of the parameters (ema {settings.ema})")
     return ", ".join(parts)
+
+
+def _trained(program: TrainProgram) -> list[Any]:
+    """The trained arrays, abstract."""
+    return jax.tree.leaves(nnx.filter_state(program.layout.to_nnx()["model"], program.recipe.optimizer.trained))
+
+
+def rounding_notes(trained: Sequence[Any], settings: OptimizerConfig | None) -> list[str]:
+    """One line for each half-precision dtype of the trained arrays; `settings` are those of an optimizer by name."""
+    notes = []
+    half = {x.dtype for x in trained if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4}
+    for dtype in sorted(half, key=str):
+        count, eps = sum(math.prod(x.shape) for x in trained if x.dtype == dtype), float(jnp.finfo(dtype).eps)
+        lost = f"a step that changes one by less than 1/{4 / eps:.0f} of its value is rounded away"
+        # (1 - b2) times a squared gradient is then below half of the distance between two numbers.
+        if settings and settings.name in ("adamw", "muon") and 1 - settings.b2 < eps / 2:
+            lost += f", and so are changes of the second moment (optimizer.b2={settings.b2})"
+        notes.append(
+            f"{count:,} parameters are stored in {dtype}: {lost}. Store them in float32, and compute in {dtype}: "
+            "param_dtype and dtype of the layers"
+        )
+    return notes
 
 
 def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:

@@ -330,6 +330,19 @@ def test_unreadable_file(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("written, read", [("<u4", "uint16"), ("<i8", "uint16"), ("<i8", "uint32")])
+def test_a_bin_file_of_wider_integers_is_refused(tmp_path, written, read):
+    """Every second token would be 0, or 1 for ids above 65,535."""
+    ids = np.random.default_rng(0).integers(0, 100_000, 1000)
+    path = tmp_path / "tokens.bin"
+    ids.astype(written).tofile(path)
+    with pytest.raises(ConfigError, match=rf"every second token of .*tokens.bin is below 16 .* integers than {read}"):
+        load(path, bin_dtype=read)
+    ids = np.random.default_rng(0).integers(0, 16, 1000)  # small ids are no halves
+    ids.astype(written).tofile(path)
+    assert len(load(path, bin_dtype=read).train)
+
+
 def test_both_parts_must_contain_a_window_and_bin_files_whole_numbers(tmp_path):
     write(tmp_path, {"a.txt": b"x" * 40, "odd.bin": b"12345"})
     assert len(load(tmp_path / "a.txt", sequence_length=9).held_out) == 10

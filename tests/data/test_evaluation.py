@@ -62,8 +62,10 @@ def test_rates_count_examples_unless_the_flops_of_tokens_are_known(tmp_path, tex
     assert "examples/s" in step_line(rows[0]) and "tok/s" not in step_line(rows[0])
     note = "evaluates nothing: make_batches has no held-out part, and the recipe has no eval_fns"
     assert f"note: run.eval_every=5 {note}" in ran.lines
-    config = config_of(tmp_path / "b", text, token_batches, *PLAIN, "run.steps=1")
-    rows = run(replace(config, flops_per_token=lambda model, count, length: 6.0)).rows
+    config = config_of(tmp_path / "b", text, token_batches, *PLAIN, "run.steps=1", "model.param_dtype=bfloat16")
+    ran = run(replace(config, flops_per_token=lambda model, count, length: 6.0))
+    assert any(" parameters are stored in bfloat16: " in line for line in ran.lines)
+    rows = ran.rows
     assert rows[0]["tokens_per_s"] == pytest.approx(16 * rows[0]["examples_per_s"])
     row = {"step": 2, "loss": 1.0, "grad_norm": 1.0, "examples_per_s": 10.0, "test/accuracy": 0.5, "moe/balance": 1.0}
     assert step_line(row, ["test"]).endswith("10 examples/s  test/accuracy 0.5000")

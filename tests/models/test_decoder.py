@@ -52,6 +52,14 @@ def test_bfloat16_computation_keeps_float32_parameters():
     assert 1e-3 < difference < 0.2
 
 
+def test_the_gradient_of_a_frequent_token_is_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    tokens = jnp.repeat(jnp.arange(2), np.array([600, 3]))[None]
+    embedded = lambda model, tokens: model._embed(tokens, "train")[0].astype(jnp.float32).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(embedded))(small(dtype="bfloat16"), tokens).embed.embedding[...]
+    np.testing.assert_array_equal(gradient[:3, 0], [600, 3, 0])
+
+
 @pytest.mark.slow
 def test_scanned_layers_have_the_initial_values_and_the_logits_of_the_list():
     configs = [dataclasses.replace(SMALL, scan=scan) for scan in (False, True)]

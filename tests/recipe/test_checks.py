@@ -75,7 +75,7 @@ def test_a_deeply_nested_json_file_of_a_start_is_one_line(tmp_path, depth):
 
 
 def test_a_vocabulary_beyond_uint16_needs_files_of_uint32(tmp_path):
-    np.arange(5000, dtype="<u4").tofile(tmp_path / "tokens.bin")
+    np.arange(10_000, dtype="<u2").tofile(tmp_path / "tokens.bin")
     large = replace(recipe(), model=BigramConfig(vocab_size=128_256))
     large = apply_overrides(large, [f"data.source={tmp_path / 'tokens.bin'}"])
     (problem,) = vocabulary_problems(large.model.vocab_size, load_corpus(large.data), large.data.source)

@@ -24,6 +24,7 @@ from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED
 from flax_mesh.recipe.program import build_program
 from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
 from flax_mesh.train.export import export, read_values
+from flax_mesh.train.report import rounding_notes
 from flax_mesh.tree import map_named, named_leaves
 from tests.golden_text import golden_text
 from tests.recipe.optimizers.plain import (
@@ -183,6 +184,26 @@ def test_the_momentum_of_bfloat16_parameters_has_the_documented_dtype_and_0_stor
         state = jax.eval_shape(make_optimizer(replace(SETTINGS, **settings)).init, params)
         momenta = [x.dtype.name for path, x in named_leaves(state) if path.endswith(("trace/kernel", "ema/kernel"))]
         assert momenta == stored, settings
+
+
+def test_a_run_says_which_steps_half_precision_parameters_lose():
+    """As the arithmetic of the dtype: with b2 = 0.999 the second moment of 3,000 gradients of 1 is 0.5, not 0.95."""
+    for dtype, lost in ((jnp.bfloat16, 512), (jnp.float16, 4096)):
+        one = jnp.ones((), dtype)
+        assert one - one * 0.9 / lost == one > one - one * 2.1 / lost
+        keys = [jax.ShapeDtypeStruct((), jax.random.key(0).dtype), jax.ShapeDtypeStruct((4,), "float32")]
+        (note,) = rounding_notes([jax.ShapeDtypeStruct((3, 2), dtype), *keys], None)
+        assert note.startswith(f"6 parameters are stored in {one.dtype}: ") and f"less than 1/{lost} of" in note
+    assert rounding_notes(keys, SETTINGS) == []
+    settings, moments = replace(SETTINGS, name="adamw", weight_decay=0.0), []
+    kernel = jnp.ones(2, jnp.bfloat16)
+    for b2 in (0.95, 0.999):
+        optimizer = optax.scale_by_adam(b2=b2)
+        step = lambda state, _, update=optimizer.update: (update(kernel, state)[1], None)  # noqa: E731
+        moments.append(optax.tree.get(jax.lax.scan(step, optimizer.init(kernel), length=3000)[0], "nu")[0])
+        (note,) = rounding_notes([kernel], replace(settings, b2=b2))
+        assert ("(optimizer.b2=0.999)" in note) == (b2 == 0.999)
+    assert moments[0] > 0.96 and moments[1] == 0.5  # exactly: 1.00 and 0.95
 
 
 # --- the moving average of the parameters ---
