@@ -16,6 +16,7 @@ from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.data.chat_tokens import EXTRA, BadRowError, Encoder, Tokens, open_tokenizer
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
+from flax_mesh.data.row_hashes import hash_rows
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, path_problem
 from flax_mesh.text import count_text
@@ -33,6 +34,7 @@ class Chats:
         self._config, self._description = config, description
         first = len(documents) - int(len(documents) * config.held_out)
         self._trained, self._held_out = documents[:first], documents[first:]
+        self._rows = hash_rows(documents)
 
     def batches(self, seed: int) -> Any:
         """An iterator of grain, in an order that depends on `data.seed`, or on `seed` without it, and on the epoch."""
@@ -41,6 +43,7 @@ class Chats:
         share, iterator = np.mean(next(iter(dataset))["segment_ids"] > 0), iter(dataset)
         held_out = f"{len(self._held_out):,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
+        iterator.rows = self._rows
         return iterator
 
     def metrics(self, evaluate: Evaluate) -> dict[str, float]:

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,11 @@ from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
 from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
+from flax_mesh.data.run_data import user_data
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, next_token_loss
+from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.train import (
     ChatConfig,
     TrainConfig,
@@ -35,6 +38,7 @@ from flax_mesh.train import (
     mean_metrics,
     read_chats,
 )
+from flax_mesh.train.metadata import check_resume
 from tests.data import chat_templates
 from tests.data.chat_tokenizers import (
     CHATML,
@@ -268,6 +272,39 @@ def test_the_rows_of_a_file_are_described_and_its_end_is_held_out(tmp_path):
     assert found.metrics(evaluate) == mean_metrics(evaluate, seen[:1])
     assert seen[0]["inputs"].shape == (4, 31) and len(documents_of(seen[0])) == 2
     assert (seen[0]["targets"] >= 0).sum() == 31 + 5
+
+
+NEW = {"text": "new"}
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda rows: rows, []),
+        (lambda rows: [*rows[:25], NEW, *rows[26:]], ["30 rows, 1 changed, the first difference at row 26"]),
+        (lambda rows: [*rows[:3], NEW, *rows[3:]], ["31 rows, 1 added, the first difference at row 4"]),
+        (lambda rows: rows[2:], ["28 rows, 2 removed, the first difference at row 1"]),
+        (lambda rows: rows[::-1], ["30 rows, in another order, the first difference at row 1"]),
+        (
+            lambda rows: [NEW, *rows[1:], NEW],
+            [f"31 rows, 1 {kind}, the first difference at row 1" for kind in ("changed", "added")],
+        ),
+    ],
+)
+def test_rows_that_changed_since_the_checkpoint_are_refused(edit, expected, tmp_path):
+    records, rows = [], texts(30)
+    for each in (rows, edit(rows)):
+        config = config_of(tmp_path / "a.jsonl", each)
+        data = user_data(UserBatches(lambda config=config: read(config).batches(0), 4), None, None)  # type: ignore
+        records.append({"step": 3, "data": json.loads(json.dumps(data.record(0)))})
+    recipe = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
+    saved, now = [record | {"config": to_texts(recipe)} for record in records]
+    lines = [f"rows of data.source: 30 rows -> {text} (changes the result)" for text in expected]
+    assert list(map(str, check_resume(saved, now, recipe, allow_changes=True))) == lines
+    with pytest.raises(ConfigError) if expected else nullcontext() as caught:
+        check_resume(saved, now, recipe, allow_changes=False)
+    assert caught is None or list(map(str, caught.value.problems)) == lines
 
 
 @pytest.mark.usefixtures("stand_in")
