@@ -1,24 +1,17 @@
 """Rows of text or messages as token ids of a Hugging Face tokenizer, and which of them are trained."""
 
 import json
-import logging
 import re
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
-from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import path_problem
+from flax_mesh.errors import ConfigError
 from flax_mesh.text import first_line, listed
 
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 
 
 class BadRowError(ValueError):
@@ -32,42 +25,12 @@ class Tokens(NamedTuple):
     trained: np.ndarray
 
 
-def open_tokenizer(folder: str, vocab_size: int) -> Any:
-    """The tokenizer of `checkpoint.start_from`: a Hugging Face folder, or a run that started from one.
-
-    Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
-    """
-    path = user_path(folder) if folder and not path_problem(folder) else None
-    source = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
-    if source is None:
-        text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
-        raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
-    logger, quiet = logging.getLogger("transformers"), lambda record: "PyTorch was not found" not in record.getMessage()
-    logger.addFilter(quiet)
-    try:
-        import jinja2  # noqa: F401 # pyright: ignore[reportMissingImports] (of chat templates)
-        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
-
-        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the tokenizer of {source} {EXTRA.format(error.name)}") from error
-    except (ValueError, OSError, TypeError, LookupError, AttributeError, ImportError) as error:
-        problem = f"the tokenizer of {source} cannot be read: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"{problem}; replace its files by those of the model") from error
-    finally:
-        logger.removeFilter(quiet)
-    tokenizer.model_max_length = 2**31  # data.sequence_length is the limit
-    if (size := max(tokenizer.get_vocab().values(), default=-1) + 1) > vocab_size:
-        text = f"must be at least {size}, the number of ids of the tokenizer in {source}"
-        raise ConfigError(Problem("model.vocab_size", text, value=vocab_size))
-    return tokenizer
-
-
 class Encoder:
     """Rows in the format of the first one, as tokens. `names` are its keys."""
 
     def __init__(self, tokenizer: Any, train_on: str):
         self.names: tuple[str, ...] = ()
+        self._marks: dict[bool, bool] = {}
         self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: bytes) -> Tokens:
@@ -96,11 +59,14 @@ class Encoder:
             raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
         return names_of
 
-    @cached_property
-    def _has_marks(self) -> bool:
+    def _has_marks(self, tools: Any) -> bool:
+        """Whether the template, of which a tokenizer may have another one for tools, marks the assistant's tokens."""
         if not self._tokenizer.chat_template:
             raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which messages require")
-        return MARKS.search(self._tokenizer.get_chat_template()) is not None
+        if (key := bool(tools)) not in self._marks:
+            template = _valid("the chat template is unknown", self._tokenizer.get_chat_template, tools=tools or None)
+            self._marks[key] = MARKS.search(template) is not None
+        return self._marks[key]
 
     def _texts(self, texts: Sequence[Any]) -> Tokens:
         """One text, or a prompt and its completion."""
@@ -118,10 +84,7 @@ class Encoder:
 
     def _ids(self, text: str) -> list[int]:
         """With the one token for the beginning that the tokenizer adds, and without any for the end."""
-        try:
-            ids = self._tokenizer(text)["input_ids"]
-        except (ValueError, TypeError) as error:  # such as a surrogate
-            raise BadRowError(f"cannot be encoded: {first_line(error)}") from error
+        ids = _valid("cannot be encoded", self._tokenizer, text)["input_ids"]  # a surrogate cannot
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         while begin not in (None, end) and ids[:2] == [begin, begin]:  # the text has one too
             ids = ids[1:]
@@ -142,10 +105,11 @@ class Encoder:
             texts = message.get("role"), "" if message.get("tool_calls") else message.get("content")
             if not all(isinstance(x, str) for x in texts):
                 raise BadRowError(f"'role' and 'content' of message {i} must be text")
-        rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
+        has_marks = self._has_marks(tools)
+        rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=has_marks)
         ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
-        marks = np.array(rendered["assistant_masks"] if self._has_marks and not self._all else np.ones(len(ids)), bool)
-        if self._all or (self._has_marks and not self._only_last and not prompt):
+        marks = np.array(rendered["assistant_masks"] if has_marks and not self._all else np.ones(len(ids)), bool)
+        if self._all or (has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -168,12 +132,17 @@ class Encoder:
         return slice(start, start + length)
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        from jinja2 import TemplateError  # pyright: ignore[reportMissingImports]
+        return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
 
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise BadRowError(f"the chat template cannot render it: {first_line(error)}") from error
+
+def _valid(problem: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of a method of a tokenizer. A ValueError becomes a BadRowError."""
+    try:
+        return method(*arguments, **options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise BadRowError(f"{problem}: {first_line(error)}") from error
 
 
 def _length(ids: list[int], last: list[int]) -> int | None:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.data.chat_tokens import EXTRA, BadRowError, Encoder, Tokens, open_tokenizer
+from flax_mesh.data.chat_tokenizer import EXTRA, open_tokenizer
+from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
 from flax_mesh.data.row_hashes import hash_rows

@@ -5,12 +5,12 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,11 +23,13 @@ from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safeten
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
-from flax_mesh.data import chats
-from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
+from flax_mesh.data import chats, tokenizer_process
+from flax_mesh.data.chat_tokenizer import open_tokenizer
+from flax_mesh.data.chat_tokens import Encoder, Tokens
 from flax_mesh.data.run_data import user_data
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
+from flax_mesh.inference import chat
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, next_token_loss
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.train import (
@@ -50,6 +52,7 @@ from tests.data.chat_tokenizers import (
     StandIn,
     ids_of,
     shown,
+    write_stand_in,
     write_tokenizer,
 )
 from tests.train.support.runs import rows_of, run
@@ -140,23 +143,20 @@ def test_tokens_and_masks_of_transformers_are_the_same(name, tmp_path, capsys):
 
 
 WITHOUT_TORCH = """
-import importlib.util, sys
+import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name.startswith("torch") else find(name, package)
-from flax_mesh.data.chat_tokens import Encoder, open_tokenizer
-tokens = Encoder(open_tokenizer(sys.argv[1], 1000), "assistant")(sys.argv[2].encode())
-import transformers
-print(transformers.utils.is_torch_available(), tokens.trained.sum())
 """
 
 
 @pytest.mark.slow
-def test_transformers_encodes_without_torch_and_without_a_warning(tmp_path):
+def test_transformers_encodes_without_torch_and_without_a_warning(tmp_path, monkeypatch, capfd):
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     write_tokenizer(tmp_path, CHATML)
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path), json.dumps({"messages": CHAT})]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("False 8\n", "")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert masked(open_tokenizer(str(tmp_path), 1000), {"messages": CHAT}).count("[") == 2
+    assert capfd.readouterr() == ("", "")
 
 
 # --- batches ---
@@ -497,6 +497,63 @@ def test_a_template_that_cannot_be_used_is_one_line(template, row, problem, tmp_
     assert problem in line
 
 
+HOSTILE = {
+    "a long range": ("{% for i in range(10**8) %}{% endfor %}", "row 1: the chat template cannot render it: Range too"),
+    "a long text": ("{{ 'x' * 10**13 }}", "the package transformers needs more memory: its process has at most "),
+    "a wide text": ("{{ '%999999999999999d' % 1 }}", "the package transformers needs more memory: its process has "),
+    "no end": (
+        "{{ 10 ** (10 ** 10) }}",
+        "the package transformers did not end in 1 s; replace these files by ",
+    ),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render it: maximum recursion depth exc"),
+    "deep nesting": ("{{ " + "(" * 10**5 + " }}", ""),
+    "no template": ("{% for %}{{", "row 1: the chat template cannot render it: Expected an expression, got 'end of"),
+    "an unknown name": ("{{ a.b }}", "row 1: the chat template cannot render it: 'a' is undefined"),
+    "a private name": ("{{ ''.__class__.__mro__ }}", "row 1: the chat template cannot render it: access to attribute"),
+}
+
+
+DEFAULT = ("a long text", "no end", "deep nesting")
+
+
+@pytest.mark.parametrize("case", DEFAULT)
+def test_a_hostile_template_is_one_line(case, tmp_path, monkeypatch, capfd):
+    template, problem = HOSTILE[case]
+    write_stand_in(tmp_path, monkeypatch)
+    check_hostile_template(template, problem, tmp_path, monkeypatch)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in HOSTILE if case not in DEFAULT])
+def test_a_hostile_template_of_transformers_is_one_line(case, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers", reason="comes with the extra finetune")
+    template, problem = HOSTILE[case]
+    write_tokenizer(tmp_path, template)
+    check_hostile_template(template, problem, tmp_path, monkeypatch)
+    assert capfd.readouterr() == ("", "")
+
+
+def check_hostile_template(template: str, problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer.json").touch()  # of the stand-in
+    config = config_of(folder / "a.jsonl", [{"messages": CHAT}])
+    source: Any = SimpleNamespace(files=folder, model=SimpleNamespace(vocab_size=len(VOCABULARY)))
+    for call in (lambda: read(config), lambda: chat.Conversation(source).ask("a")):
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 60)
+        tokenizer = open_tokenizer(str(folder), len(VOCABULARY))
+        for module in (chats, chat):
+            monkeypatch.setattr(module, "open_tokenizer", lambda folder, vocab_size, found=tokenizer: found)
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 1 if "did not end" in problem else 60)
+        with pytest.raises(ConfigError) as caught:
+            call()
+        (line,) = caught.value.problems
+        assert (
+            line.startswith("the tokenizer and the chat") if "package" in problem else ("row 1" in line or "--" in line)
+        )
+        assert problem.removeprefix("row 1: ") in line and "\n" not in line and len(line) < 600
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_all_rows_that_cannot_be_used_are_listed_in_an_error_of_limited_length(tmp_path):
     with pytest.raises(ConfigError) as caught:
@@ -552,9 +609,9 @@ def test_a_tokenizer_of_transformers_with_too_many_ids_or_damage_is_one_line(tmp
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     kept = tmp_path / "checkpoints" / "huggingface"  # of a run
     write_tokenizer(kept, CHATML)
-    assert len(open_tokenizer(str(tmp_path), len(VOCABULARY)).get_vocab()) == len(VOCABULARY)
+    assert open_tokenizer(str(tmp_path), len(VOCABULARY)).facts["size"] == len(VOCABULARY)
     with pytest.raises(ConfigError, match=rf"^model.vocab_size=50 must be at least {len(VOCABULARY)}, the number"):
         open_tokenizer(str(tmp_path), 50)
     (kept / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: JSONDecodeError: "):
+    with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: Expecting"):
         open_tokenizer(str(tmp_path), 50)
