@@ -3,19 +3,17 @@
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from flax_mesh.data.chat_kinds import BadRowError, LeftOut
 from flax_mesh.errors import ConfigError
-from flax_mesh.text import first_line, listed
+from flax_mesh.text import at_most, count_text, first_line, listed
 
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class BadRowError(ValueError):
-    """Why a row has no tokens to train on."""
 
 
 class Tokens(NamedTuple):
@@ -28,9 +26,10 @@ class Tokens(NamedTuple):
 class Encoder:
     """Rows in the format of the first one, as tokens. `names` are its keys."""
 
-    def __init__(self, tokenizer: Any, train_on: str):
+    def __init__(self, tokenizer: Any, train_on: str, *, add_bos: bool = True):
         self.names: tuple[str, ...] = ()
         self._marks: dict[bool, bool] = {}
+        self._left_out, self._add_bos, self._with_bos = LeftOut(), add_bos, 0
         self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: bytes) -> Tokens:
@@ -47,6 +46,14 @@ class Encoder:
         if self.names == FORMATS[0] or (values[1:] and all(isinstance(x, list) for x in values)):
             return self._chat(values, row.get("tools"))
         return self._texts(values)
+
+    def notes(self) -> list[str]:
+        """Lines about the rows: what their chat template leaves out, and texts that begin with a special token."""
+        count = count_text(self._with_bos, "row")
+        text = (
+            f"{count} of text that begin with the token for the beginning, which the tokenizer adds too, have it once"
+        )
+        return [*self._left_out.notes(), *([f"{text} (data.add_bos)"] if self._with_bos else [])]
 
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""
@@ -73,7 +80,9 @@ class Encoder:
         if not all(isinstance(x, str) for x in texts) or not texts[-1]:
             kinds = "text, or lists of messages" if texts[1:] else "text"
             raise BadRowError(f"{self._keys} must be {kinds}, and {self.names[-1]!r} not empty")
-        ids, prompt = self._ids("".join(texts)), self._ids(texts[0]) if texts[1:] else []
+        ids, has_two = self._ids("".join(texts))
+        prompt = self._ids(texts[0])[0] if texts[1:] else []
+        self._with_bos += has_two
         if ids[: len(prompt)] != prompt:
             raise BadRowError(
                 "the tokens of 'prompt' do not begin those of both texts; move white space between them to 'completion'"
@@ -82,15 +91,24 @@ class Encoder:
         ids = ids if end is None else [*ids, end]
         return Tokens(np.array(ids, np.int32), np.arange(len(ids)) >= (0 if self._all else len(prompt)))
 
-    def _ids(self, text: str) -> list[int]:
-        """With the one token for the beginning that the tokenizer adds, and without any for the end."""
-        ids = _valid("cannot be encoded", self._tokenizer, text)["input_ids"]  # a surrogate cannot
+    def _ids(self, text: str) -> tuple[list[int], bool]:
+        """With one token for the beginning if the tokenizer adds it, and without any for the end.
+
+        Also whether the text has one for the beginning too.
+        """
+        ids = _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        while begin not in (None, end) and ids[:2] == [begin, begin]:  # the text has one too
+        has_two = self._adds_bos and ids[:2] == [begin, begin]
+        while has_two and ids[:2] == [begin, begin]:
             ids = ids[1:]
         while ids and ids[-1] == end:
             ids = ids[:-1]
-        return ids
+        return ids, has_two
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        begin, ids = self._tokenizer.bos_token_id, self._tokenizer("", add_special_tokens=self._add_bos)["input_ids"]
+        return begin is not None and ids[:1] == [begin]
 
     @property
     def _keys(self) -> str:
@@ -101,27 +119,33 @@ class Encoder:
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
             raise BadRowError(f"{self._keys} must be a list of objects")
         messages = [message for part in values for message in part]
+        if not messages:
+            raise BadRowError(f"{self._keys} must have a message")
         for i, message in enumerate(messages, 1):
-            texts = message.get("role"), "" if message.get("tool_calls") else message.get("content")
-            if not all(isinstance(x, str) for x in texts):
-                raise BadRowError(f"'role' and 'content' of message {i} must be text")
+            _check_message(message, i)
         has_marks = self._has_marks(tools)
         rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=has_marks)
         ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
         marks = np.array(rendered["assistant_masks"] if has_marks and not self._all else np.ones(len(ids)), bool)
+        self._left_out.look(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [i for i in (answers[-1:] if self._only_last else answers) if i >= prompt]
+        for i in answers:
+            self._left_out.check_answer(messages[i], i + 1)
         if self._all or (has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for i in answers[-1:] if self._only_last else answers:
-            if i >= prompt:
-                trained[self._part(messages, i, ids, tools)] = True
+        for i in answers:
+            trained[self._part(messages, i, ids, tools)] = True
         return Tokens(np.array(ids, np.int32), trained & marks)
 
     def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
         """The tokens of message i, from the tokens of the messages before it, and of the messages up to it."""
-        before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
+        if i:
+            before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
+        else:
+            before = _beginning(after, self._apply(messages[:1], tools=tools, add_generation_prompt=True)["input_ids"])
         start = len(before)
         length = _length(ids[start:], after[start:]) if ids[:start] == before == after[:start] else None
         if length is None:
@@ -143,6 +167,32 @@ def _valid(problem: str, method: Callable[..., Any], *arguments: Any, **options:
         raise
     except ValueError as error:
         raise BadRowError(f"{problem}: {first_line(error)}") from error
+
+
+def _check_message(message: dict[str, Any], number: int) -> None:
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+        if others := [kind for kind in kinds if kind != "text"]:
+            problem = f"'content' of message {number} has parts of type {listed(at_most([*map(repr, others)], 4))}"
+            raise BadRowError(f"{problem}; all parts must be texts")
+        texts = [message.get("role"), *(part.get("text") for part in content)]
+    else:
+        texts = [message.get("role"), "" if message.get("tool_calls") and content is None else content]
+    if not all(isinstance(x, str) for x in texts):
+        raise BadRowError(f"'role' and 'content' of message {number} must be text")
+
+
+def _beginning(ids: list[int], asked: list[int]) -> list[int]:
+    """The tokens before the answer in a conversation that begins with it: up to its generation prompt.
+
+    `asked` has another generation prompt at its end. It is not in the conversation in some templates, which has then no
+    known beginning: the whole `asked`, with which it does not begin.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(ids, asked, strict=False)) if a != b), min(len(ids), len(asked)))
+    prompt = asked[same:]
+    ends = [n for n in range(len(prompt), len(ids) + 1) if ids[n - len(prompt) : n] == prompt]
+    return ids[: ends[0]] if ends else asked
 
 
 def _length(ids: list[int], last: list[int]) -> int | None:

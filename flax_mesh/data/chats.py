@@ -15,7 +15,7 @@ import numpy as np
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.data.chat_tokenizer import EXTRA, open_tokenizer
 from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
-from flax_mesh.data.config import ChatConfig
+from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
 from flax_mesh.data.row_hashes import hash_rows
 from flax_mesh.errors import ConfigError, Problem
@@ -64,10 +64,12 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     `metrics(evaluate)`. Raises a ConfigError with a line for every row that has no tokens to train on, or too many (see
     `ChatConfig`).
     """
+    if problems := check_data_config(config):
+        raise ConfigError(problems)
     most, path = config.sequence_length + 1, Path() if path_problem(config.source) else user_path(config.source)
     if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
-    encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on)
+    encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on, add_bos=config.add_bos)
     documents, stop, skipped, truncated, said = [], [], [], 0, time.monotonic()
     for number, line in ((i, line) for i, line in enumerate(_lines(path), 1) if line.strip()):
         if time.monotonic() > said + SAID_EVERY_S:
@@ -89,6 +91,7 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
         raise ConfigError(stop, repair="Repair them; data.on_bad_row=skip leaves out rows without valid tokens.")
     notes = [f"{count_text(len(skipped), 'row')} skipped, the first: {skipped[0]}"] if skipped else []
     notes += [f"{count_text(truncated, 'row')} truncated"] if truncated else []
+    notes += encode.notes()
     if not documents:
         raise ConfigError(Problem("data.source", ", ".join(["has no row to train on", *notes]), value=path))
     rows = f"{path}: {count_text(len(documents), 'row')} of {' and '.join(encode.names)}"

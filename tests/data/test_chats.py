@@ -124,6 +124,69 @@ def test_only_the_last_message_is_trained_where_earlier_ones_are_unknown():
     assert masked(StandIn(chat_templates.MISTRAL_LAST), {"messages": chat}, "last") == expected
 
 
+BEGUN = [USER | {"role": "assistant"}, *CHAT[-2:]]
+REST = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>\n]"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, f"<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
+        (chat_templates.QWEN_25, f"<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
+        (chat_templates.PHI_3, "<|assistant|>\n[Hi<|end|>\n]<|user|>\n?<|end|>\n<|assistant|>\n[Yo<|end|>\n<|endoftext|>]"),
+        (chat_templates.MISTRAL, "[<s> Hi</s>]<INST> ?</INST>[ Yo</s>]"),
+    ],
+)  # fmt: skip
+def test_the_first_message_of_a_conversation_may_be_an_answer(template, expected):
+    assert masked(StandIn(template), {"messages": BEGUN}) == expected
+
+
+def test_an_answer_without_a_known_beginning_is_one_line():
+    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>{% endif")
+    with pytest.raises(ValueError, match=r"^the tokens of message 1 are unknown: "):
+        masked(StandIn(template), {"messages": BEGUN})
+
+
+PARTS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content if m.content is string else m.content | join(attribute='text') }}"
+)
+
+
+def test_content_in_parts_is_rendered_by_the_template():
+    parts = [message | {"content": [{"type": "text", "text": x} for x in message["content"]]} for message in CHAT]
+    assert masked(StandIn(PARTS), {"messages": parts}) == MASKED["chatml"][1]
+
+
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": chat_templates.CALL}]}
+NO_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+
+
+def test_data_that_the_template_leaves_out_is_named_with_the_number_of_rows():
+    encoder = Encoder(StandIn(NO_SYSTEM), "assistant")
+    rows = [CHAT, CHAT[1:], [*CHAT[:-1], CALLS | {"content": "a", "weight": 1, "name": ""}]]
+    for row in rows:
+        encoder(json.dumps({"messages": row, "tools": [{"name": "f"}]}).encode())
+    notes = {"'tools'": "3 rows", "messages of 'system'": "2 rows", "'tool_calls'": "1 row", "'weight'": "1 row"}
+    assert encoder.notes() == [f"the chat template renders no {kind}: {count}" for kind, count in notes.items()]
+    with pytest.raises(ValueError, match=r"^message 2 has only 'tool_calls', which the chat template does not render$"):
+        encoder(json.dumps({"messages": [USER, CALLS, *CHAT]}).encode())
+    for template, chat, _ in chat_templates.CASES.values():
+        encoder = Encoder(StandIn(template), "assistant")
+        encoder(json.dumps({"messages": chat}).encode())
+        assert encoder.notes() == ([] if template != chat_templates.LLAMA_3 else encoder.notes()[:1])
+
+
+def test_texts_that_begin_with_the_token_that_the_tokenizer_adds_are_counted():
+    encoder = Encoder(StandIn(), "assistant")
+    found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a", "<s><s>a")]
+    assert found == ["[<s>a</s>]"] * 3
+    text = "2 rows of text that begin with the token for the beginning, which the tokenizer adds too, have it once"
+    assert encoder.notes() == [f"{text} (data.add_bos)"]
+    encoder = Encoder(StandIn(), "assistant", add_bos=False)
+    found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a")]
+    assert found == ["[a</s>]", "[<s>a</s>]"] and encoder.notes() == []
+
+
 @pytest.mark.parametrize(("row", "expected"), TEXTS)
 def test_a_text_has_one_token_for_its_beginning_and_one_for_its_end(row, expected):
     assert masked(StandIn(), row) == expected
@@ -442,7 +505,7 @@ def messages(*contents: Any) -> dict[str, Any]:
     }
 
 
-GOOD = {"text": "good"}
+GOOD, TEXT_PART = {"text": "good"}, {"type": "text", "text": "b"}
 BAD_ROWS = [
     ([GOOD, "{"], "row 2: is no JSON: "),
     ([GOOD, "[1]"], "row 2: must be a JSON object, got list"),
@@ -463,8 +526,13 @@ BAD_ROWS = [
     ([messages("a")], "row 1: has no token to train on"),
     ([messages("a", 3)], "row 1: 'role' and 'content' of message 2 must be text"),
     ([{"messages": "a"}], "row 1: 'messages' must be a list of objects"),
-    ([{"messages": []}], "row 1: the chat template cannot render it: the conversation is empty"),
-    ([{"messages": [REPLY]}], "row 1: the chat template cannot render it: the conversation is empty"),
+    ([{"messages": []}], "row 1: 'messages' must have a message"),
+    (
+        [messages("a", [{"type": "text", "text": "b"}, {"type": "image"}])],
+        "row 1: 'content' of message 2 has parts of type 'image'; all parts must be texts",
+    ),
+    ([messages("a", [TEXT_PART])], "row 1: the chat template renders parts of 'content' as a list, not as text; join"),
+    ([messages("a", [TEXT_PART | {"text": 3}])], "row 1: 'role' and 'content' of message 2 must be text"),
 ]
 
 
@@ -578,6 +646,14 @@ def test_a_file_without_rows_is_one_line(name, content, problem, tmp_path):
         read(ChatConfig(source=str(tmp_path / name), on_bad_row="skip"))
     (line,) = caught.value.lines
     assert line.startswith(f"data.source={tmp_path / name} {problem}")
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"batch_size": "x"}, {"batch_size": 2**31}, {"held_out": 2}])
+def test_settings_are_checked_before_the_file(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"^data.{name} must be .*, got '?{value}'?$|^data.{name}={value} must be "):
+        read_chats(ChatConfig(**settings), "folder", 100)
 
 
 @pytest.mark.usefixtures("stand_in")
