@@ -1,7 +1,7 @@
 """The kinds of data in messages that a chat template leaves out: a role, tools, and keys such as tool_calls."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_mesh.text import at_most, count_text
@@ -34,7 +34,8 @@ class LeftOut:
 
     def look(self, messages: Sequence[Message], tools: Any, ids: list[int], render: Callable[..., list[int]]) -> None:
         """`render(messages, tools)` returns tokens, or raises a BadRowError."""
-        for kind in _kinds(messages, tools):
+        kinds = _kinds(messages, tools)
+        for kind in kinds:
             if kind not in self._is_left_out:
                 try:
                     others = [_without(kind, message) for message in messages]
@@ -42,10 +43,8 @@ class LeftOut:
                 except BadRowError:
                     self._is_left_out[kind] = False
             self._rows[kind] += self._is_left_out[kind]
-        if self._is_left_out.get(PARTS):
-            raise BadRowError(
-                "the chat template renders parts of 'content' as a list, not as text; join them to one text"
-            )
+        if PARTS in kinds and self._is_left_out[PARTS]:
+            raise BadRowError("the chat template renders parts of 'content' as a list, not as text; join the parts")
 
     def check_answer(self, message: Message, number: int) -> None:
         """Raise a BadRowError if nothing of a message that is trained is rendered."""
@@ -68,14 +67,14 @@ def text_of(message: Message) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _kinds(messages: Sequence[Message], tools: Any) -> Iterable[Kind]:
-    found = [Kind("row", "tools")] if tools not in EMPTY else []
+def _kinds(messages: Sequence[Message], tools: Any) -> dict[Kind, None]:
+    kinds = [Kind("row", "tools")] if tools not in EMPTY else []
     for message in messages:
-        found += [Kind("role", message["role"])] if text_of(message) else []
-        found += [PARTS] if isinstance(message.get("content"), list) else []
+        kinds += [Kind("role", message["role"])] if text_of(message) else []
+        kinds += [PARTS] if isinstance(message.get("content"), list) else []
         others = [name for name, value in message.items() if name not in ("role", "content") and value not in EMPTY]
-        found += [Kind("key", name) for name in others]
-    return dict.fromkeys(found)
+        kinds += [Kind("key", name) for name in others]
+    return dict.fromkeys(kinds)
 
 
 def _without(kind: Kind, message: Message) -> Message:
@@ -86,8 +85,8 @@ def _without(kind: Kind, message: Message) -> Message:
     if kind == PARTS and isinstance(content, list):
         return {**message, "content": str(content)}
     if kind.of == "role" and message["role"] == kind.name and text_of(message):
-        more = [{"type": "text", "text": "x"}] if isinstance(content, list) else "x"
-        return {**message, "content": content + more}
+        addition = [{"type": "text", "text": "x"}] if isinstance(content, list) else "x"
+        return {**message, "content": content + addition}
     return message
 
 

@@ -49,11 +49,10 @@ class Encoder:
 
     def notes(self) -> list[str]:
         """Lines about the rows: what their chat template leaves out, and texts that begin with a special token."""
-        count = count_text(self._with_bos, "row")
         text = (
-            f"{count} of text that begin with the token for the beginning, which the tokenizer adds too, have it once"
+            "texts that begin with the token for the beginning, which the tokenizer adds, have it once (data.add_bos): "
         )
-        return [*self._left_out.notes(), *([f"{text} (data.add_bos)"] if self._with_bos else [])]
+        return self._left_out.notes() + [text + count_text(self._with_bos, "row")] * bool(self._with_bos)
 
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""

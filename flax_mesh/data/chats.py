@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.data.chat_tokenizer import EXTRA, open_tokenizer
 from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
 from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
 from flax_mesh.data.row_hashes import hash_rows
+from flax_mesh.data.tokenizers.chat import EXTRA, open_tokenizer
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, path_problem
 from flax_mesh.text import count_text

@@ -46,6 +46,6 @@ def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     gone, come = (Counter(a) - Counter(b) for a, b in ((old, new), (new, old)))
     changed = min(gone.total(), come.total())
     counts = {"changed": changed, "added": come.total() - changed, "removed": gone.total() - changed}
-    found = [f"{count} {kind}" for kind, count in counts.items() if count] or ["in another order"]
+    texts = [f"{count} {kind}" for kind, count in counts.items() if count] or ["in another order"]
     size = count_text(len(new), "row")
-    return count_text(len(old), "row"), [f"{size}, {text}, the first difference at row {first}" for text in found]
+    return count_text(len(old), "row"), [f"{size}, {text}, the first difference at row {first}" for text in texts]

@@ -46,8 +46,8 @@ class UserBatches:
     @property
     def rows(self) -> RowHashes | None:
         """Of all rows, from which the iterator of `read_chats` draws its batches; None for others."""
-        found = getattr(self._function, "rows", None)
-        return found if isinstance(found, RowHashes) else None
+        rows = getattr(self._function, "rows", None)
+        return rows if isinstance(rows, RowHashes) else None
 
     @cached_property
     def content_hash(self) -> str:

@@ -23,10 +23,11 @@ from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safeten
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
-from flax_mesh.data import chats, tokenizer_process
-from flax_mesh.data.chat_tokenizer import open_tokenizer
+from flax_mesh.data import chats
 from flax_mesh.data.chat_tokens import Encoder, Tokens
 from flax_mesh.data.run_data import user_data
+from flax_mesh.data.tokenizers import process as tokenizer_process
+from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import chat
@@ -42,6 +43,7 @@ from flax_mesh.train import (
 )
 from flax_mesh.train.metadata import check_resume
 from tests.data import chat_templates
+from tests.data.chat_templates import MISTRAL, PHI_3, QWEN_25
 from tests.data.chat_tokenizers import (
     CHATML,
     HEADERS,
@@ -132,9 +134,9 @@ REST = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>\n]"
     ("template", "expected"),
     [
         (CHATML, f"<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
-        (chat_templates.QWEN_25, f"<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
-        (chat_templates.PHI_3, "<|assistant|>\n[Hi<|end|>\n]<|user|>\n?<|end|>\n<|assistant|>\n[Yo<|end|>\n<|endoftext|>]"),
-        (chat_templates.MISTRAL, "[<s> Hi</s>]<INST> ?</INST>[ Yo</s>]"),
+        (QWEN_25, f"<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
+        (PHI_3, "<|assistant|>\n[Hi<|end|>\n]<|user|>\n?<|end|>\n<|assistant|>\n[Yo<|end|>\n<|endoftext|>]"),
+        (MISTRAL, "[<s> Hi</s>]<INST> ?</INST>[ Yo</s>]"),
     ],
 )  # fmt: skip
 def test_the_first_message_of_a_conversation_may_be_an_answer(template, expected):
@@ -147,9 +149,8 @@ def test_an_answer_without_a_known_beginning_is_one_line():
         masked(StandIn(template), {"messages": BEGUN})
 
 
-PARTS = CHATML.replace(
-    "{{ m.content }}", "{{ m.content if m.content is string else m.content | join(attribute='text') }}"
-)
+AS_TEXT = "(m.content if m.content is string else m.content | join(attribute='text'))"
+PARTS = CHATML.replace("m.content", AS_TEXT)
 
 
 def test_content_in_parts_is_rendered_by_the_template():
@@ -170,18 +171,18 @@ def test_data_that_the_template_leaves_out_is_named_with_the_number_of_rows():
     assert encoder.notes() == [f"the chat template renders no {kind}: {count}" for kind, count in notes.items()]
     with pytest.raises(ValueError, match=r"^message 2 has only 'tool_calls', which the chat template does not render$"):
         encoder(json.dumps({"messages": [USER, CALLS, *CHAT]}).encode())
-    for template, chat, _ in chat_templates.CASES.values():
+    for template, messages, _ in chat_templates.CASES.values():
         encoder = Encoder(StandIn(template), "assistant")
-        encoder(json.dumps({"messages": chat}).encode())
-        assert encoder.notes() == ([] if template != chat_templates.LLAMA_3 else encoder.notes()[:1])
+        encoder(json.dumps({"messages": messages}).encode())
+        assert encoder.notes() == []
 
 
 def test_texts_that_begin_with_the_token_that_the_tokenizer_adds_are_counted():
     encoder = Encoder(StandIn(), "assistant")
     found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a", "<s><s>a")]
     assert found == ["[<s>a</s>]"] * 3
-    text = "2 rows of text that begin with the token for the beginning, which the tokenizer adds too, have it once"
-    assert encoder.notes() == [f"{text} (data.add_bos)"]
+    text = "texts that begin with the token for the beginning, which the tokenizer adds, have it once (data.add_bos)"
+    assert encoder.notes() == [f"{text}: 2 rows"]
     encoder = Encoder(StandIn(), "assistant", add_bos=False)
     found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a")]
     assert found == ["[a</s>]", "[<s>a</s>]"] and encoder.notes() == []

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from flax_mesh.data import tokenizer_process
-from flax_mesh.data.tokenizer_process import TokenizerProcess
+from flax_mesh.data.tokenizers import process as tokenizer_process
+from flax_mesh.data.tokenizers.process import TokenizerProcess
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids
 from flax_mesh.inference.source import Source

@@ -1,4 +1,4 @@
-"""`python tokenizer_child.py PACKAGE PATH SECONDS`: a tokenizer that reads a request from every line.
+"""`python child.py PACKAGE PATH SECONDS`: a tokenizer that reads a request from every line.
 
 It is a separate process because tokenizers and chat templates are untrusted: they may make a package abort, take all of
 the memory, or run without end in code that Python cannot interrupt. The operating system then ends this process, after
@@ -54,12 +54,12 @@ def answer_file(tokenizer: Any, request: dict[str, Any]) -> Any:
 
 def answer_folder(tokenizer: Any, request: dict[str, Any]) -> Any:
     """The result of a method of the tokenizer, with the arguments in the request."""
-    found = getattr(tokenizer, request["method"])(*request["arguments"], **request["options"])
-    if isinstance(found, str):
-        return found
-    if len(found["input_ids"]) > MOST_IDS:
-        raise ValueError(f"it has {len(found['input_ids']):,} tokens, more than {MOST_IDS:,}")
-    return {name: found[name] for name in ("input_ids", "assistant_masks") if name in found}
+    result = getattr(tokenizer, request["method"])(*request["arguments"], **request["options"])
+    if isinstance(result, str):
+        return result
+    if len(result["input_ids"]) > MOST_IDS:
+        raise ValueError(f"it has {len(result['input_ids']):,} tokens, more than {MOST_IDS:,}")
+    return {name: result[name] for name in ("input_ids", "assistant_masks") if name in result}
 
 
 PACKAGES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any], Callable[[Any, dict[str, Any]], Any]]] = {
@@ -100,10 +100,10 @@ def main(package: str, path: str, seconds: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     read, facts_of, answer = PACKAGES[package]
     tokenizer, error = _timed(int(seconds), lambda: read(path))
-    found = None
+    result = None
     if error is None:
-        found, error = _timed(int(seconds), lambda: facts_of(tokenizer))
-    reply((found, error))
+        result, error = _timed(int(seconds), lambda: facts_of(tokenizer))
+    reply((result, error))
     for line in sys.stdin if error is None else ():
         seconds, _, request = line.partition(" ")
         reply(_timed(int(seconds), lambda request=request: answer(tokenizer, json.loads(request))))

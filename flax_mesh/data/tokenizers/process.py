@@ -1,4 +1,4 @@
-"""Sends requests to tokenizer_child.py, which runs the package of a tokenizer. ConfigError if it fails or ends."""
+"""Sends requests to child.py, which runs the package of a tokenizer. ConfigError if it fails or ends."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
-from flax_mesh.data import tokenizer_child
+from flax_mesh.data.tokenizers import child as tokenizer_child
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import bytes_text, shortened
 

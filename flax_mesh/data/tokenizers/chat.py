@@ -8,7 +8,7 @@ from typing import Any
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.data.tokenizer_process import Process
+from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import path_problem
 
