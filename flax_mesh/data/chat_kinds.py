@@ -79,7 +79,7 @@ def _kinds(messages: Sequence[Message], tools: Any) -> dict[Kind, None]:
 
 def _without(kind: Kind, message: Message) -> Message:
     """Without a key; with another text for a role, and with the code of a list for parts."""
-    content = message.get("content")
+    content: Any = message.get("content")
     if kind.of == "key":
         return {name: value for name, value in message.items() if name != kind.name}
     if kind == PARTS and isinstance(content, list):

@@ -49,10 +49,9 @@ class Encoder:
 
     def notes(self) -> list[str]:
         """Lines about the rows: what their chat template leaves out, and texts that begin with a special token."""
-        text = (
-            "texts that begin with the token for the beginning, which the tokenizer adds, have it once (data.add_bos): "
-        )
-        return self._left_out.notes() + [text + count_text(self._with_bos, "row")] * bool(self._with_bos)
+        text = "texts that begin with the token for the beginning, which the tokenizer adds, have it once"
+        lines = [f"{text} (data.add_bos): {count_text(self._with_bos, 'row')}"] if self._with_bos else []
+        return [*self._left_out.notes(), *lines]
 
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""
@@ -185,8 +184,8 @@ def _check_message(message: dict[str, Any], number: int) -> None:
 def _beginning(ids: list[int], asked: list[int]) -> list[int]:
     """The tokens before the answer in a conversation that begins with it: up to its generation prompt.
 
-    `asked` has another generation prompt at its end. It is not in the conversation in some templates, which has then no
-    known beginning: the whole `asked`, with which it does not begin.
+    `asked` are the same tokens with another generation prompt at their end. If the conversation has none at its
+    beginning, `asked` is returned, with which it does not begin.
     """
     same = next((n for n, (a, b) in enumerate(zip(ids, asked, strict=False)) if a != b), min(len(ids), len(asked)))
     prompt = asked[same:]

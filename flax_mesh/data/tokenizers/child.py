@@ -2,7 +2,7 @@
 
 It is a separate process because tokenizers and chat templates are untrusted: they may make a package abort, take all of
 the memory, or run without end in code that Python cannot interrupt. The operating system then ends this process, after
-the seconds that a request has or at half of the memory of the machine. It imports only the package, to start quickly.
+the seconds of computation that a request has or at half of the memory of the machine. It imports only the package.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 MOST_IDS = 2**24  # of a text: the process that asks reads them
 OUT_OF_MEMORY = 9  # the exit code
+WAITING = 60  # times the seconds of computation: the limit with all waiting
 
 
 def read_file(path: str) -> Any:
@@ -79,7 +80,8 @@ def limit_memory() -> tuple[int, bool]:
 
 def _timed(seconds: int, call: Callable[[], Any]) -> tuple[Any, str | None]:
     """The result of `call()`, or the text of its error."""
-    signal.alarm(seconds)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of the CPU, so that a loaded machine ends nothing
+    signal.alarm(WAITING * seconds)
     try:
         return call(), None
     except MemoryError:
@@ -88,6 +90,7 @@ def _timed(seconds: int, call: Callable[[], Any]) -> tuple[Any, str | None]:
         name = type(error).__name__
         return None, f"{name}: {error}" if isinstance(error, LookupError) else str(error) or name
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
 
 

@@ -11,10 +11,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from flax_mesh.data.tokenizers import child as tokenizer_child
+from flax_mesh.data.tokenizers.child import WAITING
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import bytes_text, shortened
 
-SECONDS = 60  # for a request
+SECONDS = 60  # of computation for a request
 CHARACTERS = 10_000  # of a request for which it has one second more
 REPAIR = "replace it by the tokenizer of the model"
 UNREADABLE = {
@@ -91,8 +92,8 @@ class Process:
 
     def _how_it_ended(self, code: int, seconds: int) -> str:
         package = f"the package {self._package}"
-        if code == -signal.SIGALRM:
-            return f"{package} did not end in {seconds} s"
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
+            return f"{package} did not end in {seconds if code == -signal.SIGPROF else seconds * WAITING} s"
         if code == tokenizer_child.OUT_OF_MEMORY:
             return f"{package} needs more memory: its process has {self._limit}"
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
