@@ -85,8 +85,8 @@ def _without(kind: Kind, message: Message) -> Message:
     if kind == PARTS and isinstance(content, list):
         return {**message, "content": str(content)}
     if kind.of == "role" and message["role"] == kind.name and text_of(message):
-        addition = [{"type": "text", "text": "x"}] if isinstance(content, list) else "x"
-        return {**message, "content": content + addition}
+        addition = {"type": "text", "text": "x"}
+        return {**message, "content": [*content, addition] if isinstance(content, list) else f"{content}x"}
     return message
 
 
