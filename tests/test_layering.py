@@ -31,6 +31,7 @@ FLOORS = (
     ("checkpoint.hf",),
     ("checkpoint",),
     ("models.ops",),
+    ("data.tokenizers",),
     ("models", "data", "lora", "recipe.optimizers"),
     ("recipe",),
     ("train.hooks",),
@@ -59,6 +60,7 @@ SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
     checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
     data.batches data.chat_tokens data.corpus data.iterators data.run_data data.user_batches hlo.collectives
+    data.row_hashes data.tokenizers.chat data.tokenizers.process
     hlo.instructions hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source
     inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels
     mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.jaxpr

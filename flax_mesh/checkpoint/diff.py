@@ -92,9 +92,12 @@ def _section(name: str, record: Record) -> dict[str, str]:
     if name == "rules":
         return {str(pattern): str(dims) for pattern, dims in record["rules"]}
     pairs = record["config" if name == "settings" else name].items()
-    # The position in the data and the state of an iterator follow from the number of the step; `name` is a constant.
+    # The position in the data and the state of an iterator follow from the number of the step, the hashes of rows are
+    # too long to show, and `name` is a constant.
     return {
-        str(key): _text(value) for key, value in pairs if name != "data" or key not in ("name", "position", "state")
+        str(key): _text(value)
+        for key, value in pairs
+        if name != "data" or key not in ("name", "position", "state", "rows")
     }
 
 

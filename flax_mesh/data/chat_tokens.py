@@ -1,28 +1,19 @@
 """Rows of text or messages as token ids of a Hugging Face tokenizer, and which of them are trained."""
 
 import json
-import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
-from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import path_problem
-from flax_mesh.text import first_line, listed
+from flax_mesh.data.chat_kinds import BadRowError, LeftOut
+from flax_mesh.errors import ConfigError
+from flax_mesh.text import at_most, count_text, first_line, listed
 
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
-
-
-class BadRowError(ValueError):
-    """Why a row has no tokens to train on."""
 
 
 class Tokens(NamedTuple):
@@ -32,42 +23,13 @@ class Tokens(NamedTuple):
     trained: np.ndarray
 
 
-def open_tokenizer(folder: str, vocab_size: int) -> Any:
-    """The tokenizer of `checkpoint.start_from`: a Hugging Face folder, or a run that started from one.
-
-    Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
-    """
-    path = user_path(folder) if folder and not path_problem(folder) else None
-    source = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
-    if source is None:
-        text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
-        raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
-    logger, quiet = logging.getLogger("transformers"), lambda record: "PyTorch was not found" not in record.getMessage()
-    logger.addFilter(quiet)
-    try:
-        import jinja2  # noqa: F401 # pyright: ignore[reportMissingImports] (of chat templates)
-        from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
-
-        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True, trust_remote_code=False)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the tokenizer of {source} {EXTRA.format(error.name)}") from error
-    except (ValueError, OSError, TypeError, LookupError, AttributeError, ImportError) as error:
-        problem = f"the tokenizer of {source} cannot be read: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(f"{problem}; replace its files by those of the model") from error
-    finally:
-        logger.removeFilter(quiet)
-    tokenizer.model_max_length = 2**31  # data.sequence_length is the limit
-    if (size := max(tokenizer.get_vocab().values(), default=-1) + 1) > vocab_size:
-        text = f"must be at least {size}, the number of ids of the tokenizer in {source}"
-        raise ConfigError(Problem("model.vocab_size", text, value=vocab_size))
-    return tokenizer
-
-
 class Encoder:
     """Rows in the format of the first one, as tokens. `names` are its keys."""
 
-    def __init__(self, tokenizer: Any, train_on: str):
+    def __init__(self, tokenizer: Any, train_on: str, *, add_bos: bool = True):
         self.names: tuple[str, ...] = ()
+        self._marks: dict[bool, bool] = {}
+        self._left_out, self._add_bos, self._with_bos = LeftOut(), add_bos, 0
         self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: bytes) -> Tokens:
@@ -85,6 +47,12 @@ class Encoder:
             return self._chat(values, row.get("tools"))
         return self._texts(values)
 
+    def notes(self) -> list[str]:
+        """Lines about the rows: what their chat template leaves out, and texts that begin with a special token."""
+        text = "texts that begin with the token for the beginning, which the tokenizer adds, have it once"
+        lines = [f"{text} (data.add_bos): {count_text(self._with_bos, 'row')}"] if self._with_bos else []
+        return [*self._left_out.notes(), *lines]
+
     def prompt(self, messages: Sequence[Any]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""
         return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
@@ -96,18 +64,23 @@ class Encoder:
             raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
         return names_of
 
-    @cached_property
-    def _has_marks(self) -> bool:
+    def _has_marks(self, tools: Any) -> bool:
+        """Whether the template, of which a tokenizer may have another one for tools, marks the assistant's tokens."""
         if not self._tokenizer.chat_template:
             raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which messages require")
-        return MARKS.search(self._tokenizer.get_chat_template()) is not None
+        if (key := bool(tools)) not in self._marks:
+            template = _valid("the chat template is unknown", self._tokenizer.get_chat_template, tools=tools or None)
+            self._marks[key] = MARKS.search(template) is not None
+        return self._marks[key]
 
     def _texts(self, texts: Sequence[Any]) -> Tokens:
         """One text, or a prompt and its completion."""
         if not all(isinstance(x, str) for x in texts) or not texts[-1]:
             kinds = "text, or lists of messages" if texts[1:] else "text"
             raise BadRowError(f"{self._keys} must be {kinds}, and {self.names[-1]!r} not empty")
-        ids, prompt = self._ids("".join(texts)), self._ids(texts[0]) if texts[1:] else []
+        ids, has_two = self._ids("".join(texts))
+        prompt = self._ids(texts[0])[0] if texts[1:] else []
+        self._with_bos += has_two
         if ids[: len(prompt)] != prompt:
             raise BadRowError(
                 "the tokens of 'prompt' do not begin those of both texts; move white space between them to 'completion'"
@@ -116,18 +89,24 @@ class Encoder:
         ids = ids if end is None else [*ids, end]
         return Tokens(np.array(ids, np.int32), np.arange(len(ids)) >= (0 if self._all else len(prompt)))
 
-    def _ids(self, text: str) -> list[int]:
-        """With the one token for the beginning that the tokenizer adds, and without any for the end."""
-        try:
-            ids = self._tokenizer(text)["input_ids"]
-        except (ValueError, TypeError) as error:  # such as a surrogate
-            raise BadRowError(f"cannot be encoded: {first_line(error)}") from error
+    def _ids(self, text: str) -> tuple[list[int], bool]:
+        """With one token for the beginning if the tokenizer adds it, and without any for the end.
+
+        Also whether the text has one for the beginning too.
+        """
+        ids = _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        while begin not in (None, end) and ids[:2] == [begin, begin]:  # the text has one too
+        has_two = self._adds_bos and ids[:2] == [begin, begin]
+        while has_two and ids[:2] == [begin, begin]:
             ids = ids[1:]
         while ids and ids[-1] == end:
             ids = ids[:-1]
-        return ids
+        return ids, has_two
+
+    @cached_property
+    def _adds_bos(self) -> bool:
+        begin, ids = self._tokenizer.bos_token_id, self._tokenizer("", add_special_tokens=self._add_bos)["input_ids"]
+        return begin is not None and ids[:1] == [begin]
 
     @property
     def _keys(self) -> str:
@@ -138,26 +117,33 @@ class Encoder:
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
             raise BadRowError(f"{self._keys} must be a list of objects")
         messages = [message for part in values for message in part]
+        if not messages:
+            raise BadRowError(f"{self._keys} must have a message")
         for i, message in enumerate(messages, 1):
-            texts = message.get("role"), "" if message.get("tool_calls") else message.get("content")
-            if not all(isinstance(x, str) for x in texts):
-                raise BadRowError(f"'role' and 'content' of message {i} must be text")
-        rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=self._has_marks)
+            _check_message(message, i)
+        has_marks = self._has_marks(tools)
+        rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=has_marks)
         ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
-        marks = np.array(rendered["assistant_masks"] if self._has_marks and not self._all else np.ones(len(ids)), bool)
-        if self._all or (self._has_marks and not self._only_last and not prompt):
+        marks = np.array(rendered["assistant_masks"] if has_marks and not self._all else np.ones(len(ids)), bool)
+        self._left_out.look(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        answers = [i for i in (answers[-1:] if self._only_last else answers) if i >= prompt]
+        for i in answers:
+            self._left_out.check_answer(messages[i], i + 1)
+        if self._all or (has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)
-        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        for i in answers[-1:] if self._only_last else answers:
-            if i >= prompt:
-                trained[self._part(messages, i, ids, tools)] = True
+        for i in answers:
+            trained[self._part(messages, i, ids, tools)] = True
         return Tokens(np.array(ids, np.int32), trained & marks)
 
     def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
         """The tokens of message i, from the tokens of the messages before it, and of the messages up to it."""
-        before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
+        if i:
+            before = self._apply(messages[:i], tools=tools, add_generation_prompt=True)["input_ids"]
+        else:
+            before = _beginning(after, self._apply(messages[:1], tools=tools, add_generation_prompt=True)["input_ids"])
         start = len(before)
         length = _length(ids[start:], after[start:]) if ids[:start] == before == after[:start] else None
         if length is None:
@@ -168,12 +154,43 @@ class Encoder:
         return slice(start, start + length)
 
     def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
-        from jinja2 import TemplateError  # pyright: ignore[reportMissingImports]
+        return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
 
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise BadRowError(f"the chat template cannot render it: {first_line(error)}") from error
+
+def _valid(problem: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """The result of a method of a tokenizer. A ValueError becomes a BadRowError."""
+    try:
+        return method(*arguments, **options)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise BadRowError(f"{problem}: {first_line(error)}") from error
+
+
+def _check_message(message: dict[str, Any], number: int) -> None:
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
+        if others := [kind for kind in kinds if kind != "text"]:
+            problem = f"'content' of message {number} has parts of type {listed(at_most([*map(repr, others)], 4))}"
+            raise BadRowError(f"{problem}; all parts must be texts")
+        texts = [message.get("role"), *(part.get("text") for part in content)]
+    else:
+        texts = [message.get("role"), "" if message.get("tool_calls") and content is None else content]
+    if not all(isinstance(x, str) for x in texts):
+        raise BadRowError(f"'role' and 'content' of message {number} must be text")
+
+
+def _beginning(ids: list[int], asked: list[int]) -> list[int]:
+    """The tokens before the answer in a conversation that begins with it: up to its generation prompt.
+
+    `asked` are the same tokens with another generation prompt at their end. If the conversation has none at its
+    beginning, `asked` is returned, with which it does not begin.
+    """
+    same = next((n for n, (a, b) in enumerate(zip(ids, asked, strict=False)) if a != b), min(len(ids), len(asked)))
+    prompt = asked[same:]
+    ends = [n for n in range(len(prompt), len(ids) + 1) if ids[n - len(prompt) : n] == prompt]
+    return ids[: ends[0]] if ends else asked
 
 
 def _length(ids: list[int], last: list[int]) -> int | None:

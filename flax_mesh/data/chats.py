@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.data.chat_tokens import EXTRA, BadRowError, Encoder, Tokens, open_tokenizer
-from flax_mesh.data.config import ChatConfig
+from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
+from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
+from flax_mesh.data.row_hashes import hash_rows
+from flax_mesh.data.tokenizers.chat import EXTRA, open_tokenizer
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, path_problem
 from flax_mesh.text import count_text
@@ -33,6 +35,7 @@ class Chats:
         self._config, self._description = config, description
         first = len(documents) - int(len(documents) * config.held_out)
         self._trained, self._held_out = documents[:first], documents[first:]
+        self._rows = hash_rows(documents)
 
     def batches(self, seed: int) -> Any:
         """An iterator of grain, in an order that depends on `data.seed`, or on `seed` without it, and on the epoch."""
@@ -41,6 +44,7 @@ class Chats:
         share, iterator = np.mean(next(iter(dataset))["segment_ids"] > 0), iter(dataset)
         held_out = f"{len(self._held_out):,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
+        iterator.rows = self._rows
         return iterator
 
     def metrics(self, evaluate: Evaluate) -> dict[str, float]:
@@ -60,10 +64,12 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     `metrics(evaluate)`. Raises a ConfigError with a line for every row that has no tokens to train on, or too many (see
     `ChatConfig`).
     """
+    if problems := check_data_config(config):
+        raise ConfigError(problems)
     most, path = config.sequence_length + 1, Path() if path_problem(config.source) else user_path(config.source)
     if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
-    encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on)
+    encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on, add_bos=config.add_bos)
     documents, stop, skipped, truncated, said = [], [], [], 0, time.monotonic()
     for number, line in ((i, line) for i, line in enumerate(_lines(path), 1) if line.strip()):
         if time.monotonic() > said + SAID_EVERY_S:
@@ -85,6 +91,7 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
         raise ConfigError(stop, repair="Repair them; data.on_bad_row=skip leaves out rows without valid tokens.")
     notes = [f"{count_text(len(skipped), 'row')} skipped, the first: {skipped[0]}"] if skipped else []
     notes += [f"{count_text(truncated, 'row')} truncated"] if truncated else []
+    notes += encode.notes()
     if not documents:
         raise ConfigError(Problem("data.source", ", ".join(["has no row to train on", *notes]), value=path))
     rows = f"{path}: {count_text(len(documents), 'row')} of {' and '.join(encode.names)}"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from flax_mesh.errors import Problem
-from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr, type_problems, value_problems
+from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, changed_repr, type_problems, value_problems
 
 AT_LEAST_1 = {"at_least": 1, "at_most": MAX_SIZE}
 STDLIB = "stdlib"
@@ -50,6 +50,8 @@ class ChatConfig(DataConfig):
         train_on: The tokens that the loss counts: all tokens of the "assistant" (also of completions and texts), of its
             "last" message only, or "all".
         packing: Whether several documents share a row. They do not attend to each other.
+        add_bos: Whether texts have the token for the beginning that the tokenizer adds, once, also if they begin with
+            it. false: none is added.
         on_bad_row: "stop" before the run if there are rows without valid tokens, with a line for each, or "skip" them.
         on_long_row: "stop" before it if documents have more than sequence_length + 1 tokens, or "truncate" them.
     """
@@ -58,6 +60,7 @@ class ChatConfig(DataConfig):
 
     train_on: str = field(default="assistant", metadata={"one_of": ("assistant", "last", "all")})
     packing: bool = True
+    add_bos: bool = field(default=True, metadata=ADDED)
     on_bad_row: str = field(default="stop", metadata={"one_of": ("stop", "skip")})
     on_long_row: str = field(default="stop", metadata={"one_of": ("stop", "truncate")})
 

@@ -52,7 +52,7 @@ class RunData:
 
 def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
     return RunData(
-        "first batch of make_batches",
+        "rows of data.source" if batches.rows else "first batch of make_batches",
         batches.description,
         batches.content_hash,
         BATCHES,

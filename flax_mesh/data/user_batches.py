@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches
+from flax_mesh.data.row_hashes import RowHashes
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
@@ -42,10 +43,16 @@ class UserBatches:
         self.shapes = shapes_of(first)
         self.first = on_device_dtypes(first, "make_batches: batch 0")
 
+    @property
+    def rows(self) -> RowHashes | None:
+        """Of all rows, from which the iterator of `read_chats` draws its batches; None for others."""
+        rows = getattr(self._function, "rows", None)
+        return rows if isinstance(rows, RowHashes) else None
+
     @cached_property
     def content_hash(self) -> str:
-        """SHA-256 of the first batch: paths, dtypes, shapes and values."""
-        return _digest(hashlib.sha256(), self.first)
+        """SHA-256 of all rows, if they are known, or of the first batch: paths, dtypes, shapes and values."""
+        return self.rows.content if self.rows else _digest(hashlib.sha256(), self.first)
 
     @property
     def description(self) -> str:
@@ -66,13 +73,14 @@ class UserBatches:
         return batch
 
     def record(self, step: int) -> dict[str, Any]:
-        """The record in the checkpoint of `step`: the last batch before it and, of an iterator, its states."""
-        if step - 1 not in self._checksums:  # no step was computed
-            return {} if self.iterator is None else {"state": self.iterator.state(step)}
-        last = {"checksum": self._checksums[step - 1]}
-        if self.iterator is None:
-            return {"last_batch": last}
-        return {"state": self.iterator.state(step), "last_batch": {**last, "state": self.iterator.state(step - 1)}}
+        """The record in the checkpoint of `step`: the rows, the last batch before it, and states of an iterator."""
+        record: dict[str, Any] = {"rows": self.rows.each} if self.rows else {}
+        if self.iterator is not None:
+            record["state"] = self.iterator.state(step)
+        if step - 1 in self._checksums:  # a step was computed
+            before = {"state": self.iterator.state(step - 1)} if self.iterator is not None else {}
+            record["last_batch"] = {"checksum": self._checksums[step - 1], **before}
+        return record
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> str:
         """Continue with the batch of `step`, from `record(step)`. Returns one line if the batch before it has changed.

@@ -10,9 +10,9 @@ import numpy as np
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.data.corpus import decode
+from flax_mesh.data.tokenizers.process import TokenizerProcess
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
-from flax_mesh.inference.tokenizer_process import TokenizerProcess
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
 BYTE_IDS = 256

@@ -14,6 +14,7 @@ from flax_mesh.checkpoint.diff import read_batch
 from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.checkpoint.read import Array, is_number, read_record
 from flax_mesh.data.iterators import is_state
+from flax_mesh.data.row_hashes import is_hashes
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.fields import field_types, parse_value
@@ -117,6 +118,7 @@ RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
             and _is_text(value, "content_hash")
             and is_state(value.get("state", {"json": 0}))
             and _is_last_batch(value.get("last_batch", {"checksum": ""}))
+            and is_hashes(value.get("rows", ""))
         ),
     ),
     "mesh": ("an object", lambda value: _is_table(value, list)),

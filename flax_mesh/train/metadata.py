@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_mesh.checkpoint.read import mesh_of
+from flax_mesh.data.row_hashes import row_changes
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.config import TrainConfig
@@ -82,9 +83,7 @@ def check_resume(
     if any(change.key == MICROBATCHES for change in changed) and is_sum():
         note = "rounding only, unless a term of the loss depends on the entire batch, as a router's does"
         changed = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in changed]
-    before, after = saved["data"]["content_hash"], now["data"]["content_hash"]
-    if before != after:
-        changed.append(Change(now["data"]["name"], before[:12], after[:12], True))
+    changed += _data_changes(saved["data"], now["data"])
     if ("state" in saved["data"]) != ("state" in now["data"]):
         before, after = ("present" if "state" in record["data"] else "(absent)" for record in (saved, now))
         changed.append(Change("state of the iterator of make_batches", before, after, True))
@@ -108,6 +107,16 @@ def check_resume(
             repair=repair,
         )
     return changed
+
+
+def _data_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """One if the content changed; of rows, one for those that changed, were added and were removed."""
+    before, after = saved["content_hash"], now["content_hash"]
+    texts = [after[:12]] if before != after else []
+    before = before[:12]
+    if texts and "rows" in saved and "rows" in now:
+        before, texts = row_changes(saved["rows"], now["rows"])
+    return [Change(now["name"], before, text, True) for text in texts]
 
 
 def layout_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -36,26 +36,26 @@ class StandIn:
     def __init__(self, chat_template: str | None = CHATML):
         self.chat_template = chat_template
 
-    def get_chat_template(self) -> str | None:
+    def get_chat_template(self, tools: Any = None) -> str | None:
         return self.chat_template
 
     def get_vocab(self) -> dict[str, int]:
         return VOCABULARY
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
-        return {"input_ids": [self.bos_token_id, *ids_of(text)]}
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [self.bos_token_id] * add_special_tokens + ids_of(text)}
 
     def apply_chat_template(self, messages: Any, **options: Any) -> dict[str, list[int]]:
-        import jinja2  # pyright: ignore[reportMissingImports]
+        import jinja2.sandbox  # pyright: ignore[reportMissingImports]
 
         def refuse(text: str) -> None:
-            raise jinja2.TemplateError(text)
+            raise ValueError(text)
 
         if not messages:
             raise ValueError("the conversation is empty")
         assert self.chat_template is not None
         template = self.chat_template.replace("{% generation %}", "\1").replace("{% endgeneration %}", "\1")
-        environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         prompt = options.get("add_generation_prompt", False)
         names = {
             "bos_token": BEGIN,
@@ -67,6 +67,24 @@ class StandIn:
         parts = environment.from_string(template).render(messages=messages, **names).split("\1")
         marked = [(i, j % 2) for j, part in enumerate(parts) for i in ids_of(part)]
         return {"input_ids": [i for i, _ in marked], "assistant_masks": [mask for _, mask in marked]}
+
+
+STAND_IN_PACKAGE = """
+from pathlib import Path
+from tests.data.chat_tokenizers import StandIn
+
+class AutoTokenizer:
+    @staticmethod
+    def from_pretrained(folder, **options):
+        return StandIn(Path(folder, "chat_template.jinja").read_text())
+"""
+
+
+def write_stand_in(folder: Path, monkeypatch: Any) -> None:
+    """A package transformers, whose tokenizers are stand-ins with the template of a folder, for processes too."""
+    (folder / "transformers.py").write_text(STAND_IN_PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[2]}")
 
 
 def ids_of(text: str) -> list[int]:

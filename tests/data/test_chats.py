@@ -5,11 +5,12 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,10 +24,15 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
-from flax_mesh.data.chat_tokens import Encoder, Tokens, open_tokenizer
+from flax_mesh.data.chat_tokens import Encoder, Tokens
+from flax_mesh.data.run_data import user_data
+from flax_mesh.data.tokenizers import process as tokenizer_process
+from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
+from flax_mesh.inference import chat
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, next_token_loss
+from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.train import (
     ChatConfig,
     TrainConfig,
@@ -35,7 +41,9 @@ from flax_mesh.train import (
     mean_metrics,
     read_chats,
 )
+from flax_mesh.train.metadata import check_resume
 from tests.data import chat_templates
+from tests.data.chat_templates import MISTRAL, PHI_3, QWEN_25
 from tests.data.chat_tokenizers import (
     CHATML,
     HEADERS,
@@ -46,6 +54,7 @@ from tests.data.chat_tokenizers import (
     StandIn,
     ids_of,
     shown,
+    write_stand_in,
     write_tokenizer,
 )
 from tests.train.support.runs import rows_of, run
@@ -117,6 +126,68 @@ def test_only_the_last_message_is_trained_where_earlier_ones_are_unknown():
     assert masked(StandIn(chat_templates.MISTRAL_LAST), {"messages": chat}, "last") == expected
 
 
+BEGUN = [USER | {"role": "assistant"}, *CHAT[-2:]]
+REST = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[Yo<|im_end|>\n]"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, f"<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
+        (QWEN_25, f"<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>assistant\n[Hi<|im_end|>\n]{REST}"),
+        (PHI_3, "<|assistant|>\n[Hi<|end|>\n]<|user|>\n?<|end|>\n<|assistant|>\n[Yo<|end|>\n<|endoftext|>]"),
+        (MISTRAL, "[<s> Hi</s>]<INST> ?</INST>[ Yo</s>]"),
+    ],
+)  # fmt: skip
+def test_the_first_message_of_a_conversation_may_be_an_answer(template, expected):
+    assert masked(StandIn(template), {"messages": BEGUN}) == expected
+
+
+def test_an_answer_without_a_known_beginning_is_one_line():
+    template = CHATML.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>{% endif")
+    with pytest.raises(ValueError, match=r"^the tokens of message 1 are unknown: "):
+        masked(StandIn(template), {"messages": BEGUN})
+
+
+AS_TEXT = "(m.content if m.content is string else m.content | join(attribute='text'))"
+PARTS = CHATML.replace("m.content", AS_TEXT)
+
+
+def test_content_in_parts_is_rendered_by_the_template():
+    parts = [message | {"content": [{"type": "text", "text": x} for x in message["content"]]} for message in CHAT]
+    assert masked(StandIn(PARTS), {"messages": parts}) == MASKED["chatml"][1]
+
+
+CALLS = {"role": "assistant", "content": None, "tool_calls": [{"function": chat_templates.CALL}]}
+NO_SYSTEM = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+
+
+def test_data_that_the_template_leaves_out_is_named_with_the_number_of_rows():
+    encoder = Encoder(StandIn(NO_SYSTEM), "assistant")
+    rows = [CHAT, CHAT[1:], [*CHAT[:-1], CALLS | {"content": "a", "weight": 1, "name": ""}]]
+    for row in rows:
+        encoder(json.dumps({"messages": row, "tools": [{"name": "f"}]}).encode())
+    notes = {"'tools'": "3 rows", "messages of 'system'": "2 rows", "'tool_calls'": "1 row", "'weight'": "1 row"}
+    assert encoder.notes() == [f"the chat template renders no {kind}: {count}" for kind, count in notes.items()]
+    with pytest.raises(ValueError, match=r"^message 2 has only 'tool_calls', which the chat template does not render$"):
+        encoder(json.dumps({"messages": [USER, CALLS, *CHAT]}).encode())
+    for template, messages, _ in chat_templates.CASES.values():
+        encoder = Encoder(StandIn(template), "assistant")
+        encoder(json.dumps({"messages": messages}).encode())
+        assert encoder.notes() == []
+
+
+def test_texts_that_begin_with_the_token_that_the_tokenizer_adds_are_counted():
+    encoder = Encoder(StandIn(), "assistant")
+    found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a", "<s><s>a")]
+    assert found == ["[<s>a</s>]"] * 3
+    text = "texts that begin with the token for the beginning, which the tokenizer adds, have it once (data.add_bos)"
+    assert encoder.notes() == [f"{text}: 2 rows"]
+    encoder = Encoder(StandIn(), "assistant", add_bos=False)
+    found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a")]
+    assert found == ["[a</s>]", "[<s>a</s>]"] and encoder.notes() == []
+
+
 @pytest.mark.parametrize(("row", "expected"), TEXTS)
 def test_a_text_has_one_token_for_its_beginning_and_one_for_its_end(row, expected):
     assert masked(StandIn(), row) == expected
@@ -136,23 +207,20 @@ def test_tokens_and_masks_of_transformers_are_the_same(name, tmp_path, capsys):
 
 
 WITHOUT_TORCH = """
-import importlib.util, sys
+import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, package=None: None if name.startswith("torch") else find(name, package)
-from flax_mesh.data.chat_tokens import Encoder, open_tokenizer
-tokens = Encoder(open_tokenizer(sys.argv[1], 1000), "assistant")(sys.argv[2].encode())
-import transformers
-print(transformers.utils.is_torch_available(), tokens.trained.sum())
 """
 
 
 @pytest.mark.slow
-def test_transformers_encodes_without_torch_and_without_a_warning(tmp_path):
+def test_transformers_encodes_without_torch_and_without_a_warning(tmp_path, monkeypatch, capfd):
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     write_tokenizer(tmp_path, CHATML)
-    command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path), json.dumps({"messages": CHAT})]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert (run.stdout, run.stderr) == ("False 8\n", "")
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert masked(open_tokenizer(str(tmp_path), 1000), {"messages": CHAT}).count("[") == 2
+    assert capfd.readouterr() == ("", "")
 
 
 # --- batches ---
@@ -268,6 +336,39 @@ def test_the_rows_of_a_file_are_described_and_its_end_is_held_out(tmp_path):
     assert found.metrics(evaluate) == mean_metrics(evaluate, seen[:1])
     assert seen[0]["inputs"].shape == (4, 31) and len(documents_of(seen[0])) == 2
     assert (seen[0]["targets"] >= 0).sum() == 31 + 5
+
+
+NEW = {"text": "new"}
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (lambda rows: rows, []),
+        (lambda rows: [*rows[:25], NEW, *rows[26:]], ["30 rows, 1 changed, the first difference at row 26"]),
+        (lambda rows: [*rows[:3], NEW, *rows[3:]], ["31 rows, 1 added, the first difference at row 4"]),
+        (lambda rows: rows[2:], ["28 rows, 2 removed, the first difference at row 1"]),
+        (lambda rows: rows[::-1], ["30 rows, in another order, the first difference at row 1"]),
+        (
+            lambda rows: [NEW, *rows[1:], NEW],
+            [f"31 rows, 1 {kind}, the first difference at row 1" for kind in ("changed", "added")],
+        ),
+    ],
+)
+def test_rows_that_changed_since_the_checkpoint_are_refused(edit, expected, tmp_path):
+    records, rows = [], texts(30)
+    for each in (rows, edit(rows)):
+        config = config_of(tmp_path / "a.jsonl", each)
+        data = user_data(UserBatches(lambda config=config: read(config).batches(0), 4), None, None)  # type: ignore
+        records.append({"step": 3, "data": json.loads(json.dumps(data.record(0)))})
+    recipe = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
+    saved, now = [record | {"config": to_texts(recipe)} for record in records]
+    lines = [f"rows of data.source: 30 rows -> {text} (changes the result)" for text in expected]
+    assert list(map(str, check_resume(saved, now, recipe, allow_changes=True))) == lines
+    with pytest.raises(ConfigError) if expected else nullcontext() as caught:
+        check_resume(saved, now, recipe, allow_changes=False)
+    assert caught is None or list(map(str, caught.value.problems)) == lines
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -405,7 +506,7 @@ def messages(*contents: Any) -> dict[str, Any]:
     }
 
 
-GOOD = {"text": "good"}
+GOOD, TEXT_PART = {"text": "good"}, {"type": "text", "text": "b"}
 BAD_ROWS = [
     ([GOOD, "{"], "row 2: is no JSON: "),
     ([GOOD, "[1]"], "row 2: must be a JSON object, got list"),
@@ -426,8 +527,13 @@ BAD_ROWS = [
     ([messages("a")], "row 1: has no token to train on"),
     ([messages("a", 3)], "row 1: 'role' and 'content' of message 2 must be text"),
     ([{"messages": "a"}], "row 1: 'messages' must be a list of objects"),
-    ([{"messages": []}], "row 1: the chat template cannot render it: the conversation is empty"),
-    ([{"messages": [REPLY]}], "row 1: the chat template cannot render it: the conversation is empty"),
+    ([{"messages": []}], "row 1: 'messages' must have a message"),
+    (
+        [messages("a", [{"type": "text", "text": "b"}, {"type": "image"}])],
+        "row 1: 'content' of message 2 has parts of type 'image'; all parts must be texts",
+    ),
+    ([messages("a", [TEXT_PART])], "row 1: the chat template renders parts of 'content' as a list, not as text; join"),
+    ([messages("a", [TEXT_PART | {"text": 3}])], "row 1: 'role' and 'content' of message 2 must be text"),
 ]
 
 
@@ -460,6 +566,63 @@ def test_a_template_that_cannot_be_used_is_one_line(template, row, problem, tmp_
     assert problem in line
 
 
+HOSTILE = {
+    "a long range": ("{% for i in range(10**8) %}{% endfor %}", "row 1: the chat template cannot render it: Range too"),
+    "a long text": ("{{ 'x' * 10**13 }}", "the package transformers needs more memory: its process has at most "),
+    "a wide text": ("{{ '%999999999999999d' % 1 }}", "the package transformers needs more memory: its process has "),
+    "no end": (
+        "{{ 10 ** (10 ** 10) }}",
+        "the package transformers did not end in 1 s; replace these files by ",
+    ),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render it: maximum recursion depth exc"),
+    "deep nesting": ("{{ " + "(" * 10**5 + " }}", ""),
+    "no template": ("{% for %}{{", "row 1: the chat template cannot render it: Expected an expression, got 'end of"),
+    "an unknown name": ("{{ a.b }}", "row 1: the chat template cannot render it: 'a' is undefined"),
+    "a private name": ("{{ ''.__class__.__mro__ }}", "row 1: the chat template cannot render it: access to attribute"),
+}
+
+
+DEFAULT = ("a long text", "no end", "deep nesting")
+
+
+@pytest.mark.parametrize("case", DEFAULT)
+def test_a_hostile_template_is_one_line(case, tmp_path, monkeypatch, capfd):
+    template, problem = HOSTILE[case]
+    write_stand_in(tmp_path, monkeypatch)
+    check_hostile_template(template, problem, tmp_path, monkeypatch)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in HOSTILE if case not in DEFAULT])
+def test_a_hostile_template_of_transformers_is_one_line(case, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("transformers", reason="comes with the extra finetune")
+    template, problem = HOSTILE[case]
+    write_tokenizer(tmp_path, template)
+    check_hostile_template(template, problem, tmp_path, monkeypatch)
+    assert capfd.readouterr() == ("", "")
+
+
+def check_hostile_template(template: str, problem: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer.json").touch()  # of the stand-in
+    config = config_of(folder / "a.jsonl", [{"messages": CHAT}])
+    source: Any = SimpleNamespace(files=folder, model=SimpleNamespace(vocab_size=len(VOCABULARY)))
+    for call in (lambda: read(config), lambda: chat.Conversation(source).ask("a")):
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 60)
+        tokenizer = open_tokenizer(str(folder), len(VOCABULARY))
+        for module in (chats, chat):
+            monkeypatch.setattr(module, "open_tokenizer", lambda folder, vocab_size, found=tokenizer: found)
+        monkeypatch.setattr(tokenizer_process, "SECONDS", 1 if "did not end" in problem else 60)
+        with pytest.raises(ConfigError) as caught:
+            call()
+        (line,) = caught.value.problems
+        assert (
+            line.startswith("the tokenizer and the chat") if "package" in problem else ("row 1" in line or "--" in line)
+        )
+        assert problem.removeprefix("row 1: ") in line and "\n" not in line and len(line) < 600
+
+
 @pytest.mark.usefixtures("stand_in")
 def test_all_rows_that_cannot_be_used_are_listed_in_an_error_of_limited_length(tmp_path):
     with pytest.raises(ConfigError) as caught:
@@ -484,6 +647,14 @@ def test_a_file_without_rows_is_one_line(name, content, problem, tmp_path):
         read(ChatConfig(source=str(tmp_path / name), on_bad_row="skip"))
     (line,) = caught.value.lines
     assert line.startswith(f"data.source={tmp_path / name} {problem}")
+
+
+@pytest.mark.usefixtures("stand_in")
+@pytest.mark.parametrize("settings", [{"batch_size": 0}, {"batch_size": "x"}, {"batch_size": 2**31}, {"held_out": 2}])
+def test_settings_are_checked_before_the_file(settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"^data.{name} must be .*, got '?{value}'?$|^data.{name}={value} must be "):
+        read_chats(ChatConfig(**settings), "folder", 100)
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -515,9 +686,9 @@ def test_a_tokenizer_of_transformers_with_too_many_ids_or_damage_is_one_line(tmp
     pytest.importorskip("transformers", reason="comes with the extra finetune")
     kept = tmp_path / "checkpoints" / "huggingface"  # of a run
     write_tokenizer(kept, CHATML)
-    assert len(open_tokenizer(str(tmp_path), len(VOCABULARY)).get_vocab()) == len(VOCABULARY)
+    assert open_tokenizer(str(tmp_path), len(VOCABULARY)).facts["size"] == len(VOCABULARY)
     with pytest.raises(ConfigError, match=rf"^model.vocab_size=50 must be at least {len(VOCABULARY)}, the number"):
         open_tokenizer(str(tmp_path), 50)
     (kept / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: JSONDecodeError: "):
+    with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: Expecting"):
         open_tokenizer(str(tmp_path), 50)

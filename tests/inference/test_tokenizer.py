@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from flax_mesh.data.tokenizers import process as tokenizer_process
+from flax_mesh.data.tokenizers.process import TokenizerProcess
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference import tokenizer_process
 from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer, TextStream, open_tokenizer, stop_tokens, text_after
-from flax_mesh.inference.tokenizer_process import TokenizerProcess
 from flax_mesh.models import DecoderConfig
 from tests.inference.small_run import write_byte_tokenizer, write_tokenizer
 
@@ -220,6 +221,17 @@ def test_ids_that_fail_and_a_process_that_is_killed_are_one_line(tmp_path):
     with pytest.raises(ConfigError, match="the package tokenizers ended its process by SIGABRT"):
         tokenizer.decode([0])
     assert tokenizer.decode([0]) == "a"
+
+
+def test_a_limit_on_the_memory_of_the_shell_is_kept_and_named(tmp_path, monkeypatch):
+    path, python = write(tmp_path), tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -v $((4000 * 1024))\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(tokenizer_process.sys, "executable", str(python))
+    assert TokenizerProcess(path).decode([0]) == "a"
+    path.write_text("{}")
+    with pytest.raises(ConfigError, match=r" reads: .*, with at most 3.91 GiB of memory \(ulimit -v\); replace it by"):
+        TokenizerProcess(path)
 
 
 def test_the_process_ends_with_the_tokenizer(tmp_path):

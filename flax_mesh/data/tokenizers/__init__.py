@@ -1,0 +1,1 @@
+"""Tokenizers and chat templates in a separate process, since their files are untrusted."""
