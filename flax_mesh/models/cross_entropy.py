@@ -45,6 +45,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Sum in nats, float32, over the targets that are not negative; logits with the soft cap `cap`, 0 for none.
 
+    NaN if a target is not in the vocabulary.
+
     With `chunk` above 0 only the logits of that many tokens per device exist at a time, forward and backward; sum and
     gradients are equal up to rounding. The gradients are computed in the forward pass, so that no logits are computed
     twice: the residuals are the gradients of `x_BSD` and `weights_DV`.
@@ -68,10 +70,13 @@ class _LossLayout(NamedTuple):
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Loss (0 without a target) and logsumexp of each token, and a mask (..., V) of the target's logit."""
+    """Loss (0 without a target) and logsumexp of each token, and a mask (..., V) of the target's logit.
+
+    A target at or above V makes both NaN, and by them the gradients.
+    """
     # A masked sum instead of a gather stays local to the shards of a vocabulary that is split over tp.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = jax.nn.logsumexp(logits, axis=-1) * jnp.where(targets < logits.shape[-1], jnp.float32(1), jnp.nan)
     loss = lse - jnp.sum(logits, axis=-1, where=is_target)
     return jnp.where(targets >= 0, loss, 0), lse, is_target
 

@@ -234,7 +234,10 @@ def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
 
 
 def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
-    """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
+    """(summed cross-entropy in nats, number of tokens) of targets (B, S).
+
+    Negative targets do not count, whether -1, -100 or another number. A target at or above the size of the vocabulary
+    makes the loss NaN, as an input does.
 
     If the batch has "segment_ids", integers (B, S), tokens attend only to tokens with the same id: documents that are
     packed into one row do not see each other. The target of the last token of a document is then best set to -1.
@@ -253,7 +256,7 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
         >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
         >>> tokens = jnp.zeros((2, 8), int)
         >>> loss_sum, weight = next_token_loss(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
-        >>> int(weight)  # targets below 0 do not count
+        >>> int(weight)  # negative targets do not count
         8
     """
     inputs_BS, targets_BS = _tokens_of(batch)
