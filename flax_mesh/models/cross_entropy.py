@@ -17,6 +17,7 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.modes import promotions
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
@@ -111,6 +112,7 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
+@promotions()  # this and the next function may be traced without the caller
 def _forward(
     x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
 ) -> tuple[jax.Array, _Gradients]:
@@ -140,6 +142,7 @@ def _forward(
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
 
+@promotions()
 def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     return *((g * d).astype(d.dtype) for d in saved), None
 

@@ -20,7 +20,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
-from flax_mesh.tree import shard_bytes
+from flax_mesh.tree import model_state, shard_bytes
 
 Say = Callable[[str], None]
 
@@ -90,7 +90,7 @@ def _optimizer_text(program: TrainProgram) -> str:
         parts.append("make_schedule of the recipe")
     elif optimizer.make is None:
         parts.append(f"{settings.schedule} schedule")
-    model = program.layout.to_nnx()["model"]
+    model = model_state(program.layout.to_nnx())
     trained = jax.tree.leaves(nnx.filter_state(model, optimizer.trained))
     if len(trained) != len(program.parameters):
         count = sum(math.prod(x.shape) for x in trained)
