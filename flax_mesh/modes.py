@@ -1,4 +1,4 @@
-"""The modes of NNX: user code is called in the mode of the user, and flax_mesh itself uses graph mode.
+"""The modes of NNX, and options of JAX: user code is called in the modes of the user, flax_mesh itself in its own.
 
 A user's code runs in graph mode or in tree mode (`nnx.set_graph_mode`), as it would without flax_mesh. The calls of
 `nnx.split`, `nnx.state` and the like in flax_mesh itself are always in graph mode, `graph=True`: a state has the same
