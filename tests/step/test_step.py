@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +143,8 @@ def test_a_model_without_variables_has_a_layout_and_a_step():
     create = lambda: (model := Doubled(), nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))  # noqa: E731
     mesh, loss_fn = create_mesh((8,), ("fsdp",)), lambda model, b: model(b["x"]).sum()
     explain_sharding(create, mesh, rules="fsdp")
-    for options in ({"shard_optimizer_over": "fsdp"}, {"optimizer_memory": "pinned_host"}):
+    cases: list[dict[str, Any]] = [{"shard_optimizer_over": "fsdp"}, {"optimizer_memory": "pinned_host"}]
+    for options in cases:
         state = abstract_train_state(create, abstract_state(create, mesh, "fsdp", **options))
     _, metrics = jax.eval_shape(make_train_step(loss_fn, state)._jitted, state, {"x": np.ones((8, 2), np.float32)})
     assert metrics["grad_norm"].shape == ()
