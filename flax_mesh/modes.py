@@ -1,4 +1,4 @@
-"""The modes of NNX: user code is called in the mode of the user, and flax_mesh itself uses graph mode.
+"""The modes of NNX, and options of JAX: user code is called in the modes of the user, flax_mesh itself in its own.
 
 A user's code runs in graph mode or in tree mode (`nnx.set_graph_mode`), as it would without flax_mesh. The calls of
 `nnx.split`, `nnx.state` and the like in flax_mesh itself are always in graph mode, `graph=True`: a state has the same
@@ -7,15 +7,41 @@ structure in both modes, and Variables may be shared.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
+import numpy as np
 import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.text import lines_of, says
 from flax_mesh.tree import PyTree, check_arrays, path_of
+
+
+def array_from(
+    shape: Sequence[int], sharding: Sharding, read: Callable[[Any], np.ndarray], dtype: DTypeLike
+) -> jax.Array:
+    """`jax.make_array_from_callback`: its transfers are intended, also where `jax.transfer_guard` disallows others.
+
+    Each process reads its shards only. It has a dtype for a process without a shard, which cannot infer it.
+    """
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(tuple(shape), sharding, read, dtype=dtype)
+
+
+@contextlib.contextmanager
+def promotions() -> Iterator[None]:
+    """Context, or decorator, for code that promotes ranks and dtypes, also where a user's options refuse that.
+
+    `jax_numpy_rank_promotion` and `jax_numpy_dtype_promotion` are for a user's own code.
+    """
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ class Shaped(Protocol):
     def dtype(self) -> Any: ...
 
 
+def model_state(state: PyTree) -> PyTree:
+    """The state of the model in {"model", "optimizer"}; NNX leaves it out if the model has no variables."""
+    return state.get("model", nnx.State({}))
+
+
 def is_key(x: Shaped) -> bool:
     """Whether `x` is an array of random keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -24,7 +24,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import path_lines
-from flax_mesh.tree import named_leaves, nest
+from flax_mesh.tree import model_state, named_leaves, nest
 
 BASE = "base"  # section of the metadata
 _MODEL = "model/"
@@ -93,7 +93,7 @@ def check_base(step: Path) -> None:
 
 def frozen_arrays(state: TrainState) -> list[tuple[str, Any]]:
     """Path in the state and array of the parameters that the optimizer does not train."""
-    _, frozen, _ = nnx.split_state(state.to_nnx()["model"], state.definition.wrt, nnx.Param, ...)
+    _, frozen, _ = nnx.split_state(model_state(state.to_nnx()), state.definition.wrt, nnx.Param, ...)
     return [(f"model/{path}", x) for path, x in named_leaves(frozen)]
 
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import ConfigError
+from flax_mesh.modes import array_from
 from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import (
     PyTree,
@@ -230,7 +231,7 @@ def _empty(abstract: Shaped) -> jax.Array:
     if sharding is None:
         return jnp.zeros(abstract.shape, abstract.dtype)
     shard = np.zeros(sharding.shard_shape(abstract.shape), abstract.dtype)
-    return jax.make_array_from_callback(abstract.shape, sharding, lambda _: shard, dtype=abstract.dtype)
+    return array_from(abstract.shape, sharding, lambda _: shard, abstract.dtype)
 
 
 def _written_shards(leaf: jax.Array) -> list[Any]:

@@ -24,6 +24,7 @@ import numpy as np
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Tokens, check_sizes
 from flax_mesh.errors import ConfigError
+from flax_mesh.modes import array_from
 
 T = TypeVar("T")
 Rows = dict[str, np.ndarray]
@@ -209,8 +210,7 @@ def _make_placed_fn(rows_of: Callable[..., Rows], config: DataConfig, sharding: 
             return read(rows, columns)[name]
 
         return {
-            # dtype is required: a process without a shard of the batch cannot infer it.
-            name: jax.make_array_from_callback(shape, sharding, functools.partial(shard, name), dtype=np.int32)
+            name: array_from(shape, sharding, functools.partial(shard, name), np.int32)
             for name in ("inputs", "targets")
         }
 

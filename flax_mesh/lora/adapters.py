@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
+from flax_mesh.fields import check_types
 from flax_mesh.sharding.follow import FOLLOWS
 from flax_mesh.tree import path_of
 
@@ -43,7 +44,8 @@ def set_adapter(owner: Any, name: str, a: jax.Array, b: jax.Array, dims: tuple[D
         setattr(owner, name + suffix, nnx.LoRAParam(x, **{FOLLOWS: (name, each), SCALE: scale}))
 
 
-def merge_lora(model: Any) -> Any:
+@check_types
+def merge_lora(model: nnx.Pytree) -> Any:
     """The model with the weights W + alpha / rank * A B, in the dtype of W, and without adapters.
 
     The sums are computed in float32. `model` is changed and returned; each weight keeps its sharding.

@@ -22,9 +22,11 @@ from flax_mesh.lora.weight import Weight
 from flax_mesh.modes import user_modes
 from flax_mesh.mpmd.split.jaxpr import Eqn, shape_of, trace
 from flax_mesh.sharding.abstract import abstract_split, model_layers
+from flax_mesh.step.batch import shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import at_most, listed
 from flax_mesh.tree import in_stack, layer_path, named_leaves
+from flax_mesh.user_code import check_arguments
 
 
 class _Product(NamedTuple):
@@ -83,6 +85,8 @@ def add_lora(
     patterns = [modules] if isinstance(modules, str) else list(modules)
     if problems := _problems(rank, alpha, patterns):
         raise ConfigError(problems)
+    check_arguments("loss_fn", loss_fn, "model", "batch")
+    shapes_of(batch)
     products = _Search(make, loss_fn, batch, patterns).products()
     scale = (rank if alpha is None else alpha) / rank
 
@@ -127,7 +131,7 @@ def _problems(rank: int, alpha: float | None, patterns: Sequence[str]) -> list[s
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             problems.append(f"modules: {pattern!r} is not a regular expression: {error}")
     return problems
 

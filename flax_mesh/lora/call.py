@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.adapters import Adapter, adapters_of
 from flax_mesh.lora.products import Products, plain
@@ -19,6 +20,7 @@ from flax_mesh.tree import named_leaves
 MARK = "is_adapted"  # attribute of a function that `with_lora` returned
 
 
+@check_types
 def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function(model, *args)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
 

@@ -71,6 +71,7 @@ def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Arr
 def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any, axes: PartitionAxis) -> jax.Array:
     """`cache` with the keys or values of one token; `layer` is the index in a stack, else None."""
     update, start = (x_B1KC, (0, slot, 0, 0)) if layer is None else (x_B1KC[None], (layer, 0, slot, 0, 0))
+    start = [jnp.asarray(i, jnp.int32) for i in start]  # of one dtype, also with 64-bit types
     cache = jax.lax.dynamic_update_slice(cache, update.astype(cache.dtype), start)
     dims = CACHE_DIMS if layer is None else ("layers", *CACHE_DIMS)
     return constrain(cache, dims, axes=axes, mode="decode")

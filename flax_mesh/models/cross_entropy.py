@@ -17,6 +17,7 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.config import token_dims
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.modes import promotions
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
@@ -45,6 +46,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Sum in nats, float32, over the targets that are not negative; logits with the soft cap `cap`, 0 for none.
 
+    NaN if a target is not in the vocabulary.
+
     With `chunk` above 0 only the logits of that many tokens per device exist at a time, forward and backward; sum and
     gradients are equal up to rounding. The gradients are computed in the forward pass, so that no logits are computed
     twice: the residuals are the gradients of `x_BSD` and `weights_DV`.
@@ -68,10 +71,13 @@ class _LossLayout(NamedTuple):
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Loss (0 without a target) and logsumexp of each token, and a mask (..., V) of the target's logit."""
+    """Loss (0 without a target) and logsumexp of each token, and a mask (..., V) of the target's logit.
+
+    A target at or above V makes both NaN, and by them the gradients.
+    """
     # A masked sum instead of a gather stays local to the shards of a vocabulary that is split over tp.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = jax.nn.logsumexp(logits, axis=-1) * jnp.where(targets < logits.shape[-1], jnp.float32(1), jnp.nan)
     loss = lse - jnp.sum(logits, axis=-1, where=is_target)
     return jnp.where(targets >= 0, loss, 0), lse, is_target
 
@@ -106,6 +112,7 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
+@promotions()  # this and the next function may be traced without the caller
 def _forward(
     x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
 ) -> tuple[jax.Array, _Gradients]:
@@ -135,6 +142,7 @@ def _forward(
     return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
 
 
+@promotions()
 def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
     return *((g * d).astype(d.dtype) for d in saved), None
 

@@ -79,7 +79,10 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
     ) -> jax.Array:
-        """`segment_ids` (B, S) integers: tokens attend only to tokens with the same id, such as one packed document."""
+        """`segment_ids` (B, S) integers: tokens attend only to tokens with the same id, such as one packed document.
+
+        The id of padding is 0: it does not count in the statistics of the routers.
+        """
         return self.forward(tokens_BS, mode, segment_ids=segment_ids)[0]
 
     def forward(
@@ -235,10 +238,14 @@ def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
 
 
 def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
-    """(summed cross-entropy in nats, number of tokens) of targets (B, S); targets below 0 do not count.
+    """(summed cross-entropy in nats, number of tokens) of targets (B, S).
+
+    Negative targets do not count, whether -1, -100 or another number. A target at or above the size of the vocabulary
+    makes the loss NaN, as an input does.
 
     If the batch has "segment_ids", integers (B, S), tokens attend only to tokens with the same id: documents that are
-    packed into one row do not see each other. The target of the last token of a document is then best set to -1.
+    packed into one row do not see each other. The target of the last token of a document is then best set to -1. The id
+    of padding is 0.
 
     With experts (loss_sum, weight, metrics):
 
@@ -247,14 +254,14 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     with the coefficients a and z of these names in the config, and the values of `router_losses`. Divided by the summed
     weight of all microbatches it is the mean over microbatches, weighted by their number of targets. The metrics are
     weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
-    layer. Tokens without a target are routed too, and count in the losses of the router.
+    layer. Tokens without a target count in the losses of the router, padding (segment 0) does not.
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
         >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
         >>> tokens = jnp.zeros((2, 8), int)
         >>> loss_sum, weight = next_token_loss(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
-        >>> int(weight)  # targets below 0 do not count
+        >>> int(weight)  # negative targets do not count
         8
     """
     inputs_BS, targets_BS = _tokens_of(batch)

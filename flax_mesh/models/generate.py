@@ -175,11 +175,11 @@ class Programs:
         self._options += (np.float32(sampling.top_p),)
 
     def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> _Chosen:
-        with in_mesh(self.mesh):
+        with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
             return self._prefill(self._leaves, tokens_BP, lengths_B, ids_B, *self._options, num_slots=num_slots)
 
     def decode(self, tokens_B: jax.Array, cache: KVCache, ids_B: np.ndarray) -> _Chosen:
-        with in_mesh(self.mesh):
+        with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
             return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
 
 
@@ -236,7 +236,7 @@ def _continue_batch(
     for i in range(max_tokens):
         # Dispatched before the tokens are read, so that the devices do not wait for the host.
         following = programs.decode(tokens_B, cache, ids_B) if i + 1 < max_tokens else None
-        for b, token, log_prob in zip(range(len(rows)), np.asarray(tokens_B), np.asarray(log_probs_B), strict=False):
+        for b, token, log_prob in zip(range(len(rows)), *jax.device_get((tokens_B, log_probs_B)), strict=False):
             if b not in going:
                 continue
             tokens[b].append(int(token))

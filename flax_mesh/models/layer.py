@@ -71,7 +71,8 @@ class DecoderLayer(nnx.Module):
         kind: LayerKind | None = None,
     ) -> tuple[jax.Array, Aux]:
         x_BSD = named(x_BSD, "layer_input", self.config.remat)
-        return self._rest(x_BSD, self.attention(self._attention_input(x_BSD), mode, segment_ids_BS, kind), mode)
+        y_BSD = self.attention(self._attention_input(x_BSD), mode, segment_ids_BS, kind)
+        return self._rest(x_BSD, y_BSD, mode, None if segment_ids_BS is None else segment_ids_BS != 0)
 
     def prefill(
         self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
@@ -88,13 +89,15 @@ class DecoderLayer(nnx.Module):
     def _attention_input(self, x_BSD: jax.Array) -> jax.Array:
         return x_BSD if self.config.norms == "after" else self.attention_norm(x_BSD)
 
-    def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Mode) -> tuple[jax.Array, Aux]:
+    def _rest(
+        self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Mode, counted_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
         """The layer after its attention, which returned `y_BSD`."""
         config = self.config
         y_BSD = y_BSD if config.norms == "before" else self.attention_out_norm(y_BSD)
         # Attention and MLP are summed over tp in float32 and rounded once, here: equal results on every mesh.
         x_BSD = self._add(x_BSD, named(y_BSD, "attention_out", config.remat))
-        y_BSD, aux = self._mlp(x_BSD if config.norms == "after" else self.mlp_norm(x_BSD), mode)
+        y_BSD, aux = self._mlp(x_BSD if config.norms == "after" else self.mlp_norm(x_BSD), mode, counted_BS)
         x_BSD = self._add(x_BSD, y_BSD if config.norms == "before" else self.mlp_out_norm(y_BSD))
         return constrain(x_BSD, (*token_dims(mode), "hidden"), axes=config.axes, mode=mode), aux
 
@@ -102,10 +105,10 @@ class DecoderLayer(nnx.Module):
         scale = self.config.residual_scale
         return (x_BSD + (y_BSD if scale == 1 else y_BSD * scale)).astype(x_BSD.dtype)
 
-    def _mlp(self, x_BSD: jax.Array, mode: Mode) -> tuple[jax.Array, Aux]:
+    def _mlp(self, x_BSD: jax.Array, mode: Mode, counted_BS: jax.Array | None) -> tuple[jax.Array, Aux]:
         if not self.config.num_experts:
             return self.mlp(x_BSD, mode), {}
-        y_BSD, aux = self.moe(x_BSD, mode)
+        y_BSD, aux = self.moe(x_BSD, mode, counted_BS)
         if self.config.shared_expert_size:
             shared_BSD = self.shared_mlp(x_BSD, mode)
             gate = jax.nn.sigmoid(self.shared_gate(x_BSD)) if self.config.shared_expert_gate else 1

@@ -44,8 +44,9 @@ class MoE(nnx.Module):
 
     The router computes in float32: by default softmax over all experts, the K largest, their probabilities divided by
     their sum. With `bias` the router and the experts have biases; the other options are options of `DecoderConfig`.
-    The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens: "expert_tokens" (E,) int32,
-    "router_probability" (E,) and "router_z" (). `router_losses` computes losses from it.
+    The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens, or over those of a mask that a
+    call is given: "expert_tokens" (E,) int32, "router_probability" (E,) and "router_z" (). `router_losses` computes
+    losses from it.
 
     On a mesh the layer runs in its own `jax.shard_map`. The experts are split over the mesh axes of the logical axis
     "experts"; tokens are sent to them and back by all-to-all. A batch that is split over those axes too,
@@ -82,7 +83,10 @@ class MoE(nnx.Module):
         self.up = kernel(num_experts, hidden_size, mlp_size)
         self.down = kernel(num_experts, mlp_size, hidden_size)
 
-    def __call__(self, x_BSD: jax.Array, mode: Mode = "train") -> tuple[jax.Array, Aux]:
+    def __call__(
+        self, x_BSD: jax.Array, mode: Mode = "train", counted_BS: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        """`counted_BS`, booleans: the tokens that count in the sums; the others, such as padding, are routed only."""
         experts = (self.gate, self.up, self.down)
         kernels = Kernels(
             *(k.kernel[...].astype(self.dtype) for k in experts),
@@ -97,16 +101,16 @@ class MoE(nnx.Module):
         if self.bias:
             router += (self.router.bias[...].astype(jnp.float32),)
         if layout.mesh is None:
-            return run(x_BSD, router, kernels)
-        tokens = PartitionSpec(layout.batch, layout.sequence, None)
+            return run(x_BSD, counted_BS, router, kernels)
+        tokens = PartitionSpec(layout.batch, layout.sequence)
         aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), _NOT_SPLIT)
         return jax.shard_map(
             run,
             mesh=layout.mesh,
-            in_specs=(tokens, (layout.router, _NOT_SPLIT)[: len(router)], layout.specs(self.bias)),
+            in_specs=(tokens, tokens, (layout.router, _NOT_SPLIT)[: len(router)], layout.specs(self.bias)),
             out_specs=(tokens, aux),
             axis_names=layout.manual,
-        )(x_BSD, router, kernels)
+        )(x_BSD, counted_BS, router, kernels)
 
 
 class Kernel(nnx.Module):
@@ -201,6 +205,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
 
 def _run_on_device(
     x_BSD: jax.Array,
+    counted_BS: jax.Array | None,
     router: tuple[jax.Array, ...],
     kernels: Kernels,
     *,
@@ -210,14 +215,14 @@ def _run_on_device(
     layout: _MoELayout,
 ) -> tuple[jax.Array, Aux]:
     """The layer on one device: B, S, and D, F, E of the kernels are the local sizes."""
-    x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+    x_TD, counted_T = x_BSD.reshape(-1, x_BSD.shape[-1]), None if counted_BS is None else counted_BS.reshape(-1)
     shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # unusual axes, but valid
     split = tuple(axis for axis in layout.mlp if axis not in shared)
     router_DE = _gather(router[0], layout.router, layout)
     bias = kernels.gate_bias is not None
     arrays, specs = kernels[: 6 if bias else 3], layout.specs(bias)
     kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(arrays, specs, strict=False)))
-    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, *router[1:])
+    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, router[1] if bias else None, counted_T)
     if bias and split:  # each device has a part of the sum over F, to which one of them adds the bias
         is_first = jax.lax.axis_index(split) == 0
         kernels = kernels._replace(down_bias=jnp.where(is_first, _vary(kernels.down_bias, split), 0))

@@ -32,6 +32,7 @@ from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, check_callbacks, make_eval_step, make_train_step
 from flax_mesh.text import array_text, at_most, listed
+from flax_mesh.tree import model_state
 from flax_mesh.user_code import place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
@@ -66,7 +67,7 @@ class TrainProgram:
     @property
     def parameters(self) -> list[Any]:
         """The trainable variables, abstract: statistics and random keys are not parameters."""
-        return jax.tree.leaves(nnx.filter_state(self.layout.to_nnx()["model"], nnx.Param))
+        return jax.tree.leaves(nnx.filter_state(model_state(self.layout.to_nnx()), nnx.Param))
 
     @property
     def num_parameters(self) -> int:

@@ -33,7 +33,7 @@ from flax_mesh.sharding.rules import (
     match_leaves,
 )
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import PyTree, named_leaves, path_of
+from flax_mesh.tree import PyTree, model_state, named_leaves, path_of
 from flax_mesh.user_code import check_arguments
 
 Model = TypeVar("Model", bound=type[nnx.Pytree])
@@ -194,7 +194,7 @@ def _match(
 ) -> RuleMatch:
     """Specs of all leaves of `state`, the state of `modules`: one module, or {"model", "optimizer"}."""
     both, annotated = has_optimizer(modules), None
-    model, parameters = (modules["model"], state["model"]) if both else (modules, state)
+    model, parameters = (modules["model"], model_state(state)) if both else (modules, state)
     following = followers(parameters)
     leaves = [(path, leaf) for path, leaf in named_leaves(parameters) if path not in following]
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(parameters):

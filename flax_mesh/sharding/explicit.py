@@ -16,6 +16,7 @@ from flax_mesh.axes import Mode, PartitionAxis
 from flax_mesh.errors import ShardingError
 from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
 from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.modes import promotions
 from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.text import says
 from flax_mesh.tree import PyTree, path_of
@@ -34,9 +35,10 @@ def on_auto_axes(
 
     A model that is written for Auto axes then runs on Explicit axes too. `out` has the logical axes of every result, as
     in `constrain`; if a result is a tree, they apply to all of its arrays. All arrays that `function` uses must be in
-    `args`. On a mesh without Explicit axes, `function` is only called.
+    `args`. On a mesh without Explicit axes, `function` is only called. It may promote ranks and dtypes.
     """
     mesh = current_mesh()
+    function = promotions()(function)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return function(*args)
     specs = [spec_in_mesh(axes.resolve(logical, mode), axes, mesh) for logical in out]

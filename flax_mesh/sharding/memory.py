@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import listed
-from flax_mesh.tree import PyTree, named_leaves, owners_of
+from flax_mesh.tree import PyTree, model_state, named_leaves, owners_of
 
 DEVICE, PINNED_HOST = "device", "pinned_host"
 _OPTIMIZER_MEMORY = (DEVICE, PINNED_HOST)
@@ -48,9 +48,9 @@ def optimizer_memory_kinds(state: PyTree, mesh: Mesh | AbstractMesh, kind: str) 
         return [None] * len(leaves)
     if problem := memory_problem(mesh, kind):
         raise ConfigError(f"optimizer memory: {problem}; use {DEVICE}")
-    if not {"model", "optimizer"} <= set(state):
+    if "optimizer" not in state:
         raise ConfigError(f"optimizer memory: {kind} needs an optimizer, but make() returns a model alone")
-    parameters = {path for path, _ in named_leaves(state["model"])}
+    parameters = {path for path, _ in named_leaves(model_state(state))}
 
     owned = owners_of([path for path, _ in leaves if path.startswith("optimizer/")], parameters, tails=True)
     return [kind if path in owned and leaf.shape else None for path, leaf in leaves]

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import require_types
 from flax_mesh.mesh.context import get_incontext_mesh
+from flax_mesh.modes import array_from
 from flax_mesh.sharding.gather import gather_leaf
 from flax_mesh.sharding.memory import memory_problem
 from flax_mesh.sharding.rules import Finding, Policy, apply_policy, fit_spec
@@ -303,7 +304,7 @@ def _place(
 def _from_numpy(leaf: np.ndarray, sharding: Sharding, may_alias: bool | None) -> jax.Array:
     part = (lambda index: leaf[index].copy()) if may_alias is False else leaf.__getitem__
     # device_put takes longer, and with several processes it compares the entire array across all of them.
-    return jax.make_array_from_callback(leaf.shape, sharding, part)
+    return array_from(leaf.shape, sharding, part, leaf.dtype)
 
 
 def _place_and_free(

@@ -12,6 +12,7 @@ from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh
+from flax_mesh.modes import array_from
 from flax_mesh.sharding.constrain import spec_in_mesh, with_sharding_constraint
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import count_text, listed
@@ -148,8 +149,7 @@ def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis) -> PyTree:
     def put(x: Any) -> Any:
         if not isinstance(x, np.ndarray):
             return x
-        # dtype is required: a process without a shard of the batch cannot infer it.
-        return jax.make_array_from_callback(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, dtype=x.dtype)
+        return array_from(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, x.dtype)
 
     return jax.tree.map(put, batch)
 

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend import core as jex
 
-from flax_mesh.modes import user_modes
+from flax_mesh.modes import promotions, user_modes
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
@@ -181,7 +181,7 @@ def apply_gradients(
     if learning_rate is not None:
         metrics["learning_rate"] = jnp.asarray(learning_rate(count), jnp.float32)
     model = nnx.merge(graphdef, params, streams, others)
-    with nnx.set_graph_mode(True):  # the model may share Variables
+    with nnx.set_graph_mode(True), promotions():  # the model may share Variables; optax multiplies counts by floats
         optimizer.update(model, grads)
     after = state.replace(model, optimizer)
     check_same_types(state, after)

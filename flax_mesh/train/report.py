@@ -22,7 +22,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
-from flax_mesh.tree import shard_bytes
+from flax_mesh.tree import model_state, shard_bytes
 
 Say = Callable[[str], None]
 
@@ -105,7 +105,7 @@ def _optimizer_text(program: TrainProgram) -> str:
 
 def _trained(program: TrainProgram) -> list[Any]:
     """The trained arrays, abstract."""
-    return jax.tree.leaves(nnx.filter_state(program.layout.to_nnx()["model"], program.recipe.optimizer.trained))
+    return jax.tree.leaves(nnx.filter_state(model_state(program.layout.to_nnx()), program.recipe.optimizer.trained))
 
 
 def rounding_notes(trained: Sequence[Any], settings: OptimizerConfig | None) -> list[str]:

@@ -34,6 +34,7 @@ from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.errors import PeerError
 from flax_mesh.inference import open_trained
+from flax_mesh.lora import add_lora, merge_lora, with_lora
 from flax_mesh.models import DecoderConfig, Sampling, generate, load_decoder, make_decoder
 from flax_mesh.mpmd import CutError, MpmdMesh, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.schedules import (
@@ -327,6 +328,10 @@ def calls(given: Given) -> Table:
                     "stop_tokens": (), "seed": 0, "batch_size": 1, "cache_length": None}),
         (Sampling, {"temperature": 0.0, "top_k": 0, "top_p": 1.0}),
         (open_trained, {"folder": folder / "empty", "overrides": (), "step": None, "average": True}),
+        (add_lora, {"make": make_net, "loss_fn": loss_fn, "batch": given.batch, "rank": 2, "modules": "kernel",
+                    "alpha": None, "seed": 0}),
+        (merge_lora, {"model": given.decoder}),
+        (with_lora, {"function": loss_fn}),
         (load_recipe, {"name": RECIPE}),
         (resolve, {"config": given.recipe, "target": None}),
         (build_program, {"config": given.recipe}),

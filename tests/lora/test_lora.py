@@ -1,7 +1,7 @@
 """Adapters of any model: a model with adapters computes the same as a model with the weights W + alpha / rank * A B."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,18 @@ def test_everything_that_cannot_be_adapted_is_an_error_with_all_weights():
         add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="bias")
     with pytest.raises(ConfigError, match=r"(?s)rank must be.*got 0.*alpha must be.*got -1.*'\(' is not a regular"):
         add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=0, alpha=-1, modules="(")
+    for wrong, error, message in (
+        ({"batch": "x"}, ConfigError, "batch '' is of type str; every leaf must be an array of numbers"),
+        ({"loss_fn": lambda: 0.0}, ConfigError, r"loss_fn.*must be callable with the arguments \(model, batch\)"),
+        ({"modules": iter([1])}, ConfigError, "modules: 1 is not a regular expression"),
+        ({"rank": "x"}, TypeError, "add_lora: rank must be an integer, got 'x'"),
+    ):
+        given: Any = {"make": lambda: Mlp(nnx.Rngs(0)), "loss_fn": loss_fn, "batch": X, "rank": 2, "modules": "up"}
+        with pytest.raises(error, match=message):
+            add_lora(**given | wrong)
+    for function, name in ((merge_lora, "model"), (with_lora, "function")):
+        with pytest.raises(TypeError, match=f"{function.__name__}: {name} must be .*, got 3"):
+            function(cast(Any, 3))
 
 
 def test_another_use_of_an_adapted_weight_in_another_loss_is_an_error_and_not_lost():

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import make_decoder, next_token_loss
@@ -81,6 +82,18 @@ def test_rows_that_do_not_divide_over_the_mesh_are_not_split():
     with jax.set_mesh(create_mesh((2, 2, 1, 2, 1))):
         have = with_gradients(5)(x, w, targets)
     assert_close(have, with_gradients(0)(x, w, targets), 1e-6)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_a_target_outside_of_the_vocabulary_gives_nan_and_every_negative_one_is_ignored(chunk):
+    x, w, targets = example()
+    mesh = create_mesh((1, 2, 1, 4, 1))
+    with jax.set_mesh(mesh):
+        run, w = with_gradients(chunk), jax.device_put(w, NamedSharding(mesh, P(None, "tp")))
+        found = {bad: run(x, w, targets.at[1, 3].set(bad)) for bad in (64, 2**31 - 1, -1, -100, -(2**31))}
+    for bad, (loss, grads) in found.items():
+        assert jnp.isnan(loss) == (bad >= 64) == jnp.isnan(grads[0][1, 3]).all()
+        assert bad >= 64 or float(loss) == float(found[-1][0]) != 0
 
 
 def test_chunks_use_a_fraction_of_the_memory():

@@ -275,6 +275,22 @@ def test_the_loss_is_the_sum_in_its_docstring():
     np.testing.assert_allclose(metrics["expert_load_max"], 27 * max(found["expert_load_max"]), rtol=1e-6)
 
 
+def test_padding_counts_in_no_loss_of_the_router():
+    """Rows of 4 tokens and 12 of padding, the experts on two devices; without a token the losses are 0."""
+    model, batch = small(EXPERTS, num_experts=4), batch_of(8, 4) | {"segment_ids": np.ones((8, 4), np.int32)}
+    _, weight, want = jax.jit(next_token_loss)(model, batch)
+    padded = {name: np.pad(x, ((0, 0), (0, 12)), constant_values=-(name == "targets")) for name, x in batch.items()}
+    with jax.set_mesh(make_mesh(fsdp=2, ep=2)):
+        run = jax.jit(next_token_loss)
+        for padding in (0, 7):
+            padded["inputs"][:, 4:] = padding
+            found = run(model, padded)
+            assert found[1] == weight
+            jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found[2], want)
+        empty = padded | {"segment_ids": np.zeros((8, 16), np.int32)}
+        assert run(model, empty)[2]["load_balance_loss"] == 0 == run(model, empty)[2]["router_z_loss"]
+
+
 @pytest.mark.slow
 def test_listed_layers_equal_a_stack_with_remat():
     listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")

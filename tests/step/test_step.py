@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ from flax import nnx
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh import create_mesh, partitioned
+from flax_mesh import abstract_state, create_mesh, explain_sharding, partitioned
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import reseed
-from flax_mesh.train import make_eval_step, make_train_step
+from flax_mesh.train import abstract_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 from tests.step.net import Net, batch, make, run, start
 
@@ -132,6 +133,21 @@ def test_frozen_parameters_do_not_change():
     state, _ = run(weighted_loss, start(create), [batch()] * 2)
     before, after = ([layer.kernel[...] for layer in s.merge()[0].layers] for s in (start(create), state))
     assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True]
+
+
+def test_a_model_without_variables_has_a_layout_and_a_step():
+    class Doubled(nnx.Module):
+        def __call__(self, x):
+            return 2 * x
+
+    create = lambda: (model := Doubled(), nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param))  # noqa: E731
+    mesh, loss_fn = create_mesh((8,), ("fsdp",)), lambda model, b: model(b["x"]).sum()
+    explain_sharding(create, mesh, rules="fsdp")
+    cases: list[dict[str, Any]] = [{"shard_optimizer_over": "fsdp"}, {"optimizer_memory": "pinned_host"}]
+    for options in cases:
+        state = abstract_train_state(create, abstract_state(create, mesh, "fsdp", **options))
+    _, metrics = jax.eval_shape(make_train_step(loss_fn, state)._jitted, state, {"x": np.ones((8, 2), np.float32)})
+    assert metrics["grad_norm"].shape == ()
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from flax_mesh.checkpoint.hf.mxfp4 import Packed, Stored, unpacked
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
+from flax_mesh.modes import array_from
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
 from flax_mesh.tree import PyTree, Shaped, check_dtype, named_leaves, path_and_start
@@ -341,7 +342,7 @@ def _load(param: MappedParam, stored: Mapping[str, Stored]) -> jax.Array:
             slices[bounds] = read_slice(param.arrays, stored, bounds, value.dtype)
         return slices[bounds]
 
-    return jax.make_array_from_callback(value.shape, value.sharding, read, dtype=value.dtype)
+    return array_from(value.shape, value.sharding, read, value.dtype)
 
 
 def read_slice(

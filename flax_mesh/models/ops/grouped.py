@@ -103,7 +103,7 @@ def _visits(sizes_G: jax.Array, num_rows: int, tile: int) -> _Visits:
     counts_G = jnp.where(sizes_G > 0, (ends_G - 1) // tile - first_G + 1, 0)
     most = -(-num_rows // tile) + sizes_G.size - 1
     at_V, done_G = jnp.arange(most), jnp.cumsum(counts_G)
-    group_V = jnp.minimum(jnp.sum(done_G[:, None] <= at_V, axis=0), sizes_G.size - 1)
+    group_V = jnp.minimum(jnp.sum(done_G[:, None] <= at_V[None], axis=0), sizes_G.size - 1)
     tile_V = first_G[group_V] + at_V - (done_G - counts_G)[group_V]
     low_V = jnp.maximum(starts_G[group_V], tile_V * tile)
     high_V = jnp.where(at_V < done_G[-1], ends_G[group_V], 0)

@@ -30,8 +30,9 @@ def route(
     k: int,
     routing: Routing = Routing(),  # noqa: B008
     bias_E: jax.Array | None = None,
+    counted_T: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
-    """Weights (T, K) float32, experts (T, K) int32 by descending weight, and sums over these tokens."""
+    """Weights (T, K) float32, experts (T, K) int32 by descending weight, and sums over the tokens of a mask, or all."""
     # Full float32 on every backend, since one bit can change which expert a token is routed to.
     logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     if bias_E is not None:
@@ -39,10 +40,12 @@ def route(
     probability_TE = jax.nn.softmax(logits_TE)
     scores_TE = probability_TE if routing.scores == "softmax" else jax.nn.sigmoid(logits_TE)
     top_TK, experts_TK = jax.lax.top_k(scores_TE, k)
+    counted_T1 = None if counted_T is None else counted_T[:, None]
+    assigned_A = None if counted_T is None else jnp.repeat(counted_T.astype(jnp.int32), k)
     sums = {
-        "expert_tokens": jnp.bincount(experts_TK.reshape(-1), length=router_DE.shape[1]),
-        "router_probability": jnp.sum(probability_TE, axis=0),
-        "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2),
+        "expert_tokens": jnp.bincount(experts_TK.reshape(-1), assigned_A, length=router_DE.shape[1]),
+        "router_probability": jnp.sum(probability_TE, axis=0, where=counted_T1),
+        "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2, where=counted_T),
     }
     if routing.normalize:
         top_TK = top_TK / jnp.sum(top_TK, axis=-1, keepdims=True)
@@ -52,20 +55,21 @@ def route(
 def router_losses(aux: Aux) -> dict[str, jax.Array]:
     """Losses and load of the router of each layer, (layers,) each; leaves of `aux` have a leading layer dim.
 
-    With f the fraction of all assignments that an expert got, and P its mean probability over the T tokens:
+    With f the fraction of all assignments that an expert got, and P its mean probability over the T counted tokens:
 
     load_balance_loss  E sum_e f_e P_e; 1 if balanced, E / K if K experts get all tokens
                        (Fedus et al. 2022, equations 4 to 6; f counts assignments, as K may be above 1)
     router_z_loss      mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5)
     expert_load_max    E max_e f_e; 1 if balanced, E / K if one expert gets every token
     """
-    _, batch, sequence, k = aux["experts"].shape
-    num_tokens, num_experts = batch * sequence, aux["expert_tokens"].shape[-1]
-    share_LE = aux["expert_tokens"] / (num_tokens * k)
-    mean_LE = aux["router_probability"] / num_tokens
+    k, num_experts = aux["experts"].shape[-1], aux["expert_tokens"].shape[-1]
+    # Without a single counted token the sums are 0, and so are the losses.
+    assigned_L1 = jnp.maximum(jnp.sum(aux["expert_tokens"], axis=-1, keepdims=True), 1)
+    share_LE = aux["expert_tokens"] / assigned_L1
+    mean_LE = aux["router_probability"] / (assigned_L1 / k)
     return {
         "load_balance_loss": num_experts * jnp.sum(share_LE * mean_LE, axis=-1),
-        "router_z_loss": aux["router_z"] / num_tokens,
+        "router_z_loss": aux["router_z"] / (assigned_L1[:, 0] / k),
         "expert_load_max": num_experts * jnp.max(share_LE, axis=-1),
     }
 

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from flax_mesh.errors import Problem
 from flax_mesh.fields import MAX_SIZE, type_problems, value_problems
+from flax_mesh.modes import promotions
 
 _GREEDY_BELOW = 1e-30  # of the temperature; logits divided by less may be infinite
 
@@ -39,6 +40,7 @@ class Sampling:
         return [Problem(name, *rest) for name in without_effect if self.temperature == 0]
 
 
+@promotions()
 def choose_tokens(
     logits_BV: jax.Array, keys_B: jax.Array, temperature: ArrayLike, top_k: ArrayLike = 0, top_p: ArrayLike = 1.0
 ) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from flax_mesh.modes import array_from
 from flax_mesh.sharding.memory import host_kind, placed
 
 
@@ -39,7 +40,7 @@ def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
     x = np.asarray(x)  # jax.device_put would compare it over all processes, including those that do not make this call
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index], dtype=x.dtype)
+    return array_from(x.shape, sharding, lambda index: x[index], x.dtype)
 
 
 def remote_array(like: Any) -> jax.Array:

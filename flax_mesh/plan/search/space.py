@@ -28,6 +28,7 @@ from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
+from flax_mesh.tree import model_state
 
 MESH, BATCH, MICROBATCHES = "mesh.shape", "data.batch_size", "pipeline.num_microbatches"
 SCHEDULE, STAGES, STAGE_REMAT = "pipeline.schedule", "pipeline.num_virtual_stages", "pipeline.remat"
@@ -333,7 +334,7 @@ class StateBytes:
 
     def __init__(self, recipe: Recipe, topology: Topology):
         _, state = abstract_split(recipe.make)
-        self.topology, self.model, self.optimizer = topology, _bytes(state["model"]), _bytes(state["optimizer"])
+        self.topology, self.model, self.optimizer = topology, _bytes(model_state(state)), _bytes(state["optimizer"])
         if recipe.layout.optimizer_memory != DEVICE:
             self.optimizer = 0  # all but its scalars are in the memory of the host
 

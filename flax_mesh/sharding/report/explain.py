@@ -28,7 +28,7 @@ from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import ArrayReport, ShardingReport, report_page
 from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
 from flax_mesh.text import Table, count_text, plain_data
-from flax_mesh.tree import named_leaves, owners_of
+from flax_mesh.tree import model_state, named_leaves, owners_of
 
 
 class Explanation(NamedTuple):
@@ -146,7 +146,7 @@ def explain_sharding(
     graphdef, state = abstract_split(make, mesh)
     modules = nnx.merge(graphdef, state)
     model, optimizer = (modules["model"], modules["optimizer"]) if has_optimizer(modules) else (modules, None)
-    arrays = state["model"] if optimizer is not None else state
+    arrays = model_state(state) if optimizer is not None else state
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(arrays):
         table, audit = None, _audit_annotations(arrays, mesh, axes or DEFAULT_AXES, large)
     else:
