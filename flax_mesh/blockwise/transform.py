@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -18,6 +17,7 @@ from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, pla
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.blockwise.squares import unrecognized
+from flax_mesh.calls import traced_call
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
@@ -160,7 +160,7 @@ def blockwise_attention(
     for both passes. On Explicit axes the types state how the values are split, on Auto axes `in_specs`.
 
     Args:
-        fn: A function of arrays, or pytrees of arrays, or NNX modules, whose changes are kept.
+        fn: A function of pytrees of arrays and NNX modules, whose changes are kept.
         in_specs: A PartitionSpec per positional argument, or a prefix of their pytrees, as in `jax.shard_map`.
         block: The length of blocks of queries and keys; shorter for many heads. Attentions that are smaller than one
             block stay as they are. Default: 512, on GPUs 1024.
@@ -187,26 +187,14 @@ def blockwise_attention(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        modules = [n for n, x in enumerate(args) if isinstance(x, nnx.Pytree)]
-        split = {n: nnx.split(args[n], graph=True) for n in modules}
+        def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
+            rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
+            if say is not None:
+                for line in rewritten.lines:
+                    say(line)
+            return rewritten.call(*jax.tree.leaves(inputs))
 
-        def pure(args: Any, kwargs: Any) -> Any:
-            given = [nnx.merge(split[n][0], x) if n in split else x for n, x in enumerate(args)]
-            result = fn(*given, **kwargs)
-            return result, [nnx.split(given[n], graph=True)[1] for n in modules]
-
-        inputs = [split[n][1] if n in split else x for n, x in enumerate(args)], kwargs
-        leaves, tree = jax.tree.flatten(inputs)
-        flat = lambda *leaves: pure(*jax.tree.unflatten(tree, leaves))  # noqa: E731
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
-        if say is not None:
-            for line in rewritten.lines:
-                say(line)
-        result, changed = jax.tree.unflatten(jax.tree.structure(shapes), rewritten.call(*leaves))
-        for n, state in zip(modules, changed, strict=True):
-            nnx.update(args[n], state)
-        return result
+        return traced_call(fn, args, kwargs, evaluate)
 
     return wrapped
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -112,21 +113,56 @@ def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
     assert lines_of(fn, args, block=512) == []
 
 
-def test_changes_of_a_module_and_keywords_are_kept():
-    from flax import nnx
+class Counts(nnx.Module):
+    """Its changes are statistics, random counts, a new Variable and a number."""
 
-    class Counts(nnx.Module):
-        def __init__(self):
-            self.calls = nnx.Variable(jnp.zeros(()))
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.number = 0
 
-        def __call__(self, q, k, v, *, scale):
-            self.calls[...] += 1
-            return by_hand(q * scale, k, v)
+    def __call__(self, x):
+        self.last, self.number = nnx.Intermediate(x.sum()), self.number + 1
+        return self.dropout(self.norm(x))
 
-    model = Counts()
+
+# How a function gets a module: (args, kwargs) of the module, and the modules in them in the order of their calls.
+ARGUMENTS = {
+    "positional": lambda m: ((m,), {}),
+    "keyword": lambda m: ((), {"m": m}),
+    "dict": lambda m: (({"a": {"m": m}},), {}),
+    "list": lambda m: (([2.0, m],), {}),
+    "tuple of a keyword": lambda m: ((), {"a": (m, 1)}),
+    "twice": lambda m: ((m, [m]), {"m": m}),
+    "module and a part of it": lambda m: ((m.norm, m), {"m": {"dropout": m.dropout}}),
+    "State": lambda m: ((nnx.state(m.norm), m), {}),
+}
+
+
+@pytest.mark.parametrize("how", ARGUMENTS)
+def test_changes_of_modules_anywhere_in_the_arguments_are_kept(how):
+    def call(*args, **kwargs):
+        x = jnp.arange(12.0).reshape(4, 3)
+        for module in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable)):
+            if isinstance(module, nnx.BatchStat):
+                module[...] += 1
+            x = module(x) if isinstance(module, nnx.Module) else x
+        return x
+
+    found, expected = Counts(), Counts()
+    for _ in range(2):
+        args, kwargs = ARGUMENTS[how](found)
+        result = fm.blockwise_attention(call)(*args, **kwargs)
+        args, kwargs = ARGUMENTS[how](expected)
+        np.testing.assert_allclose(result, call(*args, **kwargs), rtol=1e-6)
+    assert found.number == expected.number > 0
+    for x, y in zip(*(jax.tree.leaves(nnx.state(m, nnx.Not(nnx.RngKey))) for m in (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_keywords_are_passed_on():
     q, k, v = qkv()
-    found = fm.blockwise_attention(lambda m, q, **x: m(q, k, v, **x), block=40)(model, q, scale=2.0)
-    assert float(model.calls[...]) == 1
+    found = fm.blockwise_attention(lambda q, **x: by_hand(q, k, v, lambda s: s * x["scale"]), block=40)(q, scale=2.0)
     np.testing.assert_allclose(found, by_hand(q * 2, k, v), atol=1e-5)
 
 

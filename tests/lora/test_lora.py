@@ -209,6 +209,18 @@ def test_the_low_rank_part_is_added_once():
     assert with_lora(adapted) is adapted
 
 
+def test_changes_of_modules_in_further_arguments_are_kept():
+    model = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")()
+    rngs, norm = nnx.Rngs(1), nnx.BatchNorm(X.shape[-1], rngs=nnx.Rngs(2))
+
+    def call(model, x, *more, norm):
+        return model(norm["norm"](x + more[0][0].normal(x.shape))).sum()
+
+    results = [with_lora(call)(model, X, [rngs], norm={"norm": norm}) for _ in range(2)]
+    assert rngs.default.count[...] == 2 and results[0] != results[1]
+    assert jnp.abs(norm.mean[...]).min() > 0
+
+
 def test_a_loss_of_adapters_that_does_not_use_them_is_an_error():
     adapted = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")
 
