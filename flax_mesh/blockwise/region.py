@@ -1,6 +1,7 @@
 """The operations between the two products of an attention, on blocks, and the leaves from which they start."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ class Step(NamedTuple):
     labels: Labels  # of the output
     inputs: tuple[Key, ...]
     output: Key
+    divides: bool = False  # by the sum: the loops divide the result instead
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Region:
     softmax: Softmax
     leaves: Mapping[Key, tuple[Value, Labels]]
     score_steps: tuple[Step, ...]  # from the leaves to the scores, shared ones of masks and dropout included
-    weight_steps: tuple[Step, ...]  # from the exp to the operands of the sum and of the product, without the division
+    weight_steps: tuple[Step, ...]  # from the exp to the operands of the sum and of the product
     scores: Key
     exp: Key
     summed: Key
@@ -52,6 +54,12 @@ class Region:
     @property
     def out(self) -> Value:
         return self.softmax.product.outputs[0]
+
+    @property
+    def selects(self) -> bool:
+        """Whether weights are selected after the division: rows without a key may then be 0 and not NaN."""
+        after = itertools.dropwhile(lambda step: not step.divides, self.weight_steps)
+        return any(step.op.name == "select_n" for step in after)
 
     def steps_labels(self) -> Sequence[tuple[Op, Labels]]:
         return [(step.op, step.labels) for step in (*self.score_steps, *self.weight_steps)]
@@ -139,8 +147,12 @@ def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[
     ):
         out, labels = op.outputs[0], softmax.labels[id(op.outputs[0])]
         source_key = keys[id(op.inputs[i])]
-        if id(op) in softmax.divisions or op.name == "slice":
+        if op.name == "slice":
             keys[id(out)] = source_key
+            continue
+        if id(op) in softmax.divisions:
+            keys[id(out)] = key = walk.key(out, labels)
+            steps.append(Step(op, labels, (source_key,), key, divides=True))
             continue
         if softmax.extra and len(op.inputs) > 1 and out.shape[labels.index(softmax.k)] != softmax.lengths[1]:
             raise NotFoundError(f"{op.name} is before the further columns of the scores are cut off")
@@ -164,7 +176,10 @@ def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
     return path[::-1]
 
 
-def run_steps(steps: Sequence[Step], env: dict[Any, Any], block: Block) -> None:
+def run_steps(
+    steps: Sequence[Step], env: dict[Any, Any], block: Block, quotient: Callable[[Any], Any] = lambda x: x
+) -> None:
+    """`quotient` returns the result of a division by the sum."""
     for step in steps:
         values = [x.value if isinstance(x, Literal) else env[x] for x in step.inputs]
-        env[step.output] = evaluate_block(step.op, step.labels, values, block)
+        env[step.output] = quotient(*values) if step.divides else evaluate_block(step.op, step.labels, values, block)

@@ -166,6 +166,20 @@ def test_keywords_are_passed_on():
     np.testing.assert_allclose(found, by_hand(q * 2, k, v), atol=1e-5)
 
 
+@pytest.mark.slow
+def test_a_row_without_keys_is_nan_if_one_of_its_weights_is_not_selected_away():
+    """The weight that is left is in a block that is skipped otherwise."""
+
+    def fn(q, k, v):
+        mask = (distance() >= 0) & (jnp.arange(S) > 1)  # two rows without keys
+        p = jax.nn.softmax(jnp.where(mask, jnp.einsum("bqnh,bknh->bnqk", q, k), -jnp.inf), -1)
+        return jnp.einsum("bnqk,bknh->bqnh", jnp.where(mask | (distance() == -95), p, 0), v)
+
+    found, expected = fm.blockwise_attention(fn, block=24)(*qkv()), fn(*qkv())
+    assert np.isnan(expected).any() and not np.isnan(expected[:, 1]).any()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def small(q, k, v):
     s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3)
     return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1), v)
