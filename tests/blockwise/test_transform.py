@@ -84,6 +84,13 @@ UNRECOGNIZED = {
     "its softmax is followed by stop_gradient": lambda x, y: jax.lax.stop_gradient(jax.nn.softmax(scores(x, y))) @ y,
     # Without a softmax, two dims that come from the dim of one input show it.
     "no attention is recognized in it": lambda x, y: jax.checkpoint(lambda z: jax.nn.sigmoid(scores(z, z)) @ z)(2 * x),
+    # At the same scores, a block and the whole array may be rounded in different ways.
+    "ge compares its scores with values computed from the same scores": lambda x, y: (
+        jax.nn.softmax(jnp.where(scores(x, y) >= jax.lax.top_k(scores(x, y), 9)[0][..., -1:], scores(x, y), -1e9)) @ y
+    ),
+    "gt compares its scores with values computed from the same scores": lambda x, y: (
+        jax.nn.softmax(jnp.where(scores(x, y) - scores(x, y).mean(-1, keepdims=True) > 0, scores(x, y), -1e9)) @ y
+    ),
     "no product of queries and keys is above the softmax": lambda x, y: (
         jax.nn.softmax(jnp.tanh(x[:, :, None] + y[:, None]).sum(-1)) @ y
     ),
@@ -111,6 +118,55 @@ def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
     assert lines_of(lambda x: jnp.exp(x) @ x, (jnp.ones((B, 8, 8)),)) == []  # the decay of a state space, in chunks
     fn, args = PROGRAMS["causal"]()
     assert lines_of(fn, args, block=512) == []
+
+
+def test_scores_that_are_compared_with_numbers_are_in_blocks():
+    fn = lambda x, y: jax.nn.softmax(jnp.where(scores(x, y) >= 0.5, scores(x, y), -1e9)) @ y  # noqa: E731
+    assert lines_of(fn, (jnp.ones((B, S, 8)), jnp.ones((B, S, 8)))) == ["1 attention, q 96 k 96, 9 of 9 blocks"]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (1, 96), (96, 8)])
+def test_an_attention_that_stays_because_it_is_small_is_said_to_be_small(queries, keys):
+    (line,) = lines_of(by_hand, (jnp.ones((B, queries, 4, 4)), *[jnp.ones((B, keys, 4, 4))] * 2), block=2)
+    assert line.endswith("stays: it has fewer than 32 queries or keys, or fewer scores than a block")
+
+
+EMPTY = {  # shapes of queries, keys and values
+    "rows": [(0, S, 4, 8)] * 3,
+    "queries": [(B, 0, 4, 8), (B, S, 4, 8), (B, S, 4, 8)],
+    "keys": [(B, S, 4, 8), (B, 0, 4, 8), (B, 0, 4, 8)],
+    "heads": [(B, S, 0, 8)] * 3,
+    "contracted dim": [(B, S, 4, 0), (B, S, 4, 0), (B, S, 4, 8)],
+    "values": [(B, S, 4, 8), (B, S, 4, 8), (B, S, 4, 0)],
+}
+
+
+@pytest.mark.parametrize("dim", EMPTY)
+def test_arrays_without_elements_stay(dim):
+    args = [jnp.ones(shape) for shape in EMPTY[dim]]
+    loss = lambda *x: fm.blockwise_attention(by_hand, block=22)(*x).sum()  # noqa: E731
+    assert [x.shape for x in jax.eval_shape(jax.grad(loss, (0, 1, 2)), *args)] == EMPTY[dim]
+    named = "stays: an operand of its products has no elements"
+    assert [x.partition(", 288 KiB, ")[2] for x in lines_of(by_hand, args)] == [named] * (dim[0] in "cv")
+
+
+def chain(x, length=5000):
+    for _ in range(length):
+        x = jnp.sin(x)
+    return x
+
+
+CHAINS = {  # where an attention has a chain of operations
+    "before the scores": lambda q, k, v: by_hand(chain(q), k, v),
+    "between the products": lambda q, k, v: by_hand(q, k, v, chain),
+    "in a mask": lambda q, k, v: by_hand(q, k, v, lambda s: jnp.where(chain(jnp.arange(float(S))) >= 0, s, -1e9)),
+}
+
+
+@pytest.mark.parametrize("where", [pytest.param(x, marks=[pytest.mark.slow] * (n > 0)) for n, x in enumerate(CHAINS)])
+def test_walks_do_not_recurse_over_the_length_of_a_program(where):
+    (line,) = lines_of(CHAINS[where], qkv())
+    assert line.startswith("1 attention, q 96 k 96, ")
 
 
 class Counts(nnx.Module):
