@@ -120,9 +120,7 @@ class Loops:
             x = jnp.where(at < self.blocks.keys, x, -jnp.inf)
         return jnp.broadcast_to(x, block.shape(region.shape, tuple(range(len(region.shape)))))
 
-    def weigh(
-        self, env: Values, e: Any, block: Block, quotient: Callable[[Any], Any] = lambda x: x
-    ) -> tuple[Any, Any]:
+    def weigh(self, env: Values, e: Any, block: Block, quotient: Callable[[Any], Any] = lambda x: x) -> tuple[Any, Any]:
         """(the part of the result, the part of the sum) of a block with the undivided weights `e`."""
         region = self.region
         env[region.exp] = e.astype(region.softmax.exp.outputs[0].aval.dtype)

@@ -17,10 +17,10 @@ from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, pla
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.blockwise.squares import unrecognized
-from flax_mesh.calls import traced_call
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
+from flax_mesh.modes import traced_call
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 
@@ -60,9 +60,9 @@ def _find(top: Level, block: int) -> tuple[list[Region], list[Left], dict[int, s
             pairs = itertools.combinations(op.outputs[0].shape, 2)
             is_large = any(are_scores(n, m, block) for n, m in pairs)
             try:
-                found = _regions(op, uses, block) if is_large else []
-                regions += found
-                if not found:
+                attentions = _regions(op, uses, block) if is_large else []
+                regions += attentions
+                if not attentions:
                     small[id(op)] = SMALL
             except NotFoundError as error:
                 if str(error) and is_large:

@@ -8,12 +8,11 @@ import jax
 from flax import nnx
 from jax.extend import core as jex
 
-from flax_mesh.calls import traced_call
 from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.adapters import Adapter, adapters_of
 from flax_mesh.lora.products import Products, plain
 from flax_mesh.lora.weight import Weight, with_factors
-from flax_mesh.modes import user_modes
+from flax_mesh.modes import traced_call, user_modes
 from flax_mesh.mpmd.split.jaxpr import Eqn, program_of
 from flax_mesh.tree import named_leaves
 
