@@ -210,8 +210,11 @@ class Attention:
         x = jnp.concatenate([loops.scores(env, block), *map(loops.full_columns, loops.columns(env))], region.k)
         m = lax.stop_gradient(x.max(region.k, keepdims=True))
         e = jnp.exp(x - jnp.where(m == -jnp.inf, 0.0, m))
-        part, total = loops.weigh(env, lax.slice_in_dim(e, 0, keys, axis=region.k), block)
+        of_keys = lax.slice_in_dim(e, 0, keys, axis=region.k)
+        part, total = loops.weigh(env, of_keys, block)
         total = total + lax.slice_in_dim(e, keys, e.shape[region.k], axis=region.k).sum(region.k, keepdims=True)
+        if region.selects:
+            total, _ = loops.without_empty(total, loops.keeps(env, of_keys, block))
         return (part / loops.to_out(total)).astype(region.out.aval.dtype)
 
     # For JAX

@@ -22,7 +22,7 @@ from flax_mesh.blockwise.dims import (
 )
 from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
 
-_FEWEST_KEYS = 32  # a softmax over fewer is the softmax of a router
+FEWEST = 32  # queries or keys: a softmax over fewer is the softmax of a router
 Uses = dict[int, list[tuple[Op | None, int]]]  # id of a value -> (operation, number of the input); None: an output
 
 
@@ -50,7 +50,7 @@ class Softmax(NamedTuple):
 
 def are_scores(queries: int, keys: int, block: int) -> bool:
     """Whether dims of these sizes have more elements than a block of scores."""
-    return queries * keys >= block**2 and min(queries, keys) >= _FEWEST_KEYS
+    return queries * keys >= block**2 and min(queries, keys) >= FEWEST
 
 
 def uses_of(level: Level) -> Uses:

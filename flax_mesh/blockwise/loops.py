@@ -6,7 +6,7 @@ row m is -1e38, and m + log l would lose log l. Where factors of the weights are
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -120,11 +120,11 @@ class Loops:
             x = jnp.where(at < self.blocks.keys, x, -jnp.inf)
         return jnp.broadcast_to(x, block.shape(region.shape, tuple(range(len(region.shape)))))
 
-    def weigh(self, env: Values, e: Any, block: Block) -> tuple[Any, Any]:
+    def weigh(self, env: Values, e: Any, block: Block, quotient: Callable[[Any], Any] = lambda x: x) -> tuple[Any, Any]:
         """(the part of the result, the part of the sum) of a block with the undivided weights `e`."""
         region = self.region
         env[region.exp] = e.astype(region.softmax.exp.outputs[0].aval.dtype)
-        run_steps(region.weight_steps, env, block)
+        run_steps(region.weight_steps, env, block, quotient)
         total = env[region.summed].astype(_F32).sum(region.k, keepdims=True)
         operands = [env[region.weighted], env[region.values]]
         dtype = jnp.promote_types(*(x.dtype for x in operands))
@@ -132,6 +132,15 @@ class Loops:
         numbers = region.softmax.product.params["dimension_numbers"]
         precision = region.softmax.product.params["precision"]
         return lax.dot_general(left, right, numbers, precision, _F32), total
+
+    def keeps(self, env: Values, e: Any, block: Block) -> Any:
+        """Whether the result has quotients of a row by its sum: all others are selected away, also 0 / 0."""
+        return jnp.isnan(self.weigh(env, e, block, lambda x: jnp.full_like(x, jnp.nan))[0])
+
+    def without_empty(self, total: Any, kept: Any) -> tuple[Any, Any]:
+        """(`total` with 1 for rows that have no key and whose weights are all selected away, these rows)."""
+        empty = (total == 0) & (self.from_out(kept.astype(_F32)) == 0)
+        return jnp.where(empty, 1.0, total), empty
 
     def columns(self, env: Values) -> list[Any]:
         """The further columns of the scores."""
@@ -162,26 +171,36 @@ class Loops:
             maximum, total = self._start(of_rows, rows)
 
             def goes_on(carry: Any) -> Any:
-                t, m, _, _ = carry
-                first = t < count[i]
-                return first | ((t < blocks.num_k) & jnp.any(m - high[i] < GAP)) if may_return else first
+                t, m, total, _, kept = carry
+                further = jnp.any(m - high[i] < GAP) if may_return else False
+                if region.selects:  # 0 or NaN?
+                    further |= jnp.any((self.to_out(total) == 0) & ~kept)
+                return (t < count[i]) | ((t < blocks.num_k) & further)
 
             def visit(carry: Any) -> Any:
-                t, m, total, out = carry
+                t, m, total, out, kept = carry
                 j = order[i, t]
                 env, block = self.cut(of_rows, region.k, j), self.block(i, j)
                 x = self.scores(env, block)
                 new = jnp.maximum(m, x.max(region.k, keepdims=True))
                 safe = jnp.where(new == -jnp.inf, 0.0, new)
                 fix = jnp.exp(m - safe)
-                part, added = self.weigh(env, jnp.exp(x - safe), block)
-                return t + 1, new, total * fix + added, out * self.to_out(fix) + part
+                e = jnp.exp(x - safe)
+                part, added = self.weigh(env, e, block)
+                total = total * fix + added
+                if region.selects:
+                    kept |= lax.cond(jnp.any(total == 0), lambda: self.keeps(env, e, block), lambda: nothing)
+                return t + 1, new, total, out * self.to_out(fix) + part, kept
 
-            carry = jnp.int32(0), maximum, total, jnp.zeros(out_shape, _F32)
+            nothing = jnp.zeros(out_shape, bool)
+            carry = jnp.int32(0), maximum, total, jnp.zeros(out_shape, _F32), nothing
             with self._named():
-                t, m, total, out = lax.while_loop(goes_on, visit, carry)
-            out = (out / self.to_out(total)).astype(region.out.aval.dtype)
-            return out, jnp.where(m == -jnp.inf, 0.0, m), total, t
+                t, m, total, out, kept = lax.while_loop(goes_on, visit, carry)
+            m = jnp.where(m == -jnp.inf, 0.0, m)
+            if region.selects:
+                total, empty = self.without_empty(total, kept)
+                m = jnp.where(empty, jnp.inf, m)  # without weights
+            return (out / self.to_out(total)).astype(region.out.aval.dtype), m, total, t
 
         out, m, total, visited = lax.map(of_queries, jnp.arange(blocks.num_q))
         joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (total, region.q))]

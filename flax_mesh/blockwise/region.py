@@ -1,6 +1,7 @@
 """The operations between the two products of an attention, on blocks, and the leaves from which they start."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,6 +17,7 @@ class Step(NamedTuple):
     labels: Labels  # of the output
     inputs: tuple[Key, ...]
     output: Key
+    divides: bool = False  # by the sum: the loops divide the result instead
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Region:
     softmax: Softmax
     leaves: Mapping[Key, tuple[Value, Labels]]
     score_steps: tuple[Step, ...]  # from the leaves to the scores, shared ones of masks and dropout included
-    weight_steps: tuple[Step, ...]  # from the exp to the operands of the sum and of the product, without the division
+    weight_steps: tuple[Step, ...]  # from the exp to the operands of the sum and of the product
     scores: Key
     exp: Key
     summed: Key
@@ -53,6 +55,12 @@ class Region:
     def out(self) -> Value:
         return self.softmax.product.outputs[0]
 
+    @property
+    def selects(self) -> bool:
+        """Whether weights are selected after the division: rows without a key may then be 0 and not NaN."""
+        after = itertools.dropwhile(lambda step: not step.divides, self.weight_steps)
+        return any(step.op.name == "select_n" for step in after)
+
     def steps_labels(self) -> Sequence[tuple[Op, Labels]]:
         return [(step.op, step.labels) for step in (*self.score_steps, *self.weight_steps)]
 
@@ -72,6 +80,7 @@ def region_of(softmax: Softmax) -> Region:
     before = labels_before(product, at, out, (softmax.q, softmax.k)) or (None,) * len(first.shape)
     value_labels = tuple(softmax.k if d in contracted[at] else label for d, label in enumerate(before))
     values = walk.leaf(first, value_labels)
+    _check_jumps(walk)
     if softmax.extra and keys[id(softmax.summed)] != exp:
         raise NotFoundError("further columns of the scores are changed before they are summed")
     return Region(
@@ -112,23 +121,64 @@ class _Walk:
         return key
 
     def visit(self, x: Any, labels: Labels) -> Key:
-        x = source(x)
-        if isinstance(x, Literal):
-            return x
-        key = _, labels = self.key(x, labels)
-        if key in self.seen:
-            return key
-        self.seen.add(key)
-        op = x.op
-        if op is None or not set(self.whole) <= set(labels) or not is_blockable(op, labels, self.whole):
-            return self.leaf(x, labels)
+        todo: list[Any] = [(x, labels)]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, Step):
+                self.steps.append(item)
+            elif (key := self._key_of(*item)) not in self.seen and not isinstance(key, Literal):
+                self.seen.add(key)
+                todo += self._inputs(source(item[0]), key)
+        return self._key_of(x, labels)
+
+    def _key_of(self, x: Any, labels: Labels) -> Key:
+        return x if isinstance(x := source(x), Literal) else self.key(x, labels)
+
+    def _inputs(self, x: Value, key: Key) -> list[Any]:
+        """The step of a value, to be added after its inputs, and these inputs with their labels, the last one first."""
+        op, labels = x.op, key[1]
+        if op is None or not {*self.whole} <= {*labels} or not is_blockable(op, labels, self.whole):
+            self.leaf(x, labels)
+            return []
         if op.name in ("iota", "random_bits"):
-            inputs = [self.leaf(each, (None,) * len(each.shape)) for each in op.inputs]
-        else:
-            before = [labels_before(op, i, labels, self.whole) or () for i in range(len(op.inputs))]
-            inputs = [self.visit(each, of) for each, of in zip(op.inputs, before, strict=True)]
-        self.steps.append(Step(op, labels, tuple(inputs), key))
-        return key
+            return [Step(op, labels, tuple(self.leaf(each, (None,) * len(each.shape)) for each in op.inputs), key)]
+        before = [labels_before(op, i, labels, self.whole) or () for i in range(len(op.inputs))]
+        inputs = [*zip(op.inputs, before, strict=True)]
+        return [Step(op, labels, tuple(self._key_of(*each) for each in inputs), key), *reversed(inputs)]
+
+
+_JUMPS = frozenset("ceil eq eq_to floor ge gt le le_to lt lt_to ne round sign".split())  # noqa: SIM905
+
+
+def _check_jumps(walk: _Walk) -> None:
+    """A condition on scores of a block and on stored values of the same scores would depend on their rounding."""
+    products: dict[Key, set[Op]] = {}
+    stored: dict[Key, set[Key]] = {key: {key} for key in walk.leaves}
+    for step in walk.steps:
+        inputs = [x for x in step.inputs if not isinstance(x, Literal)]
+        products[step.output] = set().union(*(products.get(x, ()) for x in inputs))
+        stored[step.output] = set().union(*(stored.get(x, ()) for x in inputs))
+        if step.op.name == "dot_general":
+            products[step.output].add(step.op)
+        elif step.op.name in _JUMPS and (of := products[step.output]):
+            for key in stored[step.output]:
+                if _depends_on(walk.leaves[key][0], of):
+                    raise NotFoundError(f"{step.op.name} compares its scores with values computed from the same scores")
+
+
+def _depends_on(x: Value, products: Collection[Op]) -> bool:
+    """Whether a value is computed from one of the products, or from one with the same operands."""
+    operands = {frozenset(map(id, map(source, op.inputs))) for op in products}
+    todo, seen = [x], set[int]()
+    while todo:
+        op = source(todo.pop()).op
+        if op is None or id(op) in seen:
+            continue
+        seen.add(id(op))
+        if op.name == "dot_general" and frozenset(map(id, map(source, op.inputs))) in operands:
+            return True
+        todo += [each for each in op.inputs if isinstance(each, Value)]
+    return False
 
 
 def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[int, Key]]:
@@ -139,8 +189,12 @@ def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[
     ):
         out, labels = op.outputs[0], softmax.labels[id(op.outputs[0])]
         source_key = keys[id(op.inputs[i])]
-        if id(op) in softmax.divisions or op.name == "slice":
+        if op.name == "slice":
             keys[id(out)] = source_key
+            continue
+        if id(op) in softmax.divisions:
+            keys[id(out)] = key = walk.key(out, labels)
+            steps.append(Step(op, labels, (source_key,), key, divides=True))
             continue
         if softmax.extra and len(op.inputs) > 1 and out.shape[labels.index(softmax.k)] != softmax.lengths[1]:
             raise NotFoundError(f"{op.name} is before the further columns of the scores are cut off")
@@ -164,7 +218,10 @@ def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
     return path[::-1]
 
 
-def run_steps(steps: Sequence[Step], env: dict[Any, Any], block: Block) -> None:
+def run_steps(
+    steps: Sequence[Step], env: dict[Any, Any], block: Block, quotient: Callable[[Any], Any] = lambda x: x
+) -> None:
+    """`quotient` returns the result of a division by the sum."""
     for step in steps:
         values = [x.value if isinstance(x, Literal) else env[x] for x in step.inputs]
-        env[step.output] = evaluate_block(step.op, step.labels, values, block)
+        env[step.output] = quotient(*values) if step.divides else evaluate_block(step.op, step.labels, values, block)

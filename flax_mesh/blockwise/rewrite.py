@@ -25,44 +25,32 @@ class Needed:
     def __init__(self, top: Level):
         self.values: set[int] = set()
         self.ops: set[int] = set()
-        self._level(top)
+        todo: list[Any] = [top]
+        while todo:
+            x = todo.pop()
+            if isinstance(x, Level):
+                todo += [*x.outputs, *(op for op in x.ops if op.eqn.effects)]
+            elif isinstance(x, Value) and id(x) not in self.values:
+                self.values.add(id(x))
+                todo += [x.op, x.outer]
+            elif isinstance(x, Op) and id(x) not in self.ops:
+                self.ops.add(id(x))
+                todo += self._of(x)
 
-    def _level(self, level: Level) -> None:
-        for x in level.outputs:
-            self._value(x)
-        for op in level.ops:
-            if op.eqn.effects:
-                self._op(op)
-
-    def _value(self, x: Any) -> None:
-        while isinstance(x, Value) and id(x) not in self.values:
-            self.values.add(id(x))
-            if x.op is not None:
-                self._op(x.op)
-            x = x.outer
-
-    def _op(self, op: Op) -> None:
-        if id(op) in self.ops:
-            return
-        self.ops.add(id(op))
+    def _of(self, op: Op) -> list[Any]:
+        """The values and the levels that an operation needs."""
         if op.region is not None:
-            for x, _ in op.region.leaves.values():
-                self._value(x)
-            return
+            return [x for x, _ in op.region.leaves.values()]
         if not op.bodies or op.is_closed:
-            kept = op.inputs
-        elif op.name == "scan":
+            return op.inputs
+        if op.name == "scan":
             kept = op.inputs[scan_sizes(op.eqn)[0] :]  # constants only if the body needs them
         elif op.name == "while":
             first, consts = op.params["cond_nconsts"], op.params["body_nconsts"]
             kept = [*op.inputs[:first], *op.inputs[first + consts :]]
         else:
             kept = op.inputs[:1] if op.name == "cond" else []
-        for x in kept:
-            self._value(x)
-        if not op.is_closed:
-            for body in op.bodies:
-                self._level(body)
+        return [*kept, *op.bodies]
 
 
 def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) -> list[Any]:
@@ -148,25 +136,40 @@ def _as_array(x: Any, of: Any) -> Any:
 
 def known_value(x: Any, cache: dict[int, Any]) -> Any:
     """A value that depends on no input, as an array of NumPy; None for every other value."""
-    x = source(x)
-    if isinstance(x, Literal):
-        return np.asarray(x.value)
-    if id(x) not in cache:
-        cache[id(x)] = None if is_key(x.aval) else _computed(x, cache)
-    return cache[id(x)]
+    todo = [x := source(x)]
+    while todo:
+        inputs = [] if _is_known(todo[-1], cache) else _inputs_of(todo[-1]) or []
+        if missing := [each for each in inputs if not _is_known(each, cache)]:
+            todo += missing
+        elif not _is_known(value := todo.pop(), cache):
+            cache[id(value)] = _computed(value, cache)
+    return np.asarray(x.value) if isinstance(x, Literal) else cache[id(x)]
 
 
-def _computed(x: Value, cache: dict[int, Any]) -> Any:
-    if x.const is not None:
-        return None if isinstance(x.const, core.Tracer) else np.asarray(x.const)
+def _is_known(x: Any, cache: Mapping[int, Any]) -> bool:
+    return isinstance(x, Literal) or id(x) in cache
+
+
+def _inputs_of(x: Value) -> list[Any] | None:
+    """The values from which the result of an operation is computed at trace time; None if it is not."""
     op = x.op
     if op is None or op.bodies or len(op.outputs) != 1 or x.aval.size > _LARGEST or op.eqn.effects:
         return None
-    if op.name == "random_bits" or op.is_closed:
+    if op.name == "random_bits" or op.is_closed or is_key(x.aval):
         return None
-    inputs = [known_value(each, cache) for each in op.inputs]
+    return [source(each) for each in op.inputs]
+
+
+def _computed(x: Value, cache: Mapping[int, Any]) -> Any:
+    if x.const is not None:
+        return None if isinstance(x.const, core.Tracer) or is_key(x.aval) else np.asarray(x.const)
+    values = _inputs_of(x)
+    if x.op is None or values is None:
+        return None
+    inputs = [each.value if isinstance(each, Literal) else cache[id(each)] for each in values]
     if any(each is None for each in inputs):
         return None
     every = Block({}, {}, {}, {})
     with jax.ensure_compile_time_eval():
-        return np.asarray(evaluate_block(op, (None,) * len(x.shape), [jnp.asarray(each) for each in inputs], every))
+        inputs = [jnp.asarray(each) for each in inputs]
+        return np.asarray(evaluate_block(x.op, (None,) * len(x.shape), inputs, every))

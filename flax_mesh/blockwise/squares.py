@@ -19,13 +19,16 @@ _USUAL = frozenset({"div", "mul", "reduce_sum", "select_n"})  # between the expo
 _PARTS = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice"})  # their dims keep the origin, not the size
 
 
-def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> list[tuple[Value, Op, str]]:
+def unrecognized(
+    top: Level, needed: set[int], named: set[int], small: Mapping[int, str], block: int
+) -> list[tuple[Value, Op, str]]:
     """(array, its operation, reason why it stays) for the arrays that `needed` operations store.
 
     Args:
         top: The program.
         needed: Ids of the operations that are computed.
         named: Ids of operations whose arrays are named already. A square array that leads to one is left out.
+        small: Why attentions that are recognized and small stay, by the ids of their exps.
         block: The fewest elements in each of the two dims of a softmax. Square arrays have `block` times `block`.
     """
     arrays = [(x, n) for n, x in enumerate(top.inputs)]
@@ -36,7 +39,7 @@ def unrecognized(top: Level, needed: set[int], named: set[int], block: int) -> l
     for level in all_levels(top):
         ops = [op for op in level.ops if id(op) in needed]
         reasons = [(op, _other_softmax(op, islice(ops, n + 1, None), block)) for n, op in enumerate(ops)]
-        similar = {id(op): reason for op, reason in reasons if reason and id(op) not in named}
+        similar = {id(op): small.get(id(op), reason) for op, reason in reasons if reason and id(op) not in named}
         outputs = [out for op in ops if not op.bodies for out in op.outputs]
         square = {id(out) for out in outputs if _is_square(out, origins.get(id(out), ()), block)}
         ends, before, first = named | similar.keys(), set[int](), list[tuple[Value, Op]]()
@@ -60,7 +63,7 @@ def _other_softmax(op: Op, later: Iterable[Op], block: int) -> str:
         return ""
     out = op.outputs[0]
     long = {d for d, size in enumerate(out.shape) if size >= block}
-    if len(long) < 2:
+    if len(long) < 2 or 0 in out.shape:
         return ""
     dims = tuple(range(len(out.shape)))
     labels: dict[int, Labels] = {id(out): dims}
@@ -109,7 +112,7 @@ def _is_square(x: Value, origins: Layout, block: int) -> bool:
         {*origins[d]} & {*origins[e]} and are_scores(n, m, block)
         for d, n in enumerate(x.shape)
         for e, m in enumerate(x.shape[:d])
-        if origins
+        if origins and 0 not in x.shape
     )
 
 

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.extend import core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
-from flax_mesh.blockwise.find import NotFoundError, Uses, are_scores, find_softmax, uses_of
+from flax_mesh.blockwise.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
 from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
@@ -21,10 +20,12 @@ from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
+from flax_mesh.modes import traced_call
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 
 MODES = ("auto", "blockwise", "as_written")
+SMALL = f"it has fewer than {FEWEST} queries or keys, or fewer scores than a block"
 
 
 class Left(NamedTuple):
@@ -43,31 +44,40 @@ class Left(NamedTuple):
         return f"{where}{count}{array_text(aval)}, {bytes_text(num_bytes(aval))}, stays: {self.reason}"
 
 
-def _find(top: Level, block: int) -> tuple[list[Region], list[Left]]:
-    """The attentions of a function, and the scores of those that are recognized and stay."""
+def _find(top: Level, block: int) -> tuple[list[Region], list[Left], dict[int, str]]:
+    """The attentions of a function, the scores of those that are recognized and stay, and why small ones stay.
+
+    The latter by the ids of their exps: they have a line only if other dims make their arrays large.
+    """
     regions: list[Region] = []
     left: list[Left] = []
+    small: dict[int, str] = {}
     for level in all_levels(top):
         uses = uses_of(level)
         for op in level.ops:
-            if op.name == "exp":
-                try:
-                    regions += _regions(op, uses, block)
-                except NotFoundError as error:
-                    sizes = itertools.combinations(op.outputs[0].shape, 2)
-                    if str(error) and any(are_scores(n, m, block) for n, m in sizes):
-                        left.append(Left(op.outputs[0], op, str(error)))
+            if op.name != "exp":
+                continue
+            pairs = itertools.combinations(op.outputs[0].shape, 2)
+            is_large = any(are_scores(n, m, block) for n, m in pairs)
+            try:
+                attentions = _regions(op, uses, block) if is_large else []
+                regions += attentions
+                if not attentions:
+                    small[id(op)] = SMALL
+            except NotFoundError as error:
+                if str(error) and is_large:
+                    left.append(Left(op.outputs[0], op, str(error)))
     for region in regions:
         for x, labels in region.leaves.values():
             if {region.q, region.k} <= {*labels}:
                 reason = f"{x.op.name} is not evaluated on blocks" if x.op else "it is an argument or a constant"
                 left.append(Left(x, x.op or region.softmax.product, reason))
-    return regions, left
+    return regions, left, small
 
 
 def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     """The attentions around an exp, if they have more scores than one block has."""
-    if len(exp.outputs[0].shape) < 2:
+    if 0 in exp.outputs[0].shape:
         return []
     softmaxes = find_softmax(exp, uses)
     if not are_scores(*softmaxes[0].lengths, block):
@@ -76,7 +86,10 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
         raise NotFoundError(f"it is inside of {around}")
     if exp.outputs[0].aval.dtype == np.float64:
         raise NotFoundError("blocks are computed in float32")
-    return [region_of(each) for each in softmaxes]
+    regions = [region_of(each) for each in softmaxes]
+    if any(0 in x.shape for each in regions for x in (each.out, *(x for x, _ in each.leaves.values()))):
+        raise NotFoundError("an operand of its products has no elements")
+    return regions
 
 
 def _also_used(region: Region, needed: Needed) -> list[Left]:
@@ -107,7 +120,7 @@ def rewrite(
 ) -> Rewritten:
     """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known."""
     top = build(closed)
-    regions, left = _find(top, block or BLOCK)
+    regions, left, small = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known: dict[int, Layout] = {}
     if regions and not mesh.empty:
@@ -122,7 +135,7 @@ def rewrite(
     needed = Needed(top)
     left += [each for region in regions for each in _also_used(region, needed)]
     named = {id(op) for x, op, _ in left for op in (x.op, op)}
-    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed.ops, named, block or BLOCK)]
+    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed.ops, named, small, block or BLOCK)]
 
     def call(*args: Any) -> list[Any]:
         env = {id(v): x for v, x in zip(top.inputs, args, strict=True)}
@@ -160,7 +173,7 @@ def blockwise_attention(
     for both passes. On Explicit axes the types state how the values are split, on Auto axes `in_specs`.
 
     Args:
-        fn: A function of arrays, or pytrees of arrays, or NNX modules, whose changes are kept.
+        fn: A function of pytrees of arrays and NNX modules, whose changes are kept.
         in_specs: A PartitionSpec per positional argument, or a prefix of their pytrees, as in `jax.shard_map`.
         block: The length of blocks of queries and keys; shorter for many heads. Attentions that are smaller than one
             block stay as they are. Default: 512, on GPUs 1024.
@@ -187,26 +200,14 @@ def blockwise_attention(
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        modules = [n for n, x in enumerate(args) if isinstance(x, nnx.Pytree)]
-        split = {n: nnx.split(args[n], graph=True) for n in modules}
+        def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
+            rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
+            if say is not None:
+                for line in rewritten.lines:
+                    say(line)
+            return rewritten.call(*jax.tree.leaves(inputs))
 
-        def pure(args: Any, kwargs: Any) -> Any:
-            given = [nnx.merge(split[n][0], x) if n in split else x for n, x in enumerate(args)]
-            result = fn(*given, **kwargs)
-            return result, [nnx.split(given[n], graph=True)[1] for n in modules]
-
-        inputs = [split[n][1] if n in split else x for n, x in enumerate(args)], kwargs
-        leaves, tree = jax.tree.flatten(inputs)
-        flat = lambda *leaves: pure(*jax.tree.unflatten(tree, leaves))  # noqa: E731
-        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
-        if say is not None:
-            for line in rewritten.lines:
-                say(line)
-        result, changed = jax.tree.unflatten(jax.tree.structure(shapes), rewritten.call(*leaves))
-        for n, state in zip(modules, changed, strict=True):
-            nnx.update(args[n], state)
-        return result
+        return traced_call(fn, args, kwargs, evaluate)
 
     return wrapped
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend import core as jex
 
 from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.adapters import Adapter, adapters_of
 from flax_mesh.lora.products import Products, plain
 from flax_mesh.lora.weight import Weight, with_factors
-from flax_mesh.modes import user_modes
+from flax_mesh.modes import traced_call, user_modes
 from flax_mesh.mpmd.split.jaxpr import Eqn, program_of
-from flax_mesh.step.state import check_same_structure
 from flax_mesh.tree import named_leaves
 
 MARK = "is_adapted"  # attribute of a function that `with_lora` returned
@@ -22,7 +22,7 @@ MARK = "is_adapted"  # attribute of a function that `with_lora` returned
 
 @check_types
 def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function(model, *args)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
+    """`function(model, *args, **kwargs)` of a model with adapters: a product x W becomes x W + alpha / rank * (x A) B.
 
     The gradient of W, an array of its shape, is never computed. Without adapters the result is the same as of
     `function`. A function that `with_lora` returned is returned as it is: the low-rank part would be added twice.
@@ -38,29 +38,21 @@ def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
     if hasattr(function, MARK):
         return function
 
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with user_modes():
+            return function(*args, **kwargs)
+
     @functools.wraps(function)
-    def adapted(model: Any, *args: Any) -> Any:
-        graphdef, state = nnx.split(model, graph=True)
-        adapters = adapters_of(state)
-        if not adapters:
-            return function(model, *args)
-        leaves, tree = jax.tree.flatten(state)
+    def adapted(model: Any, *args: Any, **kwargs: Any) -> Any:
+        def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
+            known = dict(named_leaves(inputs[0][0]))
+            given = [_with_factors(path, x, adapters.get(path), known) for path, x in known.items()]
+            given += jax.tree.leaves(inputs)[len(given) :]
+            return list(map(plain, Products(_low_rank, _refuse).run(program_of(closed), given)))
 
-        def call(leaves: list[Any], args: Any) -> tuple[Any, list[Any]]:
-            called = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-            with user_modes():
-                result = function(called, *args)
-            after = nnx.split(called, graph=True)
-            check_same_structure(graphdef, state, *after)
-            return result, jax.tree.leaves(after[1])
-
-        closed, shape = jax.make_jaxpr(call, return_shape=True)(leaves, args)
-        known = dict(zip((path for path, _ in named_leaves(state)), leaves, strict=True))
-        given = [_with_factors(path, x, adapters.get(path), known) for path, x in known.items()]
-        outs = Products(_low_rank, _refuse).run(program_of(closed), [*given, *jax.tree.leaves(args)])
-        result, after = jax.tree.unflatten(jax.tree.structure(shape), map(plain, outs))
-        nnx.update(model, jax.tree.unflatten(tree, after))
-        return result
+        if not (adapters := adapters_of(nnx.state(model, graph=True))):
+            return function(model, *args, **kwargs)
+        return traced_call(called, (model, *args), kwargs, evaluate)
 
     setattr(adapted, MARK, True)
     return adapted

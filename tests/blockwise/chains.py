@@ -103,7 +103,14 @@ SCORES: dict[str, Change] = {
     "merged": lambda s, p, x: (s.reshape(-1, *s.shape[2:]) + 0.5).reshape(s.shape),
     "more_dims": lambda s, p, x: (s[:, None] * jnp.array([0.5, 0.25])[(slice(None), *[None] * (s.ndim - 1))]).sum(1),
     "no_gradient": lambda s, p, x: s + jax.lax.stop_gradient(s * 0.3),
+    "top_k": lambda s, p, x: jnp.where(s >= jnp.sort(s, p.k).take(jnp.array([-9]), p.k), s, -1e9),
+    "largest": lambda s, p, x: jnp.where(s >= s.max(p.k, keepdims=True), s, -3.0),
+    "above_mean": lambda s, p, x: jnp.where(s - s.mean(p.k, keepdims=True) > 0, s, -2.0),
+    "minus_mean": lambda s, p, x: s - 0.5 * s.mean(p.k, keepdims=True),
+    "above_number": lambda s, p, x: jnp.where(s > 0.25, s, -4.0),
 }
+# Rows without a key, whose weights are selected or multiplied away.
+ABSENT = lambda p, x: (p.i >= p.j) & x["padding"][p.row, p.j] & (p.j > 1)  # noqa: E731
 WEIGHTS: dict[str, Change] = {
     "dropout": lambda w, p, x: jnp.where(jax.random.bernoulli(jax.random.key(3), 0.8, w.shape), w / 0.8, 0.0),
     "gate_of_keys": lambda w, p, x: w * x["key"][p.j],
@@ -118,6 +125,8 @@ WEIGHTS: dict[str, Change] = {
     "transposed": lambda w, p, x: jnp.swapaxes(jnp.swapaxes(w, 0, -1) * 1.5, 0, -1),
     "split": lambda w, p, x: (w.reshape(2, w.shape[0] // 2, *w.shape[1:]) * 0.9).reshape(w.shape),
     "merged": lambda w, p, x: w.reshape(-1, *w.shape[2:]).reshape(w.shape),
+    "selected": lambda w, p, x: jnp.where(ABSENT(p, x), w, 0.0),
+    "selected_outside": lambda w, p, x: jnp.where(p.j != 3, w, 0),
     "renormalized": lambda w, p, x: w / w.sum(p.k, keepdims=True),
     "no_gradient": lambda w, p, x: jax.lax.stop_gradient(w),
     "integers": lambda w, p, x: (w * 50).astype(jnp.int32).astype(w.dtype),
@@ -127,6 +136,12 @@ WEIGHTS: dict[str, Change] = {
 SOFTMAX = [
     "jax",
     "jax_where",
+    "absent_where",
+    "absent_where_by_hand",
+    "absent_selected",
+    "absent_selected_twice",
+    "absent_finite",
+    "absent_multiplied",
     "by_hand",
     "no_shift",
     "inverse",
@@ -145,8 +160,23 @@ SPECIAL = {"renormalized", "no_gradient", "integers", "squared", "every_other_ro
 
 
 def chains() -> st.SearchStrategy[Chain]:
+    return _chains(st.sampled_from(SOFTMAX))
+
+
+def rare_chains() -> st.SearchStrategy[Chain]:
+    """Attentions with rows without keys, or with statistics of the scores among the scores."""
+    absent = st.sampled_from([name for name in SOFTMAX if name.startswith("absent")])
+    return st.one_of(_chains(absent), _chains(st.sampled_from(SOFTMAX), st.sampled_from(STATISTICS)))
+
+
+STATISTICS = ("top_k", "largest", "above_mean", "minus_mean", "above_number")
+
+
+def _chains(softmax: st.SearchStrategy[str], first: st.SearchStrategy[str] | None = None) -> st.SearchStrategy[Chain]:
+    """`first` is an operation on the scores themselves."""
     masks = st.sampled_from(MASKS)
-    before = st.lists(st.one_of(st.sampled_from([*SCORES]), masks, st.sampled_from(MASKS_OF_ROWS)), max_size=5)
+    some = st.lists(st.one_of(st.sampled_from([*SCORES]), masks, st.sampled_from(MASKS_OF_ROWS)), max_size=5)
+    before = some.map(tuple) if first is None else st.tuples(first, some).map(lambda x: (x[0], *x[1]))
     plain = st.sampled_from([name for name in WEIGHTS if name not in SPECIAL])
     after = st.one_of(st.lists(plain, max_size=3), st.lists(st.sampled_from([*WEIGHTS]), max_size=3))
     length = st.integers(32, 45)
@@ -156,8 +186,8 @@ def chains() -> st.SearchStrategy[Chain]:
         length,
         length,
         st.integers(5, 31),
-        before.map(tuple),
-        st.sampled_from(SOFTMAX),
+        before,
+        softmax,
         after.map(tuple),
         st.sampled_from(PRODUCTS),
     )
@@ -245,6 +275,8 @@ def _softmax(kind: str, s: Any, p: Place, data: dict[str, Any]) -> Any:
         return jax.nn.softmax(s, p.k)
     if kind == "jax_where":
         return jax.nn.softmax(s, p.k, where=(p.i >= p.j) | (p.j == 3))
+    if kind.startswith("absent"):
+        return _absent(kind, s, p, ABSENT(p, data))
     if kind.startswith("sink"):
         shape = [2 if d == p.k else n for d, n in enumerate(s.shape)]
         sink = jnp.broadcast_to(0.0 if kind == "sink_zero" else data["head"][p.head], shape).astype(s.dtype)
@@ -271,3 +303,20 @@ def _softmax(kind: str, s: Any, p: Place, data: dict[str, Any]) -> Any:
     if kind == "other_rows" and s.shape[p.q] == s.shape[p.k]:
         return e / jnp.swapaxes(total(e), p.q, p.k)
     return e / total(e)
+
+
+def _absent(kind: str, s: Any, p: Place, mask: Any) -> Any:
+    if kind == "absent_where":
+        return jax.nn.softmax(s, p.k, where=mask)
+    if kind == "absent_where_by_hand":
+        s = jnp.where(mask, s, -1e30)
+        e = jnp.exp(s - s.max(p.k, keepdims=True))
+        return jnp.where(mask, e / e.sum(p.k, keepdims=True, where=mask), 0)
+    if kind == "absent_finite":
+        return jnp.where(mask, jax.nn.softmax(jnp.where(mask, s, LOW), p.k), 0)
+    if kind == "absent_multiplied":
+        return mask * jax.nn.softmax(jnp.where(mask, s, -1e9), p.k)
+    if kind == "absent_selected":
+        return jnp.where(mask, jax.nn.softmax(jnp.where(mask, s, -jnp.inf), p.k), 0)
+    e = jnp.where(mask, jnp.exp(jnp.where(mask, s, -jnp.inf)), 0)
+    return jnp.where(mask, e / e.sum(p.k, keepdims=True), 0)

@@ -67,6 +67,10 @@ def total(e: jax.Array) -> jax.Array:
     return e.sum(-1, keepdims=True)
 
 
+def over_total(e: jax.Array) -> jax.Array:
+    return e / total(e)
+
+
 def _changed(name: str, change: Callable[..., Any], *more: Any) -> None:
     PROGRAMS[name] = lambda: (lambda q, k, v, *args: by_hand(q, k, v, lambda s: change(s, *args)), (*qkv(), *more))
 
@@ -155,6 +159,32 @@ def softmax_where() -> Program:
         return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1, where=distance() >= 0), v)
 
     return fn, qkv()
+
+
+def _without_keys(weights: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[[], Program]:
+    """Rows 40 to 95 of one half of the batch have no key, and two more rows of the other half."""
+
+    def fn(q: Any, k: Any, v: Any, pad: Any) -> Any:
+        mask = (distance() >= 0) & (jnp.arange(S) > 1) & (pad[:, None, :, None] > 0)
+        return jnp.einsum("bnqk,bknh->bqnh", weights(jnp.einsum("bqnh,bknh->bnqk", q, k) / 3, mask), v)
+
+    return lambda: (fn, (*qkv(), np.arange(S)[None] < np.array([[40], [96]])))
+
+
+def _softmax_where(s: jax.Array, mask: jax.Array, initial: float = -np.inf) -> jax.Array:
+    e = jnp.exp(s - s.max(-1, where=mask, initial=initial, keepdims=True))
+    return jnp.where(mask, e / e.sum(-1, keepdims=True, where=mask), 0)
+
+
+PROGRAMS["no_key_where"] = _without_keys(lambda s, mask: jax.nn.softmax(s, where=mask))
+PROGRAMS["no_key_initial"] = _without_keys(lambda s, mask: _softmax_where(jnp.where(mask, s, -1e30), mask, -1e30))
+PROGRAMS["no_key_selected"] = _without_keys(
+    lambda s, mask: jnp.where(mask, jax.nn.softmax(jnp.where(mask, s, -jnp.inf), -1), 0)
+)
+PROGRAMS["no_key_twice"] = _without_keys(
+    lambda s, mask: jnp.where(mask, over_total(jnp.where(mask, jnp.exp(jnp.where(mask, s, -jnp.inf)), 0)), 0)
+)
+PROGRAMS["no_key_finite"] = _without_keys(lambda s, mask: mask * jax.nn.softmax(jnp.where(mask, s, -1e30), -1))
 
 
 @program

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from flax_mesh.blockwise.transform import blockwise_attention
-from tests.blockwise.chains import Chain, chains, program_of
+from tests.blockwise.chains import Chain, chains, program_of, rare_chains
 from tests.blockwise.compare import PLANTED, plant, scalar_of, square_of_gradient
 from tests.mpmd.zoo.base import FAST
 
@@ -17,6 +17,7 @@ SAMPLE = (
     Chain(
         "merged_groups", 45, 34, 9, ("causal:where:least", "documents:add:1e9"), "sink_in_front", ("dropout",), "one"
     ),
+    Chain("grouped", 40, 40, 17, (), "absent_selected", ("gate_of_keys",), "one"),
     Chain("keys_first", 37, 37, 16, ("table", "quotient:where:1e4", "cap"), "signed_factor", ("gate_of_keys",), "two"),
 )
 
@@ -79,4 +80,11 @@ def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(chains())
 def test_a_random_attention_in_blocks_equals_that_as_written(chain):
+    assert problem_of(chain) == ""
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rare_chains())
+def test_a_random_attention_of_rare_forms_in_blocks_equals_that_as_written(chain):
     assert problem_of(chain) == ""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -83,6 +84,13 @@ UNRECOGNIZED = {
     "its softmax is followed by stop_gradient": lambda x, y: jax.lax.stop_gradient(jax.nn.softmax(scores(x, y))) @ y,
     # Without a softmax, two dims that come from the dim of one input show it.
     "no attention is recognized in it": lambda x, y: jax.checkpoint(lambda z: jax.nn.sigmoid(scores(z, z)) @ z)(2 * x),
+    # At the same scores, a block and the whole array may be rounded in different ways.
+    "ge compares its scores with values computed from the same scores": lambda x, y: (
+        jax.nn.softmax(jnp.where(scores(x, y) >= jax.lax.top_k(scores(x, y), 9)[0][..., -1:], scores(x, y), -1e9)) @ y
+    ),
+    "gt compares its scores with values computed from the same scores": lambda x, y: (
+        jax.nn.softmax(jnp.where(scores(x, y) - scores(x, y).mean(-1, keepdims=True) > 0, scores(x, y), -1e9)) @ y
+    ),
     "no product of queries and keys is above the softmax": lambda x, y: (
         jax.nn.softmax(jnp.tanh(x[:, :, None] + y[:, None]).sum(-1)) @ y
     ),
@@ -112,22 +120,120 @@ def test_neither_a_router_nor_a_loss_nor_attention_of_one_block_is_touched():
     assert lines_of(fn, args, block=512) == []
 
 
-def test_changes_of_a_module_and_keywords_are_kept():
-    from flax import nnx
+def test_scores_that_are_compared_with_numbers_are_in_blocks():
+    fn = lambda x, y: jax.nn.softmax(jnp.where(scores(x, y) >= 0.5, scores(x, y), -1e9)) @ y  # noqa: E731
+    assert lines_of(fn, (jnp.ones((B, S, 8)), jnp.ones((B, S, 8)))) == ["1 attention, q 96 k 96, 9 of 9 blocks"]
 
-    class Counts(nnx.Module):
-        def __init__(self):
-            self.calls = nnx.Variable(jnp.zeros(()))
 
-        def __call__(self, q, k, v, *, scale):
-            self.calls[...] += 1
-            return by_hand(q * scale, k, v)
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (1, 96), (96, 8)])
+def test_an_attention_that_stays_because_it_is_small_is_said_to_be_small(queries, keys):
+    (line,) = lines_of(by_hand, (jnp.ones((B, queries, 4, 4)), *[jnp.ones((B, keys, 4, 4))] * 2), block=2)
+    assert line.endswith("stays: it has fewer than 32 queries or keys, or fewer scores than a block")
 
-    model = Counts()
+
+EMPTY = {  # shapes of queries, keys and values
+    "rows": [(0, S, 4, 8)] * 3,
+    "queries": [(B, 0, 4, 8), (B, S, 4, 8), (B, S, 4, 8)],
+    "keys": [(B, S, 4, 8), (B, 0, 4, 8), (B, 0, 4, 8)],
+    "heads": [(B, S, 0, 8)] * 3,
+    "contracted dim": [(B, S, 4, 0), (B, S, 4, 0), (B, S, 4, 8)],
+    "values": [(B, S, 4, 8), (B, S, 4, 8), (B, S, 4, 0)],
+}
+
+
+@pytest.mark.parametrize("dim", EMPTY)
+def test_arrays_without_elements_stay(dim):
+    args = [jnp.ones(shape) for shape in EMPTY[dim]]
+    loss = lambda *x: fm.blockwise_attention(by_hand, block=22)(*x).sum()  # noqa: E731
+    assert [x.shape for x in jax.eval_shape(jax.grad(loss, (0, 1, 2)), *args)] == EMPTY[dim]
+    named = "stays: an operand of its products has no elements"
+    assert [x.partition(", 288 KiB, ")[2] for x in lines_of(by_hand, args)] == [named] * (dim[0] in "cv")
+
+
+def chain(x, length=5000):
+    for _ in range(length):
+        x = jnp.sin(x)
+    return x
+
+
+CHAINS = {  # where an attention has a chain of operations
+    "before the scores": lambda q, k, v: by_hand(chain(q), k, v),
+    "between the products": lambda q, k, v: by_hand(q, k, v, chain),
+    "in a mask": lambda q, k, v: by_hand(q, k, v, lambda s: jnp.where(chain(jnp.arange(float(S))) >= 0, s, -1e9)),
+}
+
+
+@pytest.mark.parametrize("where", [pytest.param(x, marks=[pytest.mark.slow] * (n > 0)) for n, x in enumerate(CHAINS)])
+def test_walks_do_not_recurse_over_the_length_of_a_program(where):
+    (line,) = lines_of(CHAINS[where], qkv())
+    assert line.startswith("1 attention, q 96 k 96, ")
+
+
+class Counts(nnx.Module):
+    """Its changes are statistics, random counts, a new Variable and a number."""
+
+    def __init__(self):
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.number = 0
+
+    def __call__(self, x):
+        self.last, self.number = nnx.Intermediate(x.sum()), self.number + 1
+        return self.dropout(self.norm(x))
+
+
+# How a function gets a module: (args, kwargs) of the module, and the modules in them in the order of their calls.
+ARGUMENTS = {
+    "positional": lambda m: ((m,), {}),
+    "keyword": lambda m: ((), {"m": m}),
+    "dict": lambda m: (({"a": {"m": m}},), {}),
+    "list": lambda m: (([2.0, m],), {}),
+    "tuple of a keyword": lambda m: ((), {"a": (m, 1)}),
+    "twice": lambda m: ((m, [m]), {"m": m}),
+    "module and a part of it": lambda m: ((m.norm, m), {"m": {"dropout": m.dropout}}),
+    "State": lambda m: ((nnx.state(m.norm), m), {}),
+}
+
+
+@pytest.mark.parametrize("how", ARGUMENTS)
+def test_changes_of_modules_anywhere_in_the_arguments_are_kept(how):
+    def call(*args, **kwargs):
+        x = jnp.arange(12.0).reshape(4, 3)
+        for module in jax.tree.leaves((args, kwargs), is_leaf=lambda x: isinstance(x, nnx.Module | nnx.Variable)):
+            if isinstance(module, nnx.BatchStat):
+                module[...] += 1
+            x = module(x) if isinstance(module, nnx.Module) else x
+        return x
+
+    found, expected = Counts(), Counts()
+    for _ in range(2):
+        args, kwargs = ARGUMENTS[how](found)
+        result = fm.blockwise_attention(call)(*args, **kwargs)
+        args, kwargs = ARGUMENTS[how](expected)
+        np.testing.assert_allclose(result, call(*args, **kwargs), rtol=1e-6)
+    assert found.number == expected.number > 0
+    for x, y in zip(*(jax.tree.leaves(nnx.state(m, nnx.Not(nnx.RngKey))) for m in (found, expected)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_keywords_are_passed_on():
     q, k, v = qkv()
-    found = fm.blockwise_attention(lambda m, q, **x: m(q, k, v, **x), block=40)(model, q, scale=2.0)
-    assert float(model.calls[...]) == 1
+    found = fm.blockwise_attention(lambda q, **x: by_hand(q, k, v, lambda s: s * x["scale"]), block=40)(q, scale=2.0)
     np.testing.assert_allclose(found, by_hand(q * 2, k, v), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_row_without_keys_is_nan_if_one_of_its_weights_is_not_selected_away():
+    """The weight that is left is in a block that is skipped otherwise."""
+
+    def fn(q, k, v):
+        mask = (distance() >= 0) & (jnp.arange(S) > 1)  # two rows without keys
+        p = jax.nn.softmax(jnp.where(mask, jnp.einsum("bqnh,bknh->bnqk", q, k), -jnp.inf), -1)
+        return jnp.einsum("bnqk,bknh->bqnh", jnp.where(mask | (distance() == -95), p, 0), v)
+
+    found, expected = fm.blockwise_attention(fn, block=24)(*qkv()), fn(*qkv())
+    assert np.isnan(expected).any() and not np.isnan(expected[:, 1]).any()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 def small(q, k, v):

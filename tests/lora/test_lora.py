@@ -221,6 +221,43 @@ def test_the_low_rank_part_is_added_once():
     assert with_lora(adapted) is adapted
 
 
+@pytest.mark.slow
+def test_steps_stages_and_adapters_of_a_chain_of_5000_operations_are_traced():
+    class Deep(Mlp):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = super().__call__(x)
+            for _ in range(5000):
+                x = x + 1e-6
+            return x
+
+    function = lambda model, batch: ((model(batch) ** 2).sum(), 1.0)  # noqa: E731
+
+    def make() -> Any:
+        model = Deep(nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    x = jnp.concatenate([X] * 4)
+    state = init_train_state(make, abstract_state(make, create_mesh((8,), ("fsdp",)), rules="fsdp"))
+    assert make_train_step(function, state).eval_shape(state, x)[1]["loss"].shape == ()
+    assert make_eval_step(function, state).eval_shape(state, x)["loss"].shape == ()
+    stages = split_stages(function, lambda: Deep(nnx.Rngs(0)), X, layers=("up", "down"), num_stages=2)
+    assert stages.num_stages == 2
+    model = add_lora(lambda: Deep(nnx.Rngs(0)), function, X, rank=2, modules="up/kernel")()
+    assert nnx.eval_shape(with_lora(function), model, X)[0].shape == ()
+
+
+def test_changes_of_modules_in_further_arguments_are_kept():
+    model = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")()
+    rngs, norm = nnx.Rngs(1), nnx.BatchNorm(X.shape[-1], rngs=nnx.Rngs(2))
+
+    def call(model, x, *more, norm):
+        return model(norm["norm"](x + more[0][0].normal(x.shape))).sum()
+
+    results = [with_lora(call)(model, X, [rngs], norm={"norm": norm}) for _ in range(2)]
+    assert rngs.default.count[...] == 2 and results[0] != results[1]
+    assert jnp.abs(norm.mean[...]).min() > 0
+
+
 def test_a_loss_of_adapters_that_does_not_use_them_is_an_error():
     adapted = add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=2, modules="up/kernel")
 
