@@ -25,6 +25,7 @@ import stat
 import types
 import typing
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -97,7 +98,7 @@ def value_problems(config: Any, prefix: str = "") -> list[Problem]:
 def check_types(function: _Function) -> _Function:
     """Decorator of a public function: `require_types` for all arguments of a call.
 
-    The arguments live as long as the call. A function that frees them calls `require_types` itself.
+    A keyword that is not a field of `**keywords: Unpack[...]` is a TypeError that names the function and near names. The arguments live as long as the call. A function that frees them calls `require_types` itself.
     """
     signature = inspect.signature(function)
 
@@ -107,10 +108,27 @@ def check_types(function: _Function) -> _Function:
             values = signature.bind(*arguments, **keywords).arguments
         except TypeError:  # the call itself raises the error that Python users know
             return function(*arguments, **keywords)
+        if keywords:
+            _check_names(function, signature, values)
         require_types(function, **values)
         return function(*arguments, **keywords)
 
     return cast(_Function, checked)
+
+
+def _check_names(function: Callable[..., Any], signature: inspect.Signature, values: Mapping[str, Any]) -> None:
+    """Raise a TypeError for keywords that are not fields of the TypedDict in `**keywords: Unpack[TypedDict]`."""
+    for name, parameter in signature.parameters.items():
+        fields = typing.get_args(_hints(function).get(name)) if parameter.kind is parameter.VAR_KEYWORD else ()
+        if not fields or typing.get_origin(_hints(function)[name]) is not typing.Unpack:
+            continue
+        others = [key for key, each in signature.parameters.items() if each.kind is each.KEYWORD_ONLY]
+        known = [*others, *typing.get_type_hints(fields[0])]
+        if unknown := [key for key in values.get(name, ()) if key not in known]:
+            near = [get_close_matches(key, known, n=1) for key in unknown]
+            texts = [f"{key!r} (near: {x[0]})" if x else repr(key) for key, x in zip(unknown, near, strict=True)]
+            called = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{called}: unknown keywords {', '.join(texts)}. The keywords are {', '.join(known)}.")
 
 
 def require_types(function: Callable[..., Any], /, **arguments: Any) -> None:

@@ -66,7 +66,7 @@ SHARED = """
     plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers processes.output
     processes.store recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
     sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks step.loss
-    step.parameter_flow train.export train.run_folder
+    step.optimizer step.parameter_flow train.export train.run_folder
 """
 
 
