@@ -110,9 +110,10 @@ def traced_loss(
 ) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)` and returns the same results as `run_loss`.
 
-    Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. If the batch
-    in `loss_of` is a `part` of one, a loss that is a mean of means has a warning. A parameter that the call did not change is the argument itself, also if it went through a loop of NNX. `rewrite` may return
-    another function for the trace.
+    Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. Warns about
+    means of means if `loss_of` computes on `part`, one of several parts of a batch. A parameter that the call did not
+    change is the argument itself, also if it went through a loop of NNX. `rewrite` may return another function for the
+    trace.
     """
     closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
@@ -176,9 +177,9 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after one optimizer step and the metrics, given sums over all microbatches.
 
-    `grads` and `sums` are divided by `weight` here. The gradient norm is the norm before the gradients are cast to the
-    dtypes of the parameters, without parameters whose update is always zero. `variables` are those after the last microbatch: the optimizer
-    updates the parameters that the forward pass left.
+    `grads` and `sums` are divided by `weight` here. The gradient norm is computed before the gradients are cast to the
+    dtypes of the parameters, and without parameters whose update is always zero. `variables` are those after the last
+    microbatch: the optimizer updates the parameters that the forward pass left.
     """
     model, optimizer = state.merge()
     count = optimizer.step[...]

@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -16,9 +16,10 @@ from flax_mesh.step.parameter_flow import CALLS, DEPENDS, flow
 from flax_mesh.text import count_text, paths_text
 from flax_mesh.tree import PyTree, named_leaves
 
-# Primitives whose result is zero if the first operand is, if one is, if all are.
-_FIRST_ZERO = {"broadcast_in_dim", "convert_element_type", "copy", "div", "neg", "reshape", "sharding_constraint"}
-_ANY_ZERO, _ALL_ZERO = {"mul"}, {"add", "add_any", "sub", "concatenate"}
+# Primitive -> whether its results are zero, from the operands that are.
+_OF_FIRST = ("broadcast_in_dim", "convert_element_type", "copy", "div", "neg", "reshape", "sharding_constraint")
+_ZERO_IF: dict[str, Callable[[Sequence[bool]], bool]] = dict.fromkeys(_OF_FIRST, lambda zeros: zeros[0])
+_ZERO_IF |= {"mul": any, "add": all, "sub": all, "select_n": lambda zeros: all(zeros[1:])}
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -107,9 +108,6 @@ def _zeros(jaxpr: jex.Jaxpr, given: Sequence[bool]) -> list[bool]:
             body = eqn.params["jaxpr"]
             outs = _zeros(getattr(body, "jaxpr", body), inputs)
         else:
-            first = inputs[:1] if name in _FIRST_ZERO else inputs[1:] if name == "select_n" else inputs
-            found = any(inputs) if name in _ANY_ZERO else all(first) if first else False
-            known = name in _FIRST_ZERO | _ANY_ZERO | _ALL_ZERO | {"select_n"}
-            outs = [found and known] * len(eqn.outvars)
+            outs = [name in _ZERO_IF and _ZERO_IF[name](inputs)] * len(eqn.outvars)
         zeros |= {v for v, always in zip(eqn.outvars, outs, strict=True) if always}
     return list(map(is_zero, jaxpr.outvars))
