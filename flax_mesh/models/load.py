@@ -89,9 +89,9 @@ def load_decoder(
         >>> model(np.zeros((1, 16), np.int32)).shape
         (1, 16, 256)
     """
+    require_names("load_decoder", overrides, [item.name for item in fields(DecoderConfig)])
     source = open_decoder(folder, ignore=ignore)
     check_dtype(dtype)
-    require_names("load_decoder", overrides, [item.name for item in fields(DecoderConfig)])
     dtypes = {} if dtype is None else dict.fromkeys(("dtype", "param_dtype"), jnp.dtype(dtype).name)
     config = DecoderConfig(**{**source.settings, **dtypes, **overrides})
     source = source._replace(settings=vars(config))

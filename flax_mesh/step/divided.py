@@ -51,7 +51,7 @@ def _divisions(jaxpr: jex.Jaxpr, wanted: Sequence[Any], of_batch: _Flags, of_par
         flows = flow(jaxpr.eqns, inputs, atoms, [DEPENDS if flag else None for flag in flags])
         return [value is not None for value in flows]
 
-    todo, seen = list(wanted), set[Any]()
+    todo, seen = list[Any](wanted), set[Any]()
     while todo:
         v = todo.pop()
         eqn = None if isinstance(v, jex.Literal) or v in seen else producers.get(v)
@@ -63,11 +63,11 @@ def _divisions(jaxpr: jex.Jaxpr, wanted: Sequence[Any], of_batch: _Flags, of_par
             if depends(divisor, of_batch) == [True] and depends(divisor, of_params) == [False]:
                 yield eqn
         for body, atoms in _bodies(eqn):
-            outs = [body.outvars[eqn.outvars.index(v)]]
+            outs = [out for out, of_eqn in zip(body.outvars, eqn.outvars, strict=True) if of_eqn is v]
             flags = [[False] * len(body.constvars) + depends(atoms, each) for each in (of_batch, of_params)]
             yield from _divisions(body, outs, *flags)
-        if all(atom.aval.shape == () for atom in eqn.invars) or _bodies(eqn):
-            todo += [atom for atom in eqn.invars if atom.aval.shape == ()]
+        scalars = [atom for atom in eqn.invars if getattr(atom.aval, "shape", None) == ()]
+        todo += scalars if len(scalars) == len(eqn.invars) or _bodies(eqn) else []
 
 
 def _bodies(eqn: jex.JaxprEqn) -> list[tuple[jex.Jaxpr, Sequence[Any]]]:

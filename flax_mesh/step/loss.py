@@ -53,7 +53,8 @@ class LossFn(Protocol):
     microbatches differ in weight. `metrics` is a dict of further sums, divided by the same weight. It may contain
     dicts: the metric "b" of the dict "a" is named "a/b".
 
-    Without a weight, every microbatch has weight 1: loss and metrics are means of the microbatches' values.
+    Without a weight, every microbatch has weight 1: loss and metrics are means of the microbatches' values. A division
+    by a number that depends on the batch, such as (losses * mask).sum() / mask.sum(), then has a warning.
 
     A weight that depends on a trained parameter is an error, also if its gradient is zero: (loss, accuracy) would
     divide by the accuracy. Pass (loss, {"accuracy": accuracy}).

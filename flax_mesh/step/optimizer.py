@@ -3,7 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def update_parameters(optimizer: nnx.Optimizer, model: nnx.Pytree, grads: nnx.St
         is_zero[:] = _zero_updates(closed.jaxpr, len(jax.tree.leaves(grads)), len(jax.tree.leaves(shapes[0])))
         return jax.tree.unflatten(jax.tree.structure(shapes), jex.jaxpr_as_fun(closed)(*jax.tree.leaves(arguments)))
 
-    optimizer.tx = optax.GradientTransformationExtraArgs(transformation.init, update)
+    optimizer.tx = optax.GradientTransformationExtraArgs(transformation.init, cast(Any, update))
     try:
         with nnx.set_graph_mode(True):  # the model may share Variables
             optimizer.update(model, grads)

@@ -56,9 +56,9 @@ TYPES = [("bfloat16", 1.0, 34.641), ("float16", 577.5, 20005.2), ("float32", 1.0
 @pytest.mark.parametrize(("dtype", "value", "norm"), TYPES)
 def test_the_clip_of_gradients_in_a_half_type_has_the_norm_of_float64(dtype, value, norm):
     """In bfloat16, the sum of 300 * 4 squares would stop at 1024; in float16, these squares are infinite."""
-    grads = {str(at): jax.numpy.full(4, value, dtype) for at in range(300)}
+    grads: Any = {str(at): jax.numpy.full(4, value, dtype) for at in range(300)}
     for most in (1.0, 1.001 * norm):
-        updates, _ = clip_by_global_norm(most).update(grads, optax.EmptyState())
+        updates: Any = clip_by_global_norm(most).update(grads, optax.EmptyState())[0]
         assert {x.dtype.name for x in updates.values()} == {dtype}
         squares = sum((np.asarray(x, np.float64) ** 2).sum() for x in updates.values())
         np.testing.assert_allclose(squares**0.5, min(most, norm), rtol=2.0**-8 if dtype == "bfloat16" else 1e-3)
