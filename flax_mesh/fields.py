@@ -24,7 +24,8 @@ import os
 import stat
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -97,7 +98,8 @@ def value_problems(config: Any, prefix: str = "") -> list[Problem]:
 def check_types(function: _Function) -> _Function:
     """Decorator of a public function: `require_types` for all arguments of a call.
 
-    The arguments live as long as the call. A function that frees them calls `require_types` itself.
+    A keyword that is no field of `**keywords: Unpack[...]` is a TypeError with near names. The arguments live as long
+    as the call. A function that frees them calls `require_types` itself.
     """
     signature = inspect.signature(function)
 
@@ -107,10 +109,30 @@ def check_types(function: _Function) -> _Function:
             values = signature.bind(*arguments, **keywords).arguments
         except TypeError:  # the call itself raises the error that Python users know
             return function(*arguments, **keywords)
+        if keywords:
+            _check_keywords(function, signature.parameters, values)
         require_types(function, **values)
         return function(*arguments, **keywords)
 
     return cast(_Function, checked)
+
+
+def _check_keywords(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], given: Any) -> None:
+    """Raise a TypeError for keywords that are not fields of the TypedDict in `**keywords: Unpack[TypedDict]`."""
+    for name, parameter in parameters.items():
+        hint = _hints(function).get(name) if parameter.kind is parameter.VAR_KEYWORD else None
+        if typing.get_origin(hint) is typing.Unpack:
+            others = [key for key, each in parameters.items() if each.kind is each.KEYWORD_ONLY]
+            known = [*others, *typing.get_type_hints(typing.get_args(hint)[0])]
+            require_names(function.__qualname__.removesuffix(".__init__"), given.get(name, ()), known)
+
+
+def require_names(called: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise a TypeError that names all keywords of a call of the function `called` that it does not know."""
+    if unknown := [key for key in given if key not in known]:
+        near = [get_close_matches(key, known, n=1) for key in unknown]
+        texts = [f"{key!r} (near: {x[0]})" if x else repr(key) for key, x in zip(unknown, near, strict=True)]
+        raise TypeError(f"{called}: unknown keywords {', '.join(texts)}. The keywords are {', '.join(known)}.")
 
 
 def require_types(function: Callable[..., Any], /, **arguments: Any) -> None:

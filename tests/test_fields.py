@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -24,10 +24,11 @@ from flax_mesh.fields import (
 from flax_mesh.hardware import load_chip
 from flax_mesh.inference.prompts import read_prompts
 from flax_mesh.models import DecoderConfig
+from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules.file import read_schedule
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import flat_fields, read_overrides
-from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
+from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig, make_train_step
 
 
 @pytest.mark.parametrize(
@@ -282,3 +283,10 @@ def test_files_of_users_are_read_by_read_file(tmp_path):
 def test_repr_of_a_config_shows_changed_fields_and_can_be_evaluated(text, config):
     assert repr(config) == text
     assert eval(text) == config
+
+
+@pytest.mark.parametrize("function", [make_train_step, Pipeline])
+def test_an_unknown_option_is_refused_with_the_name_of_the_function_and_near_names(function: Callable[..., Any]):
+    text = rf"^{function.__name__}: unknown keywords 'donate', 'learning_rat' \(near: learning_rate\). The keywords are"
+    with pytest.raises(TypeError, match=text):
+        function(print, None, donate=False, learning_rat=None)

@@ -1,7 +1,7 @@
 """A decoder from a folder in Hugging Face's format, directly sharded over a mesh."""
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, path_problem
+from flax_mesh.fields import check_types, path_problem, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
@@ -89,6 +89,7 @@ def load_decoder(
         >>> model(np.zeros((1, 16), np.int32)).shape
         (1, 16, 256)
     """
+    require_names("load_decoder", overrides, [item.name for item in fields(DecoderConfig)])
     source = open_decoder(folder, ignore=ignore)
     check_dtype(dtype)
     dtypes = {} if dtype is None else dict.fromkeys(("dtype", "param_dtype"), jnp.dtype(dtype).name)

@@ -16,8 +16,10 @@ from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend import core as jex
 
-from flax_mesh.modes import promotions, user_modes
+from flax_mesh.modes import user_modes
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
+from flax_mesh.step.divided import warn_mean_of_means
+from flax_mesh.step.optimizer import update_parameters, wide
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, at_most, group_paths, listed
@@ -51,7 +53,8 @@ class LossFn(Protocol):
     microbatches differ in weight. `metrics` is a dict of further sums, divided by the same weight. It may contain
     dicts: the metric "b" of the dict "a" is named "a/b".
 
-    Without a weight, every microbatch has weight 1: loss and metrics are means of the microbatches' values.
+    Without a weight, every microbatch has weight 1: loss and metrics are means of the microbatches' values. A division
+    by a number that depends on the batch, such as (losses * mask).sum() / mask.sum(), then has a warning.
 
     A weight that depends on a trained parameter is an error, also if its gradient is zero: (loss, accuracy) would
     divide by the accuracy. Pass (loss, {"accuracy": accuracy}).
@@ -103,13 +106,15 @@ def traced_loss(
     params: nnx.State,
     *,
     trains: bool = False,
+    part: Batch | None = None,
     rewrite: Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None] = lambda closed: None,
 ) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)` and returns the same results as `run_loss`.
 
-    Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. A parameter
-    that the call did not change is the argument itself, also if it went through a loop of NNX. `rewrite` may return
-    another function for the trace.
+    Raises a ValueError if the weight depends on `params`, or if the loss `trains` them and depends on none. Warns about
+    means of means if `loss_of` computes on `part`, one of several parts of a batch. A parameter that the call did not
+    change is the argument itself, also if it went through a loop of NNX. `rewrite` may return another function for the
+    trace.
     """
     closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
     jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
@@ -118,6 +123,12 @@ def traced_loss(
     check_weight(weight)
     if trains:
         check_trains(loss, params)
+    if part is not None:
+        of_loss, (of_weight, metrics, *_) = jax.tree.unflatten(tree, jaxpr.outvars)
+        rows = {id(x) for x in jax.tree.leaves(part) if x.ndim}
+        of_batch = [*(id(x) in rows for x in closed.consts), *[False] * len(jaxpr.invars)]
+        of_params = [*[False] * len(closed.consts), *[True] * len(jaxpr.invars)]
+        warn_mean_of_means(jaxpr, {"loss": of_loss, **metrics}, of_weight, of_batch, of_params)
 
     call = rewrite(closed) or jex.jaxpr_as_fun(closed)
 
@@ -167,22 +178,24 @@ def apply_gradients(
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after one optimizer step and the metrics, given sums over all microbatches.
 
-    `grads` and `sums` are divided by `weight` here. `variables` are those after the last microbatch: the optimizer
-    updates the parameters that the forward pass left.
+    `grads` and `sums` are divided by `weight` here. The gradient norm is computed before the gradients are cast to the
+    dtypes of the parameters, and without parameters whose update is always zero. `variables` are those after the last
+    microbatch: the optimizer updates the parameters that the forward pass left.
     """
     model, optimizer = state.merge()
     count = optimizer.step[...]
     graphdef, _, streams, _ = nnx.split(model, optimizer.wrt, nnx.RngState, ..., graph=True)
     params, others = variables
     divisor = jnp.where(weight == 0, 1.0, weight)  # without a single target the gradient is 0, not NaN
-    grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, params)
+    means = jax.tree.map(lambda g: wide(g) / divisor, grads)
     metrics = {name: total / divisor for name, total in sums.items()}
-    metrics |= {"weight": weight, "grad_norm": optax.tree.norm(grads)}
+    model = nnx.merge(graphdef, params, streams, others)
+    cast = jax.tree.map(lambda g, p: g.astype(p.dtype), means, params)
+    frozen = update_parameters(optimizer, model, cast, metrics["loss"])
+    counted = [g for g, is_frozen in zip(jax.tree.leaves(means), frozen, strict=True) if not is_frozen]
+    metrics |= {"weight": weight, "grad_norm": optax.tree.norm(counted)}
     if learning_rate is not None:
         metrics["learning_rate"] = jnp.asarray(learning_rate(count), jnp.float32)
-    model = nnx.merge(graphdef, params, streams, others)
-    with nnx.set_graph_mode(True), promotions():  # the model may share Variables; optax multiplies counts by floats
-        optimizer.update(model, grads)
     after = state.replace(model, optimizer)
     check_same_types(state, after)
     return after, metrics

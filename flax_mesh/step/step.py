@@ -159,7 +159,9 @@ def make_train_step(
             kept = zip(map(id, jax.tree.leaves(others)), stored[1], strict=True)
             closed_over = {key: layout_of for key, layout_of in kept if layout_of is not None}
             closed_over |= attention.of_batch(part)
-            traced = traced_loss(loss_of, params, trains=True, rewrite=attention.rewrite(stored[0], closed_over))
+            rewrite = attention.rewrite(stored[0], closed_over)
+            divided = part if num_microbatches > 1 else None
+            traced = traced_loss(loss_of, params, trains=True, part=divided, rewrite=rewrite)
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
@@ -226,7 +228,9 @@ def make_eval_step(
             has_adapters = any(isinstance(x, nnx.LoRAParam) for _, x in nnx.to_flat_state(params))
             known = option.layouts(state.leaves, layout.leaves) | option.of_batch(batch)
             rewrite = option.rewrite([known.get(id(x)) for x in jax.tree.leaves(params)], known)
-            loss_sum, (weight, metrics) = traced_loss(sums, params, trains=has_adapters, rewrite=rewrite)(params)
+            # The sums over several batches are added.
+            traced = traced_loss(sums, params, trains=has_adapters, part=batch, rewrite=rewrite)
+            loss_sum, (weight, metrics) = traced(params)
             return {"loss": loss_sum, "weight": weight, **metrics}
 
     return _PlacingStep(jax.jit, evaluate, mesh, axes, option)

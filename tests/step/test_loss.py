@@ -1,5 +1,8 @@
 """The forms of a loss function's result: which forms are accepted, their meanings, and which forms are refused."""
 
+import re
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +11,7 @@ from flax import nnx
 
 from flax_mesh.mpmd import split_stages
 from flax_mesh.step.loss import is_sum_over_rows
-from flax_mesh.train import make_eval_step
+from flax_mesh.train import make_eval_step, make_train_step
 from tests.step.net import Net, batch, make, run, start
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
@@ -124,6 +127,71 @@ def test_a_loss_that_depends_on_no_trained_parameter_is_refused(call):
     for total in (lambda model, b: jnp.sum(b["x"]), lambda model, b: jnp.sum(b["x"] + jnp.zeros_like(model(b["x"])))):
         with pytest.raises(ValueError, match=text):
             call(total)
+
+
+def errors_of(model, b):
+    """The errors of the batch, as a function of the model."""
+    return b["e"] + 0.0 * model(b["x"]).mean(-1)
+
+
+MEAN = {
+    "the loss": lambda e, w: (e * w).sum() / w.sum(),
+    "a metric": lambda e, w: (e.mean(), {"n": w.mean(), "masked": (e * w).sum() / w.sum()}),
+    "with the weight 1": lambda e, w: ((e * w).sum() / w.sum(), 1.0),
+    "at least 1": lambda e, w: (e * w).sum() / jnp.maximum(w.sum(), 1.0) + 0.1,
+    "mean(where=)": lambda e, w: jnp.mean(e, where=w > 0),
+    "average": lambda e, w: jnp.average(e, weights=w),
+    "a reciprocal": lambda e, w: (e * w).sum() * (1 / w.sum()),
+    "if there are any": lambda e, w: jnp.where(w.sum() > 0, (e * w).sum() / w.sum(), 0.0),
+    "a branch": lambda e, w: jax.lax.cond(w.any(), lambda e: e.sum() / w.sum(), lambda e: 0.0 * e.sum(), e),
+    "a jitted function": lambda e, w: 2 * jax.jit(lambda e, w: (e * w).sum() / w.sum())(e, w),
+}
+SUMS = {
+    "sums": lambda e, w: ((e * w).sum(), w.sum(), {"a": (e * w).sum()}),
+    "a mean times the weight": lambda e, w: ((e * w).sum() / w.sum() * w.sum(), w.sum()),
+    "a static number": lambda e, w: ((e * w).sum() / w.size, {"a": e.mean()}),
+    "a number of the parameters": lambda e, w: e.sum() / jnp.maximum((e > 1).sum(), 1),
+    "before the last reduction": lambda e, w: (e / w.sum()).sum(),
+}
+
+
+def step_trace(loss_fn, b, count=2):
+    make_train_step(loss_fn, STATE, num_microbatches=count).eval_shape(STATE, b)
+
+
+CALLS = {
+    "evaluation": lambda loss_fn, b: make_eval_step(loss_fn, STATE).eval_shape(STATE, b),
+    "step": step_trace,
+    "one part": lambda loss_fn, b: step_trace(loss_fn, b, count=1),
+    "stages": lambda loss_fn, b: split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), b, num_stages=2, num_microbatches=2),
+}
+ROWS = batch(8, live=np.array([1, 1, 1, 1, 1, 0, 0, 0], np.float32))
+ROWS["e"] = np.array([1.5527] * 4 + [1.8391] + [9.0] * 3, np.float32)
+REPORTED = [("evaluation", name) for name in (*MEAN, *SUMS)]
+REPORTED += [(call, name) for call in ("step", "one part", "stages") for name in ("the loss", "a metric", "sums")]
+
+
+def with_form(name):
+    return lambda model, b: (MEAN | SUMS)[name](errors_of(model, b), b["w"])
+
+
+@pytest.mark.parametrize(("call", "name"), REPORTED)
+def test_a_mean_of_means_is_reported_with_its_line(call, name):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        CALLS[call](with_form(name), ROWS)
+    assert len(said) == (name in MEAN and call != "one part")
+    if said:
+        what, line = "masked" if name == "a metric" else "loss", r"test_loss.py:\d+ \(.*lambda.*\)"
+        text = rf"depends on the batch: '{what}' in .*{line}.*Return the sum and the number"
+        assert re.search(text, str(said[0].message))
+
+
+def test_the_mean_over_8_rows_of_which_3_have_the_weight_0():
+    with pytest.warns(UserWarning, match="the mean of their means"):
+        of_means = run(with_form("the loss"), start(make()), [ROWS], num_microbatches=2)[1][0]
+    of_sums = run(with_form("sums"), start(make()), [ROWS], num_microbatches=2)[1][0]
+    np.testing.assert_allclose([of_means["loss"], of_sums["loss"]], [1.6959, 1.6100], atol=5e-5)
 
 
 def loss_and_count(y, w):

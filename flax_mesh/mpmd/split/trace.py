@@ -35,6 +35,7 @@ from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import microbatch_spec
+from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.text import shown
@@ -145,6 +146,10 @@ def trace_forward(
     if train:
         check_trains(flows[0], params)
     num_sums = len(names)
+    named = dict(zip(names, program.outputs, strict=False))
+    rows = [*[False] * len(model_leaves), *(bool(x.shape) for x in jax.tree.leaves(batch)), False, False]
+    flags = ([*[False] * len(program.consts), *each] for each in (rows, [name is not None for name in given]))
+    warn_mean_of_means(closed_of(program).jaxpr, named, named.pop("weight"), *flags)
     new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
     changed = [(source, atom) for source, atom, name in new if name != source]
     program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.step.optimizer import call_update
 from flax_mesh.text import array_text, first_line, listed, path_lines, shortened
 from flax_mesh.tree import named_leaves
 from flax_mesh.user_code import joined, place_of, user_code
@@ -33,8 +36,9 @@ def own_optimizer(make: Callable[[nnx.State], Any], parameters: nnx.State) -> op
     with _errors_of("the init of its optimizer", place):
         state = nnx.as_pure(jax.eval_shape(optimizer.init, parameters))
     pure = nnx.as_pure(parameters)
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
     with _errors_of("the update of its optimizer", place):
-        result: Any = jax.eval_shape(optimizer.update, pure, state, pure)
+        result: Any = jax.eval_shape(partial(call_update, optimizer), pure, state, pure, loss)
     if problems := _problems(pure, state, result):
         head = "the update of its optimizer must return (updates, state), like the parameters and like the state before"
         raise ConfigError(joined(NAME, place, f"{head}: {listed(path_lines(problems))}; {REPAIR}"))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
@@ -12,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers
 from flax_mesh.recipe.optimizers.config import OptimizerConfig, momentum_of
 from flax_mesh.recipe.optimizers.groups import Group, first_match, parse_groups, parse_matrices
 from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
+from flax_mesh.step.optimizer import wide
 from flax_mesh.text import group_paths, listed
 from flax_mesh.tree import in_stack, map_named, named_leaves
 
@@ -32,7 +34,7 @@ def make_optimizer(
     build = partial(OPTIMIZERS[config.name], config, layers)
     rest = build(rate, config.weight_decay)
     if not groups:
-        return optax.chain(optax.clip_by_global_norm(config.clip_norm), rest)
+        return optax.chain(clip_by_global_norm(config.clip_norm), rest)
     parts = {f"group_{at}": build(_scaled(rate, settings), config.weight_decay * settings.weight_decay)
              for at, settings in enumerate(groups)}  # fmt: skip
 
@@ -41,7 +43,22 @@ def make_optimizer(
         return "rest" if group is None else f"group_{groups.index(group)}"
 
     every = optax.partition({**parts, "rest": rest}, partial(map_named, label))
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), every)
+    return optax.chain(clip_by_global_norm(config.clip_norm), every)
+
+
+def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, with its sums and products in float32 or wider also for gradients in half types."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = optax.tree.norm(jax.tree.map(wide, updates))
+
+        def clip(x: jax.Array) -> jax.Array:
+            scaled = wide(x) / norm.astype(wide(x).dtype) * most
+            return jax.lax.select(norm < most, x, scaled.astype(x.dtype))
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def parameter_problems(config: OptimizerConfig, parameters: Any, layers: Sequence[str]) -> list[str]:
