@@ -39,14 +39,13 @@ from flax_mesh.checkpoint.find import (
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.layout import Reader, Target, arrays_on_disk, check_same, from_disk, paths_on_disk, to_disk
 from flax_mesh.checkpoint.retention import RetentionPolicy, newest_finite_step, retained_steps
 from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.text import at_most, count_text
@@ -106,7 +105,7 @@ class Checkpointer:
         host_bytes: int | None = None,
         compress: bool = True,
     ):
-        self.folder = Path(folder).absolute()
+        self.folder = user_path(folder).absolute()
         check_path(self.folder)
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             kind = "a broken link" if self.folder.is_symlink() else "a file"

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.fields import user_path
 from flax_mesh.text import at_most
 
 Result = TypeVar("Result")

@@ -11,9 +11,8 @@ import numpy as np
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
-from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import path_problem
+from flax_mesh.errors import ConfigError, Problem, labelled
+from flax_mesh.fields import user_path
 from flax_mesh.text import first_line, listed
 
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
@@ -37,7 +36,8 @@ def open_tokenizer(folder: str, vocab_size: int) -> Any:
 
     Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
     """
-    path = user_path(folder) if folder and not path_problem(folder) else None
+    with labelled("checkpoint.start_from"):
+        path = user_path(folder) if folder else None
     source = next((x for x in (path, path / CHECKPOINTS / KEPT) if tokenizer_file(x)), None) if path else None
     if source is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
