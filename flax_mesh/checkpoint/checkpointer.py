@@ -39,7 +39,16 @@ from flax_mesh.checkpoint.find import (
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
-from flax_mesh.checkpoint.layout import Reader, Target, arrays_on_disk, check_same, from_disk, paths_on_disk, to_disk
+from flax_mesh.checkpoint.layout import (
+    Reader,
+    Target,
+    arrays_on_disk,
+    check_same,
+    from_disk,
+    paths_on_disk,
+    to_disk,
+    with_numbers,
+)
 from flax_mesh.checkpoint.retention import RetentionPolicy, newest_finite_step, retained_steps
 from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
@@ -48,7 +57,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
-from flax_mesh.text import at_most, count_text
+from flax_mesh.text import at_most, count_text, paths_text
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
@@ -194,6 +203,8 @@ class Checkpointer:
             check_stacks_are_named(state, layers_of(state, self.layers))
             self._checked = definition
         named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers))
+        if abstract := [path for path, x in named if isinstance(x, jax.ShapeDtypeStruct)]:
+            raise ConfigError(f"save requires arrays, but these are abstract: {paths_text(abstract)}")
         record = {key: value for key, value in (metadata or {}).items() if key != BASE}
         if isinstance(state, TrainState) and self.base is not None:
             base = self.base.restricted(frozen_on_disk(state, self.layers, without=self._changed(state)))
@@ -279,7 +290,7 @@ class Checkpointer:
         read = self._reader(step, target)
         if scaled:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
-        leaves = from_disk(read, *paths_on_disk(tree_of(abstract), layers))
+        leaves = with_numbers(from_disk(read, *paths_on_disk(tree_of(abstract), layers)), abstract)
         restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if isinstance(abstract, TrainState):
             self.set_base(read_base(self._step(step)), restored)
@@ -299,7 +310,7 @@ class Checkpointer:
         stored = self.arrays(step)
         named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers, stored))
         leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
-        return jax.tree.unflatten(jax.tree.structure(state), leaves), report
+        return jax.tree.unflatten(jax.tree.structure(state), with_numbers(leaves, state)), report
 
     def load_base(self, folder: str | Path, state: TrainState) -> tuple[TrainState, RestoreReport]:
         """Load the parameters of `folder` as `restore_partial` does; then save only arrays that training changes.
