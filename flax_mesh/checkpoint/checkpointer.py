@@ -31,6 +31,7 @@ from flax_mesh.checkpoint.base import (
 )
 from flax_mesh.checkpoint.checksums import find_damage, read_metadata
 from flax_mesh.checkpoint.find import (
+    LAST_STEP,
     check_path,
     committed_steps,
     find_valid,
@@ -57,7 +58,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
-from flax_mesh.text import at_most, count_text, paths_text
+from flax_mesh.text import at_most, count_text, paths_text, shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
@@ -185,16 +186,16 @@ class Checkpointer:
         When this returns, the arrays of `state` may be donated.
 
         Args:
-            step: Number of the checkpoint, an integer of at least 0. It must not exist in the folder, unless it was
-                found damaged.
-            state: A TrainState, an nnx.State or another tree of arrays.
+            step: Number of the checkpoint, an integer from 0 to 10**18 - 1. It must not exist in the folder, unless it
+                was found damaged.
+            state: A TrainState, an nnx.State or another tree of arrays, random keys and numbers of Python.
             metadata: Stored as JSON beside the arrays. Default: {}.
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already or is not an integer >= 0, two arrays have the same name on disk,
-                or `layers` does not name a stack of layers. A stack is recognized in a TrainState and in a pipeline
-                only.
+            ConfigError: The step exists already or is out of its limits, a leaf cannot be stored (such as text),
+                two arrays have the same name on disk, or `layers` does not name a stack of layers. A stack is
+                recognized in a TrainState and in a pipeline only.
         """
         self.wait()
         step = _checked(step)
@@ -408,9 +409,9 @@ def _read_scaled(
 def _checked(step: Any) -> int:
     """`step` as an int. ConfigError for anything else, since the text of a step is the name of a folder."""
     with suppress(TypeError):
-        if not isinstance(step, bool) and operator.index(step) >= 0:
+        if not isinstance(step, bool) and 0 <= operator.index(step) <= LAST_STEP:
             return operator.index(step)
-    raise ConfigError(f"a step must be an integer of at least 0, got {step!r}")
+    raise ConfigError(f"a step must be an integer from 0 to {LAST_STEP}, got {shown(step)}")
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:

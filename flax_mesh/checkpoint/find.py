@@ -16,6 +16,7 @@ from flax_mesh.text import at_most
 Result = TypeVar("Result")
 
 CHECKPOINTS = "checkpoints"  # below a run folder
+LAST_STEP = 10**18 - 1  # of at most 18 digits
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]{0,17}"), re.compile(r"([0-9]{1,18})\.damaged(-[0-9]+)?")
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
 _ATTEMPTS = 5  # to read a step before a run deletes it

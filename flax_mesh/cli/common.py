@@ -43,7 +43,7 @@ def report_failure(error: BaseException) -> int:
     if code is None:
         traceback.print_exception(error)
         return FAILED
-    for line in error.lines if isinstance(error, ConfigError) else lines_of(error):
+    for line in error.shown if isinstance(error, ConfigError) else lines_of(error):
         print(f"flax-mesh: {shortened(plain(line), MOST_PRINTED)}", file=sys.stderr)
     return code
 

@@ -245,7 +245,7 @@ def _parse_json(path: Path, text: bytes) -> Any:
         parsed = dict(pairs)
         if len(parsed) < len(pairs):
             duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-            raise ValueError(f"duplicate keys: {', '.join(duplicates)}")
+            raise ValueError(f"duplicate keys: {listed(at_most(duplicates))}")
         return parsed
 
     try:
