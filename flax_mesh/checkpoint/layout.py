@@ -71,13 +71,14 @@ class ShardedArray:
 
 
 def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
-    """(path, leaf) of every leaf, and `_stacked_paths`. Numbers of Python become arrays without dims.
+    """(path, leaf) of every leaf, and `_stacked_paths`. Numbers of Python and NumPy become arrays without dims.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
     would be one array, and a leaf ["a"] cannot contain another one. Raises ConfigError if two leaves have the same name
     on disk, or if a leaf cannot be stored.
     """
-    named = [(path, np.asarray(x) if type(x) in _NUMBERS else x) for path, x in named_leaves(state)]
+    is_number = lambda x: type(x) in _NUMBERS or isinstance(x, np.generic)  # noqa: E731
+    named = [(path, np.asarray(x) if is_number(x) else x) for path, x in named_leaves(state)]
     if problems := [f"{path}: {problem}" for path, x in named if (problem := _problem(x))]:
         raise ConfigError(path_lines(problems), head="a checkpoint cannot store every leaf of this tree:")
     stacks = _stacked_paths(named, layers)
@@ -144,7 +145,7 @@ def to_disk(
         if 0 in leaf.shape:
             continue  # nothing to store, and Orbax refuses it
         if path in stacks:
-            layers = leaf if isinstance(leaf, np.ndarray) else _layers(leaf, on_host)
+            layers = map(np.asarray, leaf) if isinstance(leaf, np.ndarray) else _layers(leaf, on_host)
             yield from zip(stacks[path], layers, strict=True)
         elif hasattr(leaf, "sharding"):
             shards = [_shard(shard) for shard in _written_shards(leaf)]

@@ -26,7 +26,12 @@ def stored() -> dict[str, Any]:
         "jax": {name: jnp.ones((8,), name) for name in DTYPES},
         "split": {name: jax.device_put(jnp.ones((8,), name), split) for name in DTYPES},
         "numpy": {name: np.ones((3,), jnp.dtype(name)) for name in [*DTYPES, "float64", "int64", "complex128"]},
-        "without dims": {"jax": jnp.float32(2), "numpy": np.array(2.5), "scalar": np.int64(2**40)},
+        "without dims": {
+            "jax": jnp.float32(2),
+            "numpy": np.array(2.5),
+            "scalar": np.int64(2**40),
+            "bool": np.bool_(True),
+        },
         "empty": {"jax": jnp.zeros((0, 2)), "numpy": np.zeros((0, 2)), "keys": KEYS[:0], "on one": jnp.zeros(0)},
         "keys": {"one": KEYS[0], "many": KEYS, "rbg": jax.random.key(1, impl="rbg"), "dims": KEYS.reshape(2, 4)},
         "split keys": jax.device_put(KEYS, split),
@@ -34,7 +39,12 @@ def stored() -> dict[str, Any]:
         "python": {"int": 3, "large": 2**62, "float": 0.1, "bool": True, "complex": 1j, "none": None},
         "not contiguous": np.arange(6.0).reshape(2, 3).T,
         "model": nnx.state(dropout),
-        "layers": {"q": jnp.arange(6.0).reshape(2, 3), "numpy": np.arange(6.0).reshape(2, 3), "keys": KEYS[:2]},
+        "layers": {
+            "q": jnp.arange(6.0).reshape(2, 3),
+            "numpy": np.arange(6.0).reshape(2, 3),
+            "keys": KEYS[:2],
+            "bools": np.ones(2, bool),
+        },
     }
 
 
