@@ -6,7 +6,8 @@ from typing import Any, Self
 
 from flax_mesh.text import plural, shortened
 
-MOST = 2000  # characters of a line
+MOST = 2000  # characters of a line, and of a message
+SHORTEST = 200  # characters of a line whose end a message leaves out
 
 
 class Problem(str):
@@ -72,29 +73,29 @@ def as_problem(line: str) -> Problem:
     return line if isinstance(line, Problem) else Problem("", shortened(line, MOST))
 
 
-def limited(lines: Sequence[str], *, end: str = "") -> str:
-    """The lines, and `end`, as one text of at most MOST characters. A line states how many of `lines` are left out."""
+def limited(lines: Sequence[str], *, end: str = "") -> list[str]:
+    """The lines, and `end`, with at most MOST characters. A line states how many of `lines` are left out."""
     tail = [shortened(end, MOST // 2)] if end else []
-    if (len(lines) == 1 and not tail) or sum(map(len, [*lines, *tail])) + len(lines) <= MOST:
-        return shortened("\n".join([*lines, *tail]), MOST)
+    room = MOST - sum(len(line) + 1 for line in tail)
+    if sum(len(line) + 1 for line in lines) <= room + 1:
+        return [*lines, *tail]
     kept: list[str] = []
-    room = MOST - 40 - sum(map(len, tail))  # for the last lines
+    room -= 40  # for the line that counts the others
     for line in lines:
-        line = shortened(line, MOST - 50 - sum(map(len, tail)))
-        room -= len(line) + 1
-        if room < 0:
+        if len(line) >= room:
+            kept += [shortened(line, room - 1)] if room > SHORTEST else []
             break
         kept.append(line)
+        room -= len(line) + 1
     left = len(lines) - len(kept)
-    omitted = [f"and {left:,} more {plural('line', left)}"] if left else []
-    return "\n".join([*kept, *omitted, *tail])
+    return [*kept, *([f"and {left:,} more {plural('line', left)}"] if left else []), *tail]
 
 
 class ShardingError(ValueError):
     """A tree, a rule table and a mesh are inconsistent; the message lists every offending entry."""
 
     def __init__(self, text: str):
-        super().__init__(limited(text.split("\n")))
+        super().__init__("\n".join(limited(text.split("\n"))))
 
 
 class ConfigError(ValueError):
@@ -105,6 +106,7 @@ class ConfigError(ValueError):
         head: A line before the problems, which are then indented; "" for no such line.
         repair: A line after the problems, which states how to repair all of them; "" for no such line.
         lines: All lines of the message, including lines that a long message omits.
+        shown: The lines of the message.
     """
 
     def __init__(self, problems: Sequence[str] | str, *, head: str = "", repair: str = ""):
@@ -115,7 +117,8 @@ class ConfigError(ValueError):
         self.lines = [*filter(None, [head]), *(indent + line for line in self.problems)]
         self.lines += [f"  {repair}"] if repair else []
         shown = self.lines[:-1] if repair else self.lines
-        super().__init__(limited(shown, end=self.lines[-1] if repair else ""))
+        self.shown = limited(shown, end=self.lines[-1] if repair else "")
+        super().__init__("\n".join(self.shown))
 
     @property
     def can_ignore(self) -> bool:

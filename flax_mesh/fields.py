@@ -21,6 +21,7 @@ import inspect
 import numbers
 import operator
 import os
+import re
 import stat
 import types
 import typing
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.text import shortened
 
 SAME_RESULT = {"changes_result": False}
 ADDED = {"added": True}
@@ -39,6 +41,7 @@ MOST_BYTES = 2**30  # size limit of a file that a user names
 _CALLABLE: Any = typing.get_origin(Callable[..., Any])  # collections.abc.Callable, whose type is not known
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 MAX_PATH_BYTES, MAX_NAME_BYTES = 4095, 255  # limits of Linux for a path and for one name in a path
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(?=/)")  # gs://bucket, or gs:/bucket after Path(...)
 
 _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
     "at_least": (operator.ge, "at least"),
@@ -266,9 +269,14 @@ def has_text(annotation: Any) -> bool:
 
 
 def path_problem(text: str) -> str:
-    """Why a text cannot be a path; "" if it can. Such a text would raise an exception wherever it is used."""
+    """Why a text cannot be a path of this machine; "" if it can.
+
+    Such a text would raise an exception wherever it is used, or, as an address, name a folder `s3:` here.
+    """
     if "\0" in text or "\n" in text:
         return "contains a null byte or a line break"
+    if address := _ADDRESS.match(text):
+        return f"is an address ({address[0]}), but must be a path of this machine"
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         return f"names a user without a home folder, {text.split('/')[0]!r}"
@@ -281,12 +289,21 @@ def path_problem(text: str) -> str:
     return ""
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """`path` with ~ and ~USER replaced. ConfigError for a text that cannot be a path of this machine."""
+    text = os.fspath(path)
+    if problem := path_problem(text):
+        raise ConfigError(f"{shortened(text, 80)!r} {problem}")
+    return Path(text).expanduser()
+
+
 def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """The content of a file that a user names.
 
-    Raises an OSError, whose `strerror` has the repair, unless it is a regular file of at most `most` bytes: a command
-    must not wait for a pipe.
+    Raises the ConfigError of `user_path`, and an OSError, whose `strerror` has the repair, unless it is a regular file
+    of at most `most` bytes: a command must not wait for a pipe.
     """
+    path = user_path(path)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, "it must be a file, but is a folder; name a file in it", path)
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:

@@ -61,6 +61,22 @@ def check_dtype(dtype: DTypeLike | None) -> None:
     raise TypeError(f"dtype must be a dtype of numbers, such as 'bfloat16', got {shown(dtype)}.")
 
 
+def array_problem(x: object) -> str:
+    """Why JAX cannot use `x` as an array without a loss, with the repair; "" if it can."""
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
+        return f"is of type {type(x).__name__}; it must be an array of numbers"
+    if isinstance(x, np.ma.MaskedArray):
+        return "is a masked array, whose mask JAX drops; pass x.filled(value), and the mask as an array of its own"
+    if not isinstance(dtype, np.dtype):  # of random keys
+        return ""
+    if not dtype.isnative:
+        return f"is an array of {dtype.str}, another byte order; pass x.astype(x.dtype.newbyteorder('='))"
+    if not (jnp.issubdtype(dtype, np.number) or dtype.kind == "b") or dtype.char in "mgG":  # timedelta64, longdouble
+        return f"is an array of {dtype}; it must be an array of numbers that JAX has"
+    return ""
+
+
 def shard_bytes(x: Any) -> int:
     """Bytes of an array, abstract or not, on each of its devices."""
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

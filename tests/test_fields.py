@@ -111,6 +111,10 @@ def test_all_mistakes_of_a_decoder_s_config_are_reported_once():
         ("a\0b", "contains a null byte or a line break"),
         ("a\nb", "contains a null byte or a line break"),
         ("~no_such_user/x", "names a user without a home folder, '~no_such_user'"),
+        ("s3://bucket/run", "is an address (s3:), but must be a path of this machine"),
+        ("file:/run", "is an address (file:), but must be a path of this machine"),
+        ("./s3:/bucket", ""),
+        ("run:2/x", ""),
     ],
 )
 def test_texts_that_cannot_be_paths(text, problem):

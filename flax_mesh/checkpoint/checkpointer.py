@@ -31,6 +31,7 @@ from flax_mesh.checkpoint.base import (
 )
 from flax_mesh.checkpoint.checksums import find_damage, read_metadata
 from flax_mesh.checkpoint.find import (
+    LAST_STEP,
     check_path,
     committed_steps,
     find_valid,
@@ -39,17 +40,25 @@ from flax_mesh.checkpoint.find import (
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
-from flax_mesh.checkpoint.hf.safetensors import user_path
-from flax_mesh.checkpoint.layout import Reader, Target, arrays_on_disk, check_same, from_disk, paths_on_disk, to_disk
+from flax_mesh.checkpoint.layout import (
+    Reader,
+    Target,
+    arrays_on_disk,
+    check_same,
+    from_disk,
+    paths_on_disk,
+    to_disk,
+    with_numbers,
+)
 from flax_mesh.checkpoint.retention import RetentionPolicy, newest_finite_step, retained_steps
 from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
-from flax_mesh.text import at_most, count_text
+from flax_mesh.text import at_most, count_text, paths_text, shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
@@ -106,7 +115,7 @@ class Checkpointer:
         host_bytes: int | None = None,
         compress: bool = True,
     ):
-        self.folder = Path(folder).absolute()
+        self.folder = user_path(folder).absolute()
         check_path(self.folder)
         if os.path.lexists(self.folder) and not self.folder.is_dir():
             kind = "a broken link" if self.folder.is_symlink() else "a file"
@@ -177,16 +186,16 @@ class Checkpointer:
         When this returns, the arrays of `state` may be donated.
 
         Args:
-            step: Number of the checkpoint, an integer of at least 0. It must not exist in the folder, unless it was
-                found damaged.
-            state: A TrainState, an nnx.State or another tree of arrays.
+            step: Number of the checkpoint, an integer from 0 to 10**18 - 1. It must not exist in the folder, unless it
+                was found damaged.
+            state: A TrainState, an nnx.State or another tree of arrays, random keys and numbers of Python.
             metadata: Stored as JSON beside the arrays. Default: {}.
 
         Raises:
             SaveError: This save failed, or the one before it.
-            ConfigError: The step exists already or is not an integer >= 0, two arrays have the same name on disk,
-                or `layers` does not name a stack of layers. A stack is recognized in a TrainState and in a pipeline
-                only.
+            ConfigError: The step exists already or is out of its limits, a leaf cannot be stored (such as text),
+                two arrays have the same name on disk, or `layers` does not name a stack of layers. A stack is
+                recognized in a TrainState and in a pipeline only.
         """
         self.wait()
         step = _checked(step)
@@ -195,6 +204,8 @@ class Checkpointer:
             check_stacks_are_named(state, layers_of(state, self.layers))
             self._checked = definition
         named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers))
+        if abstract := [path for path, x in named if isinstance(x, jax.ShapeDtypeStruct)]:
+            raise ConfigError(f"save requires arrays, but these are abstract: {paths_text(abstract)}")
         record = {key: value for key, value in (metadata or {}).items() if key != BASE}
         if isinstance(state, TrainState) and self.base is not None:
             base = self.base.restricted(frozen_on_disk(state, self.layers, without=self._changed(state)))
@@ -280,7 +291,7 @@ class Checkpointer:
         read = self._reader(step, target)
         if scaled:
             read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
-        leaves = from_disk(read, *paths_on_disk(tree_of(abstract), layers))
+        leaves = with_numbers(from_disk(read, *paths_on_disk(tree_of(abstract), layers)), abstract)
         restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if isinstance(abstract, TrainState):
             self.set_base(read_base(self._step(step)), restored)
@@ -300,7 +311,7 @@ class Checkpointer:
         stored = self.arrays(step)
         named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers, stored))
         leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
-        return jax.tree.unflatten(jax.tree.structure(state), leaves), report
+        return jax.tree.unflatten(jax.tree.structure(state), with_numbers(leaves, state)), report
 
     def load_base(self, folder: str | Path, state: TrainState) -> tuple[TrainState, RestoreReport]:
         """Load the parameters of `folder` as `restore_partial` does; then save only arrays that training changes.
@@ -398,9 +409,9 @@ def _read_scaled(
 def _checked(step: Any) -> int:
     """`step` as an int. ConfigError for anything else, since the text of a step is the name of a folder."""
     with suppress(TypeError):
-        if not isinstance(step, bool) and operator.index(step) >= 0:
+        if not isinstance(step, bool) and 0 <= operator.index(step) <= LAST_STEP:
             return operator.index(step)
-    raise ConfigError(f"a step must be an integer of at least 0, got {step!r}")
+    raise ConfigError(f"a step must be an integer from 0 to {LAST_STEP}, got {shown(step)}")
 
 
 def _damage_text(folder: Path, problems: list[str]) -> list[str]:

@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.fields import user_path
 from flax_mesh.text import at_most
 
 Result = TypeVar("Result")
 
 CHECKPOINTS = "checkpoints"  # below a run folder
+LAST_STEP = 10**18 - 1  # of at most 18 digits
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]{0,17}"), re.compile(r"([0-9]{1,18})\.damaged(-[0-9]+)?")
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
 _ATTEMPTS = 5  # to read a step before a run deletes it

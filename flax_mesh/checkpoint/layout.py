@@ -5,7 +5,7 @@ import math
 import re
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import (
     PyTree,
     Shaped,
+    array_problem,
     in_stack,
     indexed_paths,
     is_key,
@@ -32,6 +33,7 @@ from flax_mesh.tree import (
 
 Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
+_NUMBERS = (bool, int, float, complex)
 _BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
 
@@ -70,12 +72,16 @@ class ShardedArray:
 
 
 def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
-    """(path, leaf) of every leaf, and `_stacked_paths`. ConfigError if two leaves have the same name on disk.
+    """(path, leaf) of every leaf, and `_stacked_paths`. Numbers of Python and NumPy become arrays without dims.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
-    would be one array, and a leaf ["a"] cannot contain another one.
+    would be one array, and a leaf ["a"] cannot contain another one. Raises ConfigError if two leaves have the same name
+    on disk, or if a leaf cannot be stored.
     """
-    named = named_leaves(state)
+    is_number = lambda x: type(x) in _NUMBERS or isinstance(x, np.generic)  # noqa: E731
+    named = [(path, np.asarray(x) if is_number(x) else x) for path, x in named_leaves(state)]
+    if problems := [f"{path}: {problem}" for path, x in named if (problem := _problem(x))]:
+        raise ConfigError(path_lines(problems), head="a checkpoint cannot store every leaf of this tree:")
     stacks = _stacked_paths(named, layers)
     owners: dict[str, list[int]] = {}  # name on disk -> indices of leaves
     paths: dict[str, list[int]] = {}
@@ -97,6 +103,31 @@ def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, An
     return named, stacks
 
 
+def _problem(x: Any) -> str:
+    if (problem := array_problem(x)) or is_key(x):
+        return problem
+    return "" if _has_dtype(x.dtype) else f"is an array of {x.dtype}, which Orbax does not have; convert it"
+
+
+@functools.cache
+def _has_dtype(dtype: np.dtype) -> bool:
+    import tensorstore  # pyright: ignore[reportMissingImports]
+
+    try:
+        tensorstore.dtype(dtype.name)
+    except ValueError:
+        return False
+    return True
+
+
+def with_numbers(leaves: Iterable[Any], tree: PyTree) -> list[Any]:
+    """The leaves; those that are numbers of Python in `tree` are so again."""
+    return [
+        type(x)(leaf.item()) if type(x) in _NUMBERS else leaf
+        for leaf, x in zip(leaves, jax.tree.leaves(tree), strict=True)
+    ]
+
+
 def to_disk(
     named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]], *, on_host: bool = True
 ) -> Iterator[tuple[str, Any]]:
@@ -115,7 +146,8 @@ def to_disk(
         if 0 in leaf.shape:
             continue  # nothing to store, and Orbax refuses it
         if path in stacks:
-            yield from zip(stacks[path], _layers(leaf, on_host), strict=True)
+            layers = map(np.asarray, leaf) if isinstance(leaf, np.ndarray) else _layers(leaf, on_host)
+            yield from zip(stacks[path], layers, strict=True)
         elif hasattr(leaf, "sharding"):
             shards = [_shard(shard) for shard in _written_shards(leaf)]
             yield path, ShardedArray(leaf.shape, leaf.dtype, leaf.sharding, shards)
@@ -157,6 +189,9 @@ def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[st
         arrays[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     stacked = {path: _as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
     arrays |= dict(read([path for path, _ in named if path not in stacks and path not in arrays]))
+    for path in [path for path, leaf in stacked.items() if getattr(leaf, "sharding", None) is None]:
+        layers, _ = read(stacks[path]), stacked.pop(path)
+        arrays[path] = np.stack([layers[layer] for layer in stacks[path]])
     for paths in _batches(stacked):
         layers = read([layer for path in paths for layer in stacks[path]])
         split = [[layers[layer] for layer in stacks[path]] for path in paths]
@@ -206,8 +241,10 @@ def _as_key_data(abstract: Any) -> jax.ShapeDtypeStruct:
     if not is_key(abstract):
         return abstract
     data, sharding = jax.eval_shape(jax.random.key_data, abstract), abstract.sharding
-    spec = PartitionSpec(*sharding.spec, *[None] * (data.ndim - len(sharding.spec)))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(sharding.mesh, spec))
+    if isinstance(sharding, NamedSharding):  # others have no dims
+        spec = PartitionSpec(*sharding.spec, *[None] * (data.ndim - len(sharding.spec)))
+        sharding = NamedSharding(sharding.mesh, spec)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=sharding)
 
 
 def _as_key(data: jax.Array, abstract: Any) -> jax.Array:
@@ -229,14 +266,14 @@ def _empty(abstract: Shaped) -> jax.Array:
     """An array of size zero; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:
-        return jnp.zeros(abstract.shape, abstract.dtype)
+        return np.zeros(abstract.shape, abstract.dtype)
     shard = np.zeros(sharding.shard_shape(abstract.shape), abstract.dtype)
     return array_from(abstract.shape, sharding, lambda _: shard, abstract.dtype)
 
 
 def _written_shards(leaf: jax.Array) -> list[Any]:
-    """The shards that this process writes: one replica of each."""
-    return [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    """The shards that this process writes: one replica of each. An array of NumPy has none."""
+    return [shard for shard in getattr(leaf, "addressable_shards", ()) if shard.replica_id == 0]
 
 
 def _shard(shard: Any) -> _ArrayShard:

@@ -43,7 +43,7 @@ def report_failure(error: BaseException) -> int:
     if code is None:
         traceback.print_exception(error)
         return FAILED
-    for line in error.lines if isinstance(error, ConfigError) else lines_of(error):
+    for line in error.shown if isinstance(error, ConfigError) else lines_of(error):
         print(f"flax-mesh: {shortened(plain(line), MOST_PRINTED)}", file=sys.stderr)
     return code
 
@@ -101,8 +101,9 @@ def write_file(option: str, name: str, text: str, *, mode: str = "w") -> None:
 
 def files_read(recipe: str, overrides: Sequence[str], config: TrainConfig) -> dict[str, str]:
     """Name -> path of the files that a command reads: the recipe, files of settings, and settings that name files."""
-    settings = {f"{key}={text}": text for key, text in to_texts(config).items() if os.path.isfile(text)}
-    return {f"the recipe {recipe}": recipe.partition(":")[0]} | settings_files(overrides) | settings
+    named = {f"the recipe {recipe}": recipe.partition(":")[0]} | settings_files(overrides)
+    named |= {f"{key}={text}": text for key, text in to_texts(config).items()}
+    return {name: path for name, text in named.items() if os.path.isfile(path := os.path.expanduser(text))}
 
 
 def settings_files(overrides: Sequence[str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 
 from flax_mesh.cli.common import (
@@ -25,7 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", help="write an HTML page that shows the placement of every array")
+    output.add_argument(
+        "--html",
+        metavar="FILE",
+        type=os.path.expanduser,
+        help="write an HTML page that shows the placement of every array",
+    )
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

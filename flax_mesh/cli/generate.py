@@ -81,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="answer the lines of standard input, each with those before it, by the chat template of the tokenizer",
     )
     parser.add_argument("--system", metavar="TEXT", default="", help="of --chat: the message of the system")
-    parser.add_argument("--out", metavar="FILE.jsonl", help="write a line of JSON for every prompt")
+    parser.add_argument(
+        "--out", metavar="FILE.jsonl", type=os.path.expanduser, help="write a line of JSON for every prompt"
+    )
     parser.add_argument("--json", action="store_true", help="print these lines instead of the text")
 
 

@@ -1,6 +1,7 @@
 """`flax-mesh mesh`: how a mesh is placed on the available devices."""
 
 import argparse
+import os
 from collections.abc import Sequence
 
 from flax_mesh.cli.common import DONE, check_writable, use_platform, write_file
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--platform", default="auto", help="auto, cpu, cpu:N (N virtual devices), gpu or tpu (default: auto)"
     )
-    parser.add_argument("--svg", metavar="FILE", help="also write a picture")
+    parser.add_argument("--svg", metavar="FILE", type=os.path.expanduser, help="also write a picture")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -71,10 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", help="write an HTML page with drawings")
+    output.add_argument("--html", metavar="FILE", type=os.path.expanduser, help="write an HTML page with drawings")
     output.add_argument(
         "--calibrate",
         metavar="FILE",
+        type=os.path.expanduser,
         help="measure the devices that are here, and write the file that run.hardware=FILE reads; without a RECIPE, "
         "with run.platform=P for the devices of another platform",
     )

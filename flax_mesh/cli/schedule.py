@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
     measure = "measure the stages of a recipe on the available devices; sets stages, microbatches and costs"
     add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
-    add("--svg", metavar="FILE", help="write a picture")
-    add("--out", metavar="FILE", help="write the schedule as text, for pipeline.schedule=FILE")
+    add("--svg", metavar="FILE", type=os.path.expanduser, help="write a picture")
+    add("--out", metavar="FILE", type=os.path.expanduser, help="write the schedule as text, for pipeline.schedule=FILE")
     add("--json", action="store_true", help="print JSON")
 
 

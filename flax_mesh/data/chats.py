@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
 from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
 from flax_mesh.data.row_hashes import hash_rows
 from flax_mesh.data.tokenizers.chat import EXTRA, open_tokenizer
-from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import check_types, path_problem
+from flax_mesh.errors import ConfigError, Problem, labelled
+from flax_mesh.fields import check_types, user_path
 from flax_mesh.text import count_text
 
 OPEN_ROWS = 64  # that documents are packed into at a time: 90% are filled by lengths up to a row, 99% by short ones
@@ -66,7 +65,8 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     """
     if problems := check_data_config(config):
         raise ConfigError(problems)
-    most, path = config.sequence_length + 1, Path() if path_problem(config.source) else user_path(config.source)
+    with labelled("data.source"):
+        most, path = config.sequence_length + 1, user_path(config.source)
     if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
         raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
     encode = Encoder(open_tokenizer(folder, vocab_size), config.train_on, add_bos=config.add_bos)

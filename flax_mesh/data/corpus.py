@@ -22,6 +22,7 @@ import numpy as np
 
 from flax_mesh.data.config import STDLIB, DataConfig, check_data_config
 from flax_mesh.errors import ConfigError, labelled
+from flax_mesh.fields import user_path
 from flax_mesh.text import count_text, one_line
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
@@ -274,7 +275,7 @@ def _stdlib_files() -> dict[str, Path]:
 
 
 def _find_files(source: str) -> dict[str, Path]:
-    path = Path(os.path.expanduser(source))
+    path = user_path(source)
     if os.path.isfile(path):
         return {path.name: path}
     if os.path.isdir(path):

@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
@@ -16,7 +15,7 @@ from flax_mesh.data.row_hashes import RowHashes
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
-from flax_mesh.tree import path_of
+from flax_mesh.tree import array_problem, path_of
 from flax_mesh.user_code import joined, place_of, user_code
 
 
@@ -151,8 +150,8 @@ def batch_problems(batch: Any) -> list[str]:
     for path, x in named:
         if not isinstance(x, np.ndarray):
             problems.append(f"{path!r} must be a numpy array, got {type(x).__name__}")
-        elif not (jnp.issubdtype(x.dtype, np.number) or x.dtype == bool):
-            problems.append(f"{path!r} must be an array of numbers, got dtype {x.dtype}")
+        elif problem := array_problem(x):
+            problems.append(f"{path!r} {problem}")
     if not named:
         return [f"a batch must have at least one array, got {type(batch).__name__} without any"]
     rows = [(path, len(x)) for path, x in named if isinstance(x, np.ndarray) and x.ndim]

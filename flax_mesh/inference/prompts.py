@@ -3,7 +3,6 @@
 import codecs
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +60,7 @@ def _read_file(file: str) -> list[Prompt]:
     if file.lower().endswith(JSON):
         raise ConfigError(f"--prompts {file}: a file has a prompt in every line; name it .jsonl if these are {FORM}")
     try:
-        data = read_file(Path(file).expanduser()).removeprefix(codecs.BOM_UTF8)
+        data = read_file(file).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from error
     lines = data.removesuffix(b"\n").split(b"\n") if data else []

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
-from flax_mesh.checkpoint.hf.safetensors import read_json, user_path
+from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.checkpoint.read import plain, read_record
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import path_problem, user_path
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config

@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, path_problem, require_names
+from flax_mesh.fields import check_types, path_problem, require_names, user_path
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state

@@ -43,7 +43,9 @@ def load_recipe(name: str) -> TrainConfig:
         >>> config.mesh.shape, config.run.steps
         ('fsdp:8', 20)
     """
-    file, _, function = name.partition(":")
+    if problem := path_problem(name):
+        raise ConfigError(f"recipe {name[:80]}: this text {problem}")
+    file, _, function = os.path.expanduser(name).partition(":")
     function = function or "recipe"
     if SETTING.match(name) and not os.path.exists(file):
         raise ConfigError(f"the recipe is missing: {name} is a setting; write RECIPE.py {name}")
@@ -84,8 +86,6 @@ def _modules_beside(file: str) -> Iterator[None]:
 def _function_of_file(file: str, function: str) -> Callable[[], Any]:
     """Execute a file as a module and return one of its functions."""
     path = Path(file)
-    if problem := path_problem(file):
-        raise ConfigError(f"recipe {file[:80]}: this text {problem}")
     if not os.path.isfile(path):
         siblings = sorted(str(p) for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise ConfigError(

@@ -16,7 +16,7 @@ from flax_mesh.modes import array_from
 from flax_mesh.sharding.constrain import spec_in_mesh, with_sharding_constraint
 from flax_mesh.sharding.rules import fit_spec
 from flax_mesh.text import count_text, listed
-from flax_mesh.tree import PyTree, path_of
+from flax_mesh.tree import PyTree, array_problem, path_of
 
 
 def shapes_of(batch: PyTree) -> PyTree:
@@ -26,27 +26,12 @@ def shapes_of(batch: PyTree) -> PyTree:
     that are not arrays.
     """
     named = [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
-    others = [(path, x) for path, x in named if not _has_numbers(x)]
-    if others:
-        kinds = [f"an array of {x.dtype}" if hasattr(x, "dtype") else f"of type {type(x).__name__}" for _, x in others]
-        raise ConfigError(
-            [
-                f"batch {path!r} is {kind}; every leaf must be an array of numbers. Close over it in loss_fn, or leave "
-                "it out of the batch"
-                for (path, _), kind in zip(others, kinds, strict=True)
-            ]
-        )
+    if problems := [f"batch {path!r} {problem}" for path, x in named if (problem := array_problem(x))]:
+        raise ConfigError(problems, repair="Close over other values in loss_fn, or leave them out of the batch.")
     dtype = jax.dtypes.canonicalize_dtype  # of random keys there is only one
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype) if isinstance(x.dtype, np.dtype) else x.dtype), batch
     )
-
-
-def _has_numbers(x: object) -> bool:
-    """Whether `x` is an array of numbers or of random keys."""
-    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    is_text = isinstance(dtype, np.dtype) and dtype.kind in "OSTU"
-    return isinstance(shape, tuple) and dtype is not None and not is_text
 
 
 def microbatch_shapes(
@@ -157,11 +142,16 @@ def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis) -> PyTree:
 def on_device_dtypes(batch: PyTree, what: str) -> PyTree:
     """Copies of the arrays of NumPy with the dtypes that devices have, int32 for int64; other leaves as they are.
 
-    ConfigError, about `what`, for integers that int32 does not have.
+    ConfigError, about `what`, for arrays that JAX does not have, and for integers that int32 does not have.
     """
 
+    named = jax.tree_util.tree_flatten_with_path(batch)[0]
+    arrays = [(path_of(path), x) for path, x in named if isinstance(x, np.ndarray | np.generic)]
+    if problems := [f"{what}: {path!r} {problem}" for path, x in arrays if (problem := array_problem(x))]:
+        raise ConfigError(problems)
+
     def convert(path: Any, x: Any) -> Any:
-        if not isinstance(x, np.ndarray | np.generic) or not _has_numbers(x):
+        if not isinstance(x, np.ndarray | np.generic):
             return x
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)
         if x.dtype.kind in "iu" and dtype != x.dtype and x.size:

@@ -32,10 +32,10 @@ from flax_mesh.checkpoint.hf.kept import (
     updated_config,
 )
 from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG, adapted_arrays, adapter_config, peft_factors
-from flax_mesh.checkpoint.hf.safetensors import user_path, write_safetensors
+from flax_mesh.checkpoint.hf.safetensors import write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree
 from flax_mesh.errors import ConfigError, SaveError
-from flax_mesh.fields import parse_value
+from flax_mesh.fields import parse_value, user_path
 from flax_mesh.lora.adapters import A, B
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mpmd.runtime.placement import MODEL

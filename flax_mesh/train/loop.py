@@ -10,7 +10,7 @@ from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, user_path
 from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.processes import Watch, stop_together
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
@@ -90,14 +90,14 @@ def train(
     """
     say = say if is_first() else lambda text: None
     should_stop = stop_together(should_stop)
+    trace = None if trace is None else user_path(trace)
     program = build_program(config, say)
-    trace = None if trace is None else Path(trace)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     factories = find_hooks(config.run.hooks, config.hooks)
     data = load_data(program)
     _watch_pipeline(watch, program)
-    with folder_of_run(Path(config.run.folder).expanduser(), restart) as folder:
+    with folder_of_run(user_path(config.run.folder), restart) as folder:
         record = run_record(recipe, program, data)
         check_agreement(record)
         program = _with_search(program, folder, say)

@@ -14,7 +14,7 @@ import jax
 
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, user_path
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import RunConfig, TrainConfig
 from flax_mesh.text import shown
@@ -133,7 +133,7 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
 def _work(make_config: Callable[[], TrainConfig], report_every: int | None) -> TrainResult:
     """The work of every worker. All of them report equally often, as Ray requires."""
     config = make_config()
-    every, folder, reported = report_every or config.checkpoint.every, Path(config.run.folder).expanduser(), None
+    every, folder, reported = report_every or config.checkpoint.every, user_path(config.run.folder), None
 
     def report(row: Row) -> None:
         nonlocal reported

@@ -14,10 +14,10 @@ from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
-from flax_mesh.checkpoint.hf.safetensors import user_path
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import user_path
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.recipe.checks import MAY_DIFFER
 from flax_mesh.recipe.config import TrainConfig
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 def find_start(folder: str) -> Start:
     """Find the kind and the content of `folder`. Only process 0 reads the files to verify them."""
     if is_huggingface(folder):
-        other_files(Path(folder).expanduser())  # checks the links
+        other_files(user_path(folder))  # checks the links
         return Start(folder)
 
     def look() -> str:

@@ -63,10 +63,12 @@ def test_outputs_of_commands_that_are_no_errors_are_found():
 
 
 def test_a_long_text_of_lines_says_how_many_are_left_out():
-    assert limited(["a", "b"]) == "a\nb"
-    text = limited([f"{number}: {'x' * 90}" for number in range(50)])
-    assert len(text) <= MOST and text.splitlines()[-1] == f"and {50 - len(text.splitlines()) + 1} more lines"
-    assert len(limited(["x" * 5000, "y"])) <= MOST
+    assert limited(["a", "b"], end="c") == ["a", "b", "c"]
+    lines = limited([f"{number}: {'x' * 90}" for number in range(50)])
+    assert len("\n".join(lines)) <= MOST and lines[-1] == f"and {50 - len(lines) + 1} more lines"
+    head, line, more = limited(["head:", "x" * 5000, "y"])
+    assert (head, line[:9], line[-18:], more) == ("head:", "x" * 9, "(5,000 characters)", "and 1 more line")
+    assert len(f"{head}\n{line}\n{more}") <= MOST
     error = ConfigError(["x" * 300] * 50, head="FILE is wrong:", repair="Edit it.")
     assert len(str(error)) <= MOST and str(error).startswith("FILE is wrong:\n") and str(error).endswith("\n  Edit it.")
     assert ConfigError(["x" * 1999, "y"]).lines == ["x" * 1999, "y"]

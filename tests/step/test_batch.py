@@ -11,9 +11,17 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh import PartitionAxis, abstract_state, create_mesh
+from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.train import init_train_state, make_eval_step, make_train_step, place_batch
+from flax_mesh.train import (
+    abstract_train_state,
+    array_batches,
+    init_train_state,
+    make_eval_step,
+    make_train_step,
+    place_batch,
+)
 from tests.step.batches import Case, check, random_case
 from tests.step.net import batch, make, start
 
@@ -107,6 +115,39 @@ def test_a_state_that_was_donated_is_refused_by_step_evaluation_and_pipeline():
 
 
 # --- scalars, and batches that are refused ---
+
+
+def test_arrays_that_jax_does_not_have_are_refused_by_path_and_with_the_repair():
+    wrong = {
+        "mask": (
+            np.ma.masked_array(np.ones(256), False),
+            "is a masked array, whose mask JAX drops; pass x.filled(value)",
+        ),
+        "big": (
+            np.ones(256, ">f4"),
+            "is an array of >f4, another byte order; pass x.astype(x.dtype.newbyteorder('='))",
+        ),
+        "any": (np.array([1] * 256, object), "is an array of object; it must be an array of numbers"),
+    }
+    given = {name: array for name, (array, _) in wrong.items()}
+    mesh = create_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    state, pipeline = abstract_train_state(make(), abstract_state(make(), mesh, [(".*", ())])), pipeline_of(2)
+    calls = {
+        "make_train_step": lambda: make_train_step(mean_loss, state)(state, given),
+        "make_eval_step": lambda: make_eval_step(mean_loss, state)(state, given),
+        "Pipeline.step": lambda: pipeline.step(pipeline.abstract, given),
+        "Pipeline.evaluate": lambda: pipeline.evaluate(pipeline.abstract, given),
+        "split_stages": lambda: split_stages(mean_loss, make()()[0], given, num_stages=2),
+        "place_batch": lambda: place_batch(given, mesh),
+        "array_batches": lambda: array_batches(given, batch_size=2, seed=0),
+        "make_batches": lambda: UserBatches(lambda: lambda step: given, 256),
+        "iterator": lambda: UserBatches(lambda: iter([given]), 256, resumable=False),
+    }
+    for call in calls.values():
+        with pytest.raises(ConfigError) as error:
+            call()
+        for name, (_, text) in wrong.items():
+            assert any(f"'{name}' {text}" in line for line in error.value.lines), error.value.lines
 
 
 def test_a_scalar_belongs_to_every_microbatch_of_all_modes():

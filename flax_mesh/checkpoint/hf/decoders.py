@@ -23,9 +23,9 @@ from flax_mesh.checkpoint.hf.families import (
 )
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
-from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals, user_path
+from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import check_types
+from flax_mesh.fields import check_types, user_path
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
@@ -118,13 +118,14 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         >>> read_config(".")
         {'model_type': 'llama'}
     """
-    with refusals(folder):
-        is_folder = Path(folder).is_dir()
+    path = user_path(folder)
+    with refusals(path):
+        is_folder = path.is_dir()
     if not is_folder:
         raise ConfigError(
             f"{folder} is not a local folder. Download the model first, and pass the folder with its config.json."
         )
-    path = Path(folder) / "config.json"
+    path = path / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path}: no such file")
     config = read_json(path)

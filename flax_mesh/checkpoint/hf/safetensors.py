@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
-from flax_mesh.fields import read_file
+from flax_mesh.fields import read_file, user_path
 from flax_mesh.text import at_most, listed, path_lines
 from flax_mesh.tree import Shaped
 
@@ -54,7 +54,7 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     Raises one CheckpointCorruptedError that lists all errors in the headers and the index. The format has no checksums:
     changed data is not detected.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path.is_dir():
         return _open_file(path)
     single, index = path / SINGLE_FILE, path / INDEX
@@ -86,7 +86,7 @@ def write_safetensors(
 
     After an error the folder is unchanged. A process that is killed leaves a hidden folder beside it.
     """
-    folder = Path(folder).absolute()
+    folder = user_path(folder).absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f"{folder} exists; nothing was overwritten. Pass a folder that does not exist, or remove it.")
     if max_file_bytes < 1:
@@ -117,14 +117,6 @@ def read_json(path: Path) -> Any:
     with refusals(path):
         data = read_file(path)
     return _parse_json(path, data)
-
-
-def user_path(path: str | Path) -> Path:
-    """`path` with ~ and ~USER replaced. ConfigError if the user does not exist."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 @contextmanager
@@ -253,7 +245,7 @@ def _parse_json(path: Path, text: bytes) -> Any:
         parsed = dict(pairs)
         if len(parsed) < len(pairs):
             duplicates = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-            raise ValueError(f"duplicate keys: {', '.join(duplicates)}")
+            raise ValueError(f"duplicate keys: {listed(at_most(duplicates))}")
         return parsed
 
     try:

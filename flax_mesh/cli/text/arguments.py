@@ -1,6 +1,7 @@
 """The arguments of commands whose help needs no JAX."""
 
 import argparse
+import os
 
 
 def add_recipe(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -36,6 +37,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="FILE.json",
+        type=os.path.expanduser,
         help="write the times of all actions of a pipeline's third step, and a picture beside it",
     )
     parser.add_argument(

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import user_path
 from flax_mesh.mpmd.runtime.compile import Jitted, StageFunctions
 from flax_mesh.mpmd.runtime.executor import ScheduleRun
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
@@ -61,7 +62,7 @@ class Timeline:
         Both also show the simulated schedule. `costs` are its costs, for example from `measure_costs`; by default the
         medians of the measured times.
         """
-        path = Path(path)
+        path = user_path(path)
         if path.suffix == ".svg":
             trace = path.with_suffix(".json")
             raise ValueError(f"{path} is the path of the picture; use another suffix for the trace, such as {trace}.")
