@@ -43,7 +43,10 @@ for words in (["--help"], ["train", "--help"], ["--version"]):
 def test_help_and_versions_do_not_import_jax():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
     assert "\n--help False\n" in done.stdout and "\ntrain --help False\n" in done.stdout
-    assert done.stdout.endswith(")\n--version False\n") and f"(jax {version('jax')}, flax {version('flax')})" in done.stdout
+    assert (
+        done.stdout.endswith(")\n--version False\n")
+        and f"(jax {version('jax')}, flax {version('flax')})" in done.stdout
+    )
     assert "usage: flax-mesh [-h]" in done.stdout and "--print-config" in done.stdout
 
 

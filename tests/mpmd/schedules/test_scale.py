@@ -32,8 +32,8 @@ class Row(tuple):
 def work_of(call: Callable[[], object]) -> int:
     """The number of calls and lines of the package that `call` executes, and of the actions that it reads.
 
-    Every pass of a loop, also of one within a line, is a line, and every element of a generator is a call. Python 3.12.1
-    does not report the instructions of the first call.
+    Every pass of a loop, also of one within a line, is a line, and every element of a generator is a call. Python
+    3.12.1 does not report the instructions of the first call.
     """
     count, Row.read = 0, 0
 
