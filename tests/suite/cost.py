@@ -44,7 +44,7 @@ class CostPlugin:
         try:
             return (yield)
         finally:
-            self.own[item.nodeid.partition("::")[0]] += cpu_seconds() - before
+            self.own[item.nodeid.partition("::")[0]] += cpu_seconds() - before  # pyright: ignore[reportArgumentType]
 
     @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
     def pytest_testnodedown(self, node: Any) -> None:
@@ -52,7 +52,7 @@ class CostPlugin:
 
     @pytest.hookimpl(tryfirst=True)  # before pytest-xdist ends its processes, whose time would count twice
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.own[REST] = cpu_seconds() - self.own.total()
+        self.own[REST] = cpu_seconds() - self.own.total()  # pyright: ignore[reportArgumentType]
         getattr(session.config, "workeroutput", {})["cost"] = dict(self.own)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ WORK = {
 
 @pytest.mark.parametrize("loop", ["[a for a in row]", "{a: a for a in row}", "sum(a for a in row)", "row[1:]"])
 def test_every_pass_of_a_loop_is_work(loop):
-    functions: dict[str, Callable[[Row], object]] = {}
+    functions: dict[str, Any] = {}
     exec(compile(f"def work(row):\n    {loop}", f"{PACKAGE}loop.py", "exec"), functions)
     for size in (10, 1000):
         assert size <= work_of(lambda size=size: functions["work"](Row(range(size)))) + 1 < 2 * size + 10
