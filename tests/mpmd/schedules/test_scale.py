@@ -38,7 +38,7 @@ def work_of(call: Callable[[], object]) -> int:
     """
     count, Row.read = 0, 0
 
-    def trace(frame: FrameType, event: str, arg: object) -> object:
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
         if PACKAGE not in frame.f_code.co_filename:
             return None
