@@ -12,6 +12,7 @@ import pytest
 
 from tests.suite import tiers
 from tests.suite.budget import BudgetPlugin
+from tests.suite.cost import CostPlugin
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-budget", action="store_true", help="rewrite tests/budget.txt from the counts of this run"
     )
+    parser.addoption("--cost", action="store_true", help="print the test files that need most CPU time")
     parser.addoption("--slice", metavar="K/N", type=tiers.parse_slice, help="only slice K of N of the slow tests")
     parser.addoption(
         "--touched",
@@ -32,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     _share_compilation_cache(config)
     config.pluginmanager.register(BudgetPlugin(config), "budget")
+    if config.getoption("--cost"):
+        config.pluginmanager.register(CostPlugin(), "cost")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a job in the background of a script
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it to processes that they start
     platform = config.getoption("--platform")

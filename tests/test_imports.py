@@ -5,6 +5,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from importlib.metadata import version
 
 import flax_mesh
 
@@ -30,17 +31,22 @@ def test_importing_loads_only_its_own_modules_and_changes_no_settings():
 HELP = """
 import sys
 from contextlib import suppress
-from flax_mesh.cli import main
-for words in (["--help"], ["train", "--help"]):
+from flax_mesh.cli.main import command
+for words in (["--help"], ["train", "--help"], ["--version"]):
+    sys.argv = ["flax-mesh", *words]
     with suppress(SystemExit):
-        main(words)
+        command()
     print(" ".join(words), "jax" in sys.modules)
 """
 
 
-def test_help_does_not_import_jax():
+def test_help_and_versions_do_not_import_jax():
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
     assert "\n--help False\n" in done.stdout and "\ntrain --help False\n" in done.stdout
+    assert (
+        done.stdout.endswith(")\n--version False\n")
+        and f"(jax {version('jax')}, flax {version('flax')})" in done.stdout
+    )
     assert "usage: flax-mesh [-h]" in done.stdout and "--print-config" in done.stdout
 
 

@@ -34,13 +34,16 @@ COMMANDS = {
 }
 
 
+_WITHOUT_JAX = {"-h", "--help", "--version"}  # importing JAX takes a second
+
+
 def command() -> int:
     """`main` as a program, which Ctrl-C ends without a traceback while it imports JAX."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.SIG_IGN:  # a signal that is ignored stays ignored
         signal.signal(signal.SIGINT, _end)
     try:
-        if not {"-h", "--help"} & {*sys.argv[1:3]}:
+        if not _WITHOUT_JAX & {*sys.argv[1:3]}:
             for name in ("common", *(name for name in COMMANDS if name in sys.argv[1:])):
                 import_module(f"flax_mesh.cli.{name}")
     finally:
@@ -63,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         2
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    if {"-h", "--help"} & {*argv[:2]}:  # before JAX is imported, which takes a second
+    if _WITHOUT_JAX & {*argv[:2]}:
         with suppress(ConfigError):  # which `_run` prints
             _parse(argv)
     return _run(argv)

@@ -35,6 +35,10 @@ def rand(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return jax.random.normal(jax.random.key(seed + 7 * sum(shape)), shape).astype(dtype)
 
 
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
 def qkv(heads: int = 4, kv_heads: int = 4, keys: int = S, dtype: Any = jnp.float32) -> tuple[jax.Array, ...]:
     shapes = ((B, S, heads, 8), (B, keys, kv_heads, 8), (B, keys, kv_heads, 8))
     return tuple(rand(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes))
@@ -81,7 +85,7 @@ _changed("soft_cap", lambda s: causal(5 * jnp.tanh(s / 5)))
 _changed("window", lambda s: jnp.where((distance() >= 0) & (distance() < 20), s, -jnp.inf))
 _changed("additive_mask", lambda s: s + jnp.where(jnp.arange(S)[:, None] >= jnp.arange(S), 0.0, -1e9)[None, None])
 _changed("alibi", lambda s: causal(s - (2.0 ** -jnp.arange(4.0))[:, None, None] * jnp.abs(distance())))
-_changed("bias_parameter", lambda s, bias: causal(s + bias), rand(4, S, S))
+_changed("bias_parameter", lambda s, bias: causal(s + bias), normal(4, S, S))
 _changed("key_padding", lambda s: jnp.where(jnp.asarray(PADDING)[:, None, None, :], s, -1e9))
 _changed("padding_as_input", lambda s, pad: jnp.where(pad[:, None, None, :], s, -1e9), PADDING)
 _changed(
@@ -101,8 +105,8 @@ _changed("mask_of_quotients", lambda s: jnp.where((distance() / 15).astype(jnp.i
 _changed("mask_of_bfloat16", lambda s: jnp.where((distance() + 300).astype(jnp.bfloat16) <= 300, s, -1e30))
 _changed("mask_of_overflow", lambda s: jnp.where(distance() * 50000000 >= 0, s, -1e30))
 # No operation may see a key or a query that does not exist.
-_changed("divided_by_keys", lambda s, x: s / x, 1 + jnp.arange(float(S)))
-_changed("talking_heads", lambda s, w: causal(jnp.einsum("bnqk,nm->bmqk", s, w)), rand(4, 4))
+_changed("divided_by_keys", lambda s, x: s / x, 1 + np.arange(S, dtype=np.float32))
+_changed("talking_heads", lambda s, w: causal(jnp.einsum("bnqk,nm->bmqk", s, w)), normal(4, 4))
 
 
 @program
@@ -308,8 +312,8 @@ PROGRAMS["sum_of_a_part"] = with_weights(lambda e: e / total(e[..., :40]))
 PROGRAMS["weights_without_gradient"] = with_weights(lambda e: jax.lax.stop_gradient(e / total(e)))
 PROGRAMS["sum_without_gradient"] = with_weights(lambda e: e / jax.lax.stop_gradient(total(e)))
 PROGRAMS["integer_weights"] = with_weights(lambda e: (127 * e / total(e)).astype(jnp.int8).astype(jnp.float32))
-PROGRAMS["negative_factors"] = with_weights(lambda e, w: e * w / total(e * w), -1 - jnp.arange(float(S)))
-PROGRAMS["weights_divided_by_keys"] = with_weights(lambda e, w: e / total(e) / w, 1 + jnp.arange(float(S)))
+PROGRAMS["negative_factors"] = with_weights(lambda e, w: e * w / total(e * w), -1 - np.arange(S, dtype=np.float32))
+PROGRAMS["weights_divided_by_keys"] = with_weights(lambda e, w: e / total(e) / w, 1 + np.arange(S, dtype=np.float32))
 
 
 def _with_sink(weigh: Callable[..., Any]) -> Callable[[], Program]:

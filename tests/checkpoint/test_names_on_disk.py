@@ -14,7 +14,7 @@ from flax_mesh.checkpoint import Checkpointer
 
 
 def array(value, *shape) -> Any:
-    return jnp.full(shape or (3,), value, jnp.float32)
+    return np.full(shape or (3,), value, np.float32)
 
 
 VARIABLES = nnx.Dict({"a.b": nnx.Param(array(1)), "a": nnx.Dict(b=nnx.Param(array(2)))})

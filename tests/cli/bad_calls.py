@@ -70,7 +70,7 @@ PACKAGE = str(Path(fm.__file__).parent)
 OWN = (fm.ConfigError, fm.ShardingError, fm.SaveError, fm.NoMeshError, CutError, PeerError)
 RAISED = (ValueError, TypeError, KeyError, OSError, RuntimeError)  # if flax_mesh raises them itself
 MOST = 2000  # characters of a message
-MOST_SECONDS = 20  # of one call
+MOST_SECONDS = 100  # of one call, also on a slow machine
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 
 

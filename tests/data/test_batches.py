@@ -4,6 +4,7 @@ import itertools
 import math
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from flax_mesh.data import batches as batches_module
 from flax_mesh.data.batches import (
     batch_rows,
     held_out_rows,
@@ -219,18 +221,14 @@ def test_prefetch_yields_in_order_and_ends_its_thread():
     assert not prefetch_threads()
 
 
-def test_the_next_batch_is_made_while_the_consumer_works_and_waiting_is_measured():
+def test_the_next_batch_is_made_while_the_consumer_works_and_waiting_is_measured(monkeypatch):
     made = [threading.Event() for _ in range(3)]
     for step, _, _ in prefetch(lambda step: made[step].set(), 0, 3):
         if step < 2:
             assert made[step + 1].wait(timeout=10)
             assert step == 1 or not made[2].is_set()  # one batch ahead, not more
-    release = threading.Event()
-    timer = threading.Timer(0.2, release.set)
-    timer.start()
-    ((_, _, waited),) = prefetch(lambda step: release.wait(10), 0, 1)
-    timer.join()
-    assert 0.1 < waited < 10
+    monkeypatch.setattr(batches_module, "time", SimpleNamespace(perf_counter=iter([3.0, 8.0]).__next__))
+    assert list(prefetch(lambda step: "batch", 0, 1)) == [(0, "batch", 5.0)]
 
 
 def test_an_exception_reaches_the_consumer_after_the_batches_before_it():

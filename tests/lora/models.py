@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -128,8 +129,10 @@ def decoder(**more: Any) -> Any:
     return functools.partial(make_decoder, config)
 
 
-X = jax.random.normal(jax.random.key(1), (2, 4, WIDTH))
-TOKENS = {name: jax.random.randint(jax.random.key(at), (4, 8), 0, 32) for at, name in enumerate(("inputs", "targets"))}
+X = np.random.default_rng(1).normal(size=(2, 4, WIDTH)).astype(np.float32)
+TOKENS = {
+    name: np.random.default_rng(at).integers(0, 32, (4, 8), np.int32) for at, name in enumerate(("inputs", "targets"))
+}
 # name -> (constructor, loss, batch, patterns, paths of adapted weights)
 CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "products": (Weights, loss_fn, X, ("plain", "left", "back", "heads", "experts", "dense/kernel", "einsum")),

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 
 ROOT = Path(__file__).parent.parent.parent
-AFTER_KILL_S = 30
+AFTER_KILL_S = 120
 TIME_LIMIT_S = 240  # of one process; a worker also exits by itself before
 
 

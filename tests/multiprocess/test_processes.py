@@ -18,7 +18,7 @@ from flax_mesh.processes.launchers import LAUNCHERS, PORT, detect_launcher, pod_
 from flax_mesh.processes.start import Processes, check_coordinator, parse_processes
 from tests.multiprocess.cases import error_of, put_and_get_all
 from tests.multiprocess.in_threads import in_threads
-from tests.multiprocess.processes import ROOT, free_port, run_workers, texts
+from tests.multiprocess.processes import ROOT, TIME_LIMIT_S, free_port, run_workers, texts
 
 
 def agreement(here: int) -> None:
@@ -91,7 +91,9 @@ def test_a_process_that_fails_or_blocks_ends_the_others_with_a_reason(what, code
 
 def test_a_single_process_has_a_step_timeout_too():
     program = "import time\nfrom flax_mesh.processes import Watch\nwith Watch(print, 1.0):\n    time.sleep(30)"
-    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=TIME_LIMIT_S
+    )
     assert ended.returncode == 5, ended.stderr
     assert 'File "<string>", line 4' in ended.stderr  # the stack of the main thread
     assert "flax-mesh: no step has finished within 1 s, after 0 steps since the start" in ended.stderr
@@ -237,7 +239,9 @@ def test_the_job_of_the_docs_is_queued_again_after_a_signal_alone(tmp_path):
         (tmp_path / name).chmod(0o755)
     for code in (0, 1, 4, 5):
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "7"}
-        ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(
+            ["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
         assert (ended.returncode, ended.stdout) == (code, "requeue 7\n" if code == 4 else ""), ended.stderr
 
 

@@ -1,12 +1,13 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import PartitionAxis, ShardingError, constrain, create_mesh, with_sharding_constraint
 
 P = PartitionSpec
-X = jnp.arange(64.0).reshape(8, 8)
+X = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 @pytest.fixture(params=["auto", "explicit", "mixed"])

@@ -93,7 +93,7 @@ def flows_of(fn, *args):
     return flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, [f"in{i}" for i in range(len(jaxpr.invars))])
 
 
-X = jnp.ones((3, 2))
+X = np.ones((3, 2), np.float32)
 FLOWS = {
     "an input": (lambda x, y: (y, x), ["in1", "in0"]),
     "a copy by arithmetic": (lambda x, y: (x * 1.0, jnp.ones_like(y)), [DEPENDS, None]),

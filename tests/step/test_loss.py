@@ -1,5 +1,6 @@
 """The forms of a loss function's result: which forms are accepted, their meanings, and which forms are refused."""
 
+import functools
 import re
 import warnings
 
@@ -61,7 +62,11 @@ def test_every_accepted_form_gives_the_same_mean():
     np.testing.assert_allclose(rows["loss, metrics"]["small"], small, rtol=1e-6)
 
 
-STATE = start(make())
+@functools.cache
+def initial_state():
+    return start(make())
+
+
 REFUSED = {
     "a tuple of one": (lambda loss: (loss,), r"It returned \(f32\[\],\)"),
     "an empty tuple": (lambda loss: (), r"It returned \(\)"),
@@ -82,7 +87,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_any_other_form_is_refused_in_one_line(name):
     result, message = REFUSED[name]
-    for call in (lambda loss_fn: run(loss_fn, STATE, [batch()]), evaluate):
+    for call in (lambda loss_fn: run(loss_fn, initial_state(), [batch()]), evaluate):
         with pytest.raises(ValueError, match=message) as caught:
             call(lambda model, b: result(jnp.sum(model(b["x"]))))
         text = str(caught.value)
@@ -91,7 +96,7 @@ def test_any_other_form_is_refused_in_one_line(name):
 
 
 def evaluate(loss_fn):
-    make_eval_step(loss_fn, STATE)(STATE, batch())
+    make_eval_step(loss_fn, initial_state())(initial_state(), batch())
 
 
 def split(loss_fn):

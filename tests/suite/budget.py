@@ -3,7 +3,8 @@
 They are counted, not timed, so that the limits hold on every machine. tests/budget.txt contains the limits; a file that
 exceeds one of them makes the run of pytest fail. `pytest --update-budget` writes the limits of the files that it runs:
 the counts and a tenth more, since a program that an earlier file has compiled in the same process is not counted. The
-programs of single operations, such as `jnp.zeros`, are not counted: they are small, and most files share them. A run is
+programs of single operations, such as `jnp.zeros`, are not counted: they are small, and most files share them; a file
+may compile none of them while it is imported, since every process of pytest-xdist imports all files. A run is
 counted when it opens its metrics.jsonl; a test that opens the file often, such as a test of the file, counts each time.
 """
 
@@ -60,6 +61,7 @@ class BudgetPlugin:
         self.updates = bool(config.getoption("--update-budget"))
         self.applies = config.getoption("markexpr") == "not slow" and config.getoption("platform") == "cpu"
         self._file = ""
+        self._is_import = False
         jax.monitoring.register_event_duration_secs_listener(self._on_duration)
         sys.addaudithook(self._on_audit)
 
@@ -69,7 +71,9 @@ class BudgetPlugin:
 
     def _on_duration(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")").lstrip("_")
-        if "backend_compile" in event and name not in OPERATIONS:
+        if "backend_compile" in event and self._is_import:
+            self._add("programs at import")
+        elif "backend_compile" in event and name not in OPERATIONS:
             self._add("programs")
 
     def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -77,6 +81,15 @@ class BudgetPlugin:
             self._add("processes")
         elif event == "open" and str(arguments[0]).endswith("metrics.jsonl") and arguments[1] == "a+":
             self._add("runs")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
+        if isinstance(collector, pytest.Module):
+            self._file, self._is_import = collector.nodeid, True
+        try:
+            return (yield)
+        finally:
+            self._file, self._is_import = "", False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:

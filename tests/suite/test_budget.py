@@ -31,10 +31,12 @@ def test_a_count_above_its_limit_is_one_line_with_both_numbers():
     limits = {"a.py": Counter(programs=5, runs=1)}
     assert budget.problems({"a.py": {"programs": 5, "runs": 1}}, limits) == []
     counts = {"a.py": {"programs": 6, "processes": 1}, "b.py": {"runs": 2, "programs": budget.ROOM}}
+    counts["c.py"] = {"programs at import": 1}
     assert budget.problems(counts, limits) == [
         "a.py: 1 processes, but its limit is 0",
         "a.py: 6 programs, but its limit is 5",
         "b.py: 2 runs, but its limit is 0",
+        "c.py: 1 programs at import, but its limit is 0",
     ]
 
 

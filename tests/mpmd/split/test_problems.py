@@ -139,7 +139,11 @@ def test_a_model_is_refused_with_the_cause_its_line_and_the_repair(name):
 
 
 ORDERS = [
-    (Model(), squared_loss, "takes loss_fn, a function, before the model: got an object of type Model and the func"),
+    (
+        nnx.Dropout(0.5),
+        squared_loss,
+        "takes loss_fn, a function, before the model: got an object of type Dropout and the func",
+    ),
     (lambda: Model(), squared_loss, "got the function <lambda> and the function squared_loss, which requires argum"),
     (squared_loss, 3, "model must be an nnx.Module, or a function without arguments .* and an object of type int"),
     (squared_loss, lambda: 3, "must return an nnx.Module, got an object of type int"),
