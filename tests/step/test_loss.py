@@ -161,11 +161,11 @@ SUMS = {
 
 
 def step_trace(loss_fn, b, count=2):
-    make_train_step(loss_fn, state(), num_microbatches=count).eval_shape(state(), b)
+    make_train_step(loss_fn, initial_state(), num_microbatches=count).eval_shape(initial_state(), b)
 
 
 CALLS = {
-    "evaluation": lambda loss_fn, b: make_eval_step(loss_fn, state()).eval_shape(state(), b),
+    "evaluation": lambda loss_fn, b: make_eval_step(loss_fn, initial_state()).eval_shape(initial_state(), b),
     "step": step_trace,
     "one part": lambda loss_fn, b: step_trace(loss_fn, b, count=1),
     "stages": lambda loss_fn, b: split_stages(loss_fn, lambda: Net(nnx.Rngs(0)), b, num_stages=2, num_microbatches=2),
