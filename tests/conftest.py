@@ -1,5 +1,6 @@
 """Tests run on 8 CPU devices, unless `--platform` selects another backend."""
 
+import gc
 import os
 import shutil
 import signal
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Garbage collections leave out the modules and the tests, which live to the end."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     _share_compilation_cache(config)
     config.pluginmanager.register(BudgetPlugin(config), "budget")
@@ -38,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
+        if config.getoption("markexpr") == "not slow":  # also in the processes that the tests start
+            jax.config.update("jax_disable_most_optimizations", True)
+            os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
     if platform == "gpu":  # whose products of float32 arrays have by default the precision of 19 bits
         jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -84,10 +94,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick_compilation() -> Iterator[None]:
-    """Disables most XLA optimizations, which reduces compile time by a third to a half."""
+    """Disables most XLA optimizations, which reduces compile time by a third to a half; the default tier always does."""
+    before = bool(jax.config.read("jax_disable_most_optimizations"))
     jax.config.update("jax_disable_most_optimizations", True)
     yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
