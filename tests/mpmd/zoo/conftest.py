@@ -7,7 +7,7 @@ import pytest
 @pytest.fixture(autouse=True, scope="module")
 def fresh_caches() -> None:
     """Discards the programs of earlier test files, which JAX would use again although their options differ."""
-    if not jax.config.read("jax_disable_most_optimizations"):  # in the default tier the options are equal
+    if not jax.config.values["jax_disable_most_optimizations"]:  # in the default tier the options are equal
         jax.clear_caches()
 
 
