@@ -228,7 +228,7 @@ def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int 
 def field_types(config: object) -> dict[str, Any]:
     """Name -> evaluated annotation of every field of a dataclass."""
     try:
-        return typing.get_type_hints(type(config))
+        return _hints(type(config))
     except (NameError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"the annotations of {type(config).__qualname__} cannot be evaluated: {error}. Define the names that they "

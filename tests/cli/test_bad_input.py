@@ -232,6 +232,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("files")
     recipe, run = write_recipe(root), root / "run"
     settings = ("run.steps=2", "checkpoint.every=1", "run.eval_every=0", "run.sample_tokens=0")
+    settings += ("run.platform=auto", "mesh.shape=dp:1")  # a program that compiles faster
     assert main(["train", str(recipe), f"run.folder={run}", *settings]) == DONE
     write_files(root, run)
     named = {path.stem: str(path) for path in root.iterdir() if path.name != "__pycache__"}

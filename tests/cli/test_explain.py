@@ -30,6 +30,7 @@ from tests.mpmd.runtime.pipelines import build, make_net, net_batch, net_loss
 P = PartitionSpec
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "recipes" / "tiny.py")
+ONE_LAYER = "model.num_layers=1"
 GOLDEN = ROOT / "tests" / "golden"
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 LLAMA_405B = """
@@ -198,13 +199,12 @@ def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
     assert sum(stored) == pytest.approx(max(unsplit.memory_per_device.values()) / 2**20, abs=0.02)
     stages = ["stage 0: layers/0 .. layers/1", "stage 1: layers/2 .. layers/3"]
     assert [line.split(";")[0] for line in lines[2:4]] == stages
-    assert main(["explain", TINY, "mesh.shape=pp:8"]) == FINDINGS
+    assert main(["explain", TINY, ONE_LAYER, "mesh.shape=pp:8"]) == FINDINGS
     assert "too few for 8 stages" in capsys.readouterr().out
     assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
     assert note in page.read_text(encoding="utf-8")
-    assert note in explain(apply_overrides(load_recipe(TINY), settings)).note
-    assert explain(load_recipe(TINY)).note == kernel
-    assert not explain(apply_overrides(load_recipe(TINY), ["model.attention=xla"])).note
+    assert explain(apply_overrides(load_recipe(TINY), [ONE_LAYER])).note == kernel
+    assert not explain(apply_overrides(load_recipe(TINY), [ONE_LAYER, "model.attention=xla"])).note
 
 
 @pytest.mark.sampled
@@ -234,13 +234,13 @@ def test_the_mesh_is_the_one_of_the_recipe():
 
 
 def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):
-    assert main(["explain", TINY]) == DONE
+    assert main(["explain", TINY, ONE_LAYER]) == DONE
     assert capsys.readouterr().out.endswith("no findings\n")
-    page = tmp_path / "page.html"
-    count = len(explain(apply_overrides(load_recipe(TINY), ["mesh.shape=tp:4"])).findings)
+    page, settings = tmp_path / "page.html", [ONE_LAYER, "mesh.shape=tp:4"]
+    count = len(explain(apply_overrides(load_recipe(TINY), settings)).findings)
     assert count >= 2
-    assert main(["explain", TINY, "mesh.shape=tp:4", "--html", str(page)]) == FINDINGS
+    assert main(["explain", TINY, *settings, "--html", str(page)]) == FINDINGS
     assert capsys.readouterr().out == f"{page}: {count} findings\n"
     assert f"<h2>{count} findings</h2>" in page.read_text(encoding="utf-8")
-    assert main(["explain", TINY, "mesh.shape=tp:4", "--json"]) == FINDINGS
+    assert main(["explain", TINY, *settings, "--json"]) == FINDINGS
     assert len(json.loads(capsys.readouterr().out)["findings"]) == count

@@ -26,7 +26,7 @@ from tests.train.bigram import count_compilations
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8")
-TOO_LARGE = ("mesh.shape=fsdp:4", "model.hidden_size=16384", "model.mlp_size=65536", "model.num_layers=2")
+TOO_LARGE = ("mesh.shape=fsdp:4", "model.hidden_size=16384", "model.mlp_size=131072", "model.num_layers=1")
 
 
 pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")

@@ -147,7 +147,8 @@ def test_the_completed_steps_are_saved_before_an_evaluation_that_fails(tmp_path,
         return {"a": 1.0 / (len(calls) < 3)}  # the first call is before the run
 
     printed: list[str] = []
-    config = config_of(tmp_path / "run", text, None, "run.steps=5", *EVERY_2[1:], eval_fns={"f": fails})
+    settings = ["mesh.shape=fsdp:1", "model.num_layers=1", "run.steps=5", *EVERY_2[1:]]
+    config = config_of(tmp_path / "run", text, None, *settings, eval_fns={"f": fails})
     with pytest.raises(ConfigError, match=r"eval_fns\['f'\]: .*ZeroDivisionError"):
         train(config, say=printed.append)
     assert printed[-1] == "the state after step 4 is saved, since its evaluation failed"

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy.stats import rankdata
 
 from flax_mesh.hardware import Chip
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -83,4 +82,6 @@ def busy_seconds(time: Time) -> float:
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float:
     """The correlation of the ranks; equal values have the mean of their ranks."""
+    from scipy.stats import rankdata  # here, since its import takes a second and tests of other things import this file
+
     return float(np.corrcoef(rankdata(xs), rankdata(ys))[0, 1])

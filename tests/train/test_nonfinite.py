@@ -133,10 +133,10 @@ def test_a_spike_above_the_running_median_is_skipped_and_the_run_resumes_bit_for
     for steps in (bad - 1, 40):
         run(spikes(tmp_path / "parts", *settings, f"run.steps={steps}"))
     assert numbers(rows_of(tmp_path / "parts")) == numbers(rows)
-    stopped = run(spikes(tmp_path / "stop", "run.spike_factor=4"))
+    stopped = run(spikes(tmp_path / "stop", "run.spike_factor=4", "checkpoint.every=100"))
     assert stopped.result.step == bad
     assert any("limit" in line and "run.spike_factor" in line for line in stopped.lines if line.startswith("stopped"))
-    assert run(spikes(tmp_path / "without")).result.status == "finished"
+    assert run(spikes(tmp_path / "without", "checkpoint.every=100")).result.status == "finished"
 
 
 def check_of(saved=None, **settings) -> StepCheck:
