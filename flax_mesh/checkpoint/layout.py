@@ -184,7 +184,9 @@ def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[st
     placed only on devices of other processes is not read: here it is an array without shards.
     """
     elsewhere = {path: _as_key_data(leaf) for path, leaf in named if _is_elsewhere(leaf)}
-    arrays = {path: _empty(_as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere}
+    arrays: dict[str, Any] = {
+        path: _empty(_as_key_data(leaf)) for path, leaf in named if 0 in leaf.shape and path not in elsewhere
+    }
     for path, leaf in elsewhere.items():
         arrays[path] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, [], dtype=leaf.dtype)
     stacked = {path: _as_key_data(leaf) for path, leaf in named if path in stacks and path not in arrays}
@@ -262,8 +264,8 @@ def _is_elsewhere(abstract: object) -> bool:
     return sharding is not None and not sharding.addressable_devices
 
 
-def _empty(abstract: Shaped) -> jax.Array:
-    """An array of size zero; none is stored on disk."""
+def _empty(abstract: Shaped) -> Any:
+    """An array of size zero, of NumPy without a sharding; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:
         return np.zeros(abstract.shape, abstract.dtype)

@@ -55,7 +55,8 @@ def assert_same(found: Any, wanted: Any) -> None:
             continue
         assert (x.shape, x.dtype) == (y.shape, y.dtype), path
         assert getattr(x, "sharding", None) == getattr(y, "sharding", None), path
-        assert np.array_equal(*(jax.random.key_data(z) if is_key(y) else np.asarray(z) for z in (x, y))), path
+        a, b = (jax.random.key_data(z) if is_key(y) else np.asarray(z) for z in (x, y))
+        assert np.array_equal(a, b), path
 
 
 def test_every_kind_of_leaf_that_is_saved_is_restored_as_it_was(tmp_path):

@@ -15,6 +15,7 @@ from flax_mesh.cli.common import BAD_INPUT, FINDINGS
 from flax_mesh.errors import MOST
 from flax_mesh.models import DecoderConfig
 from flax_mesh.train import array_batches, place_batch
+from flax_mesh.tree import nest
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 COUNT = range(3000)
@@ -63,7 +64,7 @@ MANY = {f"x{i}": np.ones(i + 1) for i in COUNT}
 MESH = fm.create_mesh((jax.device_count(),), ("fsdp",))
 CALLS = {
     "rules": lambda: fm.PartitionRules([(f"({i}", ("embed",)) for i in COUNT]),
-    "parameters": lambda: fm.abstract_state(lambda: fm.tree.nest(MANY.items()), MESH, [("none", ())]),
+    "parameters": lambda: fm.abstract_state(lambda: nest(MANY.items()), MESH, [("none", ())]),
     "leaves": lambda: Checkpointer("checkpoints").save(1, dict.fromkeys(MANY, "text")),
     "names": lambda: Checkpointer("checkpoints").save(1, {"a": MANY, **{f"a.{name}": x for name, x in MANY.items()}}),
     "a batch": lambda: place_batch({name: np.ma.masked_array(np.ones(8)) for name in MANY}, MESH),

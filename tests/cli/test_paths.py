@@ -11,9 +11,9 @@ from flax_mesh.checkpoint import Checkpointer, ParamMapping, load_safetensors, r
 from flax_mesh.checkpoint.find import find_steps
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
-from flax_mesh.data.chat_tokens import open_tokenizer
 from flax_mesh.data.chats import ChatConfig, read_chats
 from flax_mesh.data.corpus import load_documents
+from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import open_trained
 from flax_mesh.models import load_decoder

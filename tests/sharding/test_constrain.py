@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import PartitionAxis, ShardingError, constrain, create_mesh, with_sharding_constraint
 
 P = PartitionSpec
-X = np.arange(64, dtype=np.float32).reshape(8, 8)
+X: Any = np.arange(64, dtype=np.float32).reshape(8, 8)
 
 
 @pytest.fixture(params=["auto", "explicit", "mixed"])
