@@ -141,7 +141,7 @@ def _load_trained(
     for path in source.damaged:
         say(f"{path} is damaged and was skipped")
     say(f"model: {source.path}, {what}, {count / 1e6:.2f}M parameters")
-    for note in recipe.target.notes:
+    for note in filter(None, (*recipe.target.notes, config.model.copies_on(mesh))):
         say(note)
     hint = "" if settings.has_mesh else "; mesh.shape=... sets another one"
     say(f"mesh: {_mesh_line(mesh)}{hint}")

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
-from flax_mesh.models.cache import KVCache, pad_slots, write_slot
+from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slot
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
 from flax_mesh.models.kernels import RESIDUALS, splash_attention
 from flax_mesh.models.ops.matmul import dot_float32
@@ -121,9 +121,8 @@ class Attention(nnx.Module):
             q_BSHC, k_BSKC = (rotate(x, rope, positions, length) for x in (q_BSHC, k_BSKC))
         q_BSHC = constrain(q_BSHC, _Q_DIMS, axes=axes, mode=mode)
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
-        k_BSKC = constrain(k_BSKC, ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
-        v_BSKC = constrain(self.v(x_BSD), ("batch", None, "kv_heads", "head_dim"), axes=axes, mode=mode)
-        return q_BSHC, k_BSKC, v_BSKC
+        k_BSKC = split_heads(k_BSKC, axes, mode)
+        return q_BSHC, k_BSKC, split_heads(self.v(x_BSD), axes, mode)
 
     def _attend(
         self,

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import PartitionAxis, num_parts
+from flax_mesh.axes import Mode, PartitionAxis, num_parts
+from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.tree import PyTree
 
 _SMALLEST_BUCKET = 16  # slots of a prompt
-CACHE_DIMS = ("batch", "key_sequence", "kv_heads", "head_dim")
 
 
 @jax.tree_util.register_dataclass
@@ -61,11 +61,39 @@ class KVCache:
         return is_read_BT & (self.positions_B[:, None] - positions_BT < window)
 
 
+def kv_axis(axes: PartitionAxis) -> str:
+    """The logical axis of the heads of keys and values: copies of replicated heads are split as query heads are."""
+    return "kv_heads" if axes.mesh_axes("kv_heads") else "heads"
+
+
+def cache_dims(axes: PartitionAxis) -> tuple[str, ...]:
+    return "batch", "key_sequence", kv_axis(axes), "head_dim"
+
+
+def num_copies(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, num_kv_heads: int, mode: Mode) -> int:
+    """Copies of each replicated key-value head, the fewest that the parts of the query heads divide.
+
+    Then a device has the key-value heads of its query heads and no others. Prefill and decode use one cache.
+    """
+    if mesh is None or axes.mesh_axes("kv_heads"):
+        return 1
+    modes: tuple[Mode, ...] = ("train",) if mode == "train" else ("prefill", "decode")
+    parts = math.lcm(*(num_parts(axes, mesh.shape, "heads", mode=mode) for mode in modes))
+    return parts // math.gcd(parts, num_kv_heads)
+
+
+def split_heads(x_BSKC: jax.Array, axes: PartitionAxis, mode: Mode) -> jax.Array:
+    """Keys or values in the sharding of attention, with copies of replicated heads."""
+    copies = num_copies(axes, current_mesh(), x_BSKC.shape[2], mode)
+    x_BSKC = jnp.repeat(x_BSKC, copies, axis=2) if copies > 1 else x_BSKC
+    return constrain(x_BSKC, ("batch", None, kv_axis(axes), "head_dim"), axes=axes, mode=mode)
+
+
 def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Array:
     """The keys or values of a prompt, with slots for `num_slots` tokens, in the sharding of generation."""
     padding = num_slots - x_BPKC.shape[1]
     x_BTKC = jnp.pad(x_BPKC, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    return constrain(x_BTKC, CACHE_DIMS, axes=axes, mode="decode")
+    return constrain(x_BTKC, cache_dims(axes), axes=axes, mode="decode")
 
 
 def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any, axes: PartitionAxis) -> jax.Array:
@@ -73,7 +101,7 @@ def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any,
     update, start = (x_B1KC, (0, slot, 0, 0)) if layer is None else (x_B1KC[None], (layer, 0, slot, 0, 0))
     start = [jnp.asarray(i, jnp.int32) for i in start]  # of one dtype, also with 64-bit types
     cache = jax.lax.dynamic_update_slice(cache, update.astype(cache.dtype), start)
-    dims = CACHE_DIMS if layer is None else ("layers", *CACHE_DIMS)
+    dims = cache_dims(axes) if layer is None else ("layers", *cache_dims(axes))
     return constrain(cache, dims, axes=axes, mode="decode")
 
 

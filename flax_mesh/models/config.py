@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from flax_mesh.axes import Mode, PartitionAxis
+from flax_mesh.axes import Mode, PartitionAxis, num_parts
 from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
-from flax_mesh.mesh.context import current_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
 from flax_mesh.models.pattern import LayerKind, parse_pattern, pattern_problem
 from flax_mesh.models.remat import remat_problems
+from flax_mesh.text import axes_text
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -252,14 +253,29 @@ class DecoderConfig:
             return []
         platform = platform_of(mesh) if isinstance(mesh, Mesh) else ""
         known = set(self.problems())
-        call = self._call(mesh=mesh, platform=platform, queries=sequence_length, keys=sequence_length)
+        lengths: dict[str, Any] = {"queries": sequence_length, "keys": sequence_length}
+        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform, **lengths)
         return [line for line in problem_lines(self.attention, call) if line not in known]
 
     def notes_on(self, mesh: Mesh | AbstractMesh, sequence_length: int | None = None) -> list[str]:
-        """The choices of `auto` on this mesh with their reasons, as lines for the output of a run."""
-        call = self._call(mesh=mesh, platform=platform_of(mesh), queries=sequence_length, keys=sequence_length)
-        text = choice_text(self.attention, call)
-        return [text] if text else []
+        """Copied key-value heads, and the choices of `auto` with their reasons, as lines for the output of a run."""
+        lengths: dict[str, Any] = {"queries": sequence_length, "keys": sequence_length}
+        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform_of(mesh), **lengths)
+        return [text for text in (self.copies_on(mesh), choice_text(self.attention, call)) if text]
+
+    def on_mesh(self, mesh: AnyMesh) -> "DecoderConfig":
+        """This config on `mesh`: its `axes` replicate key-value heads that the mesh does not divide."""
+        if not self.copies_on(mesh):
+            return self
+        return replace(self, axes=replace(self.axes, extra={**dict(self.axes.extra), "kv_heads": None}))
+
+    def copies_on(self, mesh: AnyMesh) -> str:
+        """One line if `mesh` does not divide the key-value heads, "" if it does or if `axes.extra` maps "kv_heads"."""
+        names = [name for name in self.axes.mesh_axes("kv_heads") if name in mesh.axis_names]
+        if self.num_kv_heads % num_parts(self.axes, mesh.shape, "kv_heads") == 0 or "kv_heads" in dict(self.axes.extra):
+            return ""
+        problem = f"model.num_kv_heads={self.num_kv_heads} is not divisible by {axes_text(mesh.shape, names)}"
+        return f"{problem}, whose devices have copies of the key-value heads; query heads stay split"
 
     def attention_kernel(self, queries: int, keys: int, *, has_segments: bool = False, mode: Mode = "train") -> str:
         """The kernel of an attention in a trace on the current mesh.

@@ -5,6 +5,7 @@ Architecture: Llama (Touvron et al. 2023), grouped queries (Ainslie et al. 2023)
 in Mixtral (Jiang et al. 2024).
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,8 +17,9 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.attention import is_fused_attention
-from flax_mesh.models.cache import CACHE_DIMS, KVCache
+from flax_mesh.models.cache import KVCache, cache_dims
 from flax_mesh.models.config import DecoderConfig, dtypes, linear_options, norm, token_dims
 from flax_mesh.models.cross_entropy import cross_entropy, project
 from flax_mesh.models.layer import DecoderLayer
@@ -65,6 +67,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         if problems := config.problems():
             raise ConfigError(problems)
+        if (mesh := current_mesh()) is not None and (copies := config.copies_on(mesh)):
+            warnings.warn(copies, stacklevel=5)
+            config = config.on_mesh(mesh)
         self.config = config
         self.axes = config.axes
         self.embed = nnx.Embed(config.vocab_size, config.hidden_size, rngs=rngs, **dtypes(config))
@@ -155,7 +160,7 @@ class Decoder(nnx.Module):
 
     def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""
-        stored = ("layers", *CACHE_DIMS) if self.config.scan else CACHE_DIMS
+        stored = ("layers",) * self.config.scan + cache_dims(self.config.axes)
         axes, embed = self.config.axes, None if self.config.tied else "embed"
         out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored
         x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")

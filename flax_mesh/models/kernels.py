@@ -146,7 +146,7 @@ def _splash(call: Call) -> list[_Misfit]:
         rows.append(_Misfit("TPUs, or CPUs for tests", call.platform, other))
     if call.split("head_dim"):
         rows.append(_Misfit("head dims that are not split", call.split_text("head_dim"), other))
-    if call.split("heads") != call.split("kv_heads"):
+    if call.split("kv_heads") not in ((), call.split("heads")):  # replicated heads are copied (`cache.num_copies`)
         where = f"heads {listed(call.split('heads')) or 'none'} and kv_heads {listed(call.split('kv_heads')) or 'none'}"
         rows.append(_Misfit("heads and kv_heads split over the same mesh axes", where, other))
     if call.queries is not None and call.queries != (call.keys or call.queries):

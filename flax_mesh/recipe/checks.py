@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -29,6 +29,9 @@ from flax_mesh.user_code import check_arguments
 
 MOST_UNROLLED = 1000  # layers that are traced one by one, each of which takes about half a second
 MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
+# A dim that the mesh does not divide: how to repair it in a model with `axes`.
+WHOLE = "model.axes.vocab_axis=none, which leaves it whole"
+REPAIRS = {"model.vocab_size": f"use another mesh.shape, {WHOLE}, or for a new model a multiple"}
 # Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
 MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 
@@ -230,7 +233,7 @@ def check_on_mesh(config: TrainConfig, mesh: Mesh | AbstractMesh, axes: Partitio
     dims = [("data.batch_size", f"{data.batch_size}{divisor}", "batch", data.batch_size // parts)]
     if config.make_batches is None:
         dims.append(("data.sequence_length", str(data.sequence_length), "sequence", data.sequence_length))
-    problems = [*_undivided(dims, mesh, axes), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
+    problems = [*_undivided(dims, mesh, axes, {}), *check_model_on_mesh(config, mesh, axes, sequence_length_of(config))]
     if problem := memory_problem(mesh, config.optimizer.memory):
         problems.append(Problem("optimizer.memory", f": {problem}", "use optimizer.memory=device"))
     return problems
@@ -245,13 +248,20 @@ def check_model_on_mesh(
         model_dims = method_of(config.model, "dims", list)()
         dims = [(setting, str(size), logical, size) for setting, logical, size in model_dims]
     problems_on = method_of(config.model, "problems_on", lambda *_: [])
-    return [*_undivided(dims, mesh, axes), *map(as_problem, problems_on(mesh, sequence_length))]
+    repairs = REPAIRS if isinstance(getattr(config.model, "axes", None), PartitionAxis) else {}
+    return [*_undivided(dims, mesh, axes, repairs), *map(as_problem, problems_on(mesh, sequence_length))]
 
 
 def _undivided(
-    dims: Sequence[tuple[str, str, str, int]], mesh: Mesh | AbstractMesh, axes: PartitionAxis
+    dims: Sequence[tuple[str, str, str, int]],
+    mesh: Mesh | AbstractMesh,
+    axes: PartitionAxis,
+    repairs: Mapping[str, str],
 ) -> list[Problem]:
-    """One problem for every (setting, its value, logical axis, size) that is not divisible by its mesh axes."""
+    """One problem for every (setting, its value, logical axis, size) that is not divisible by its mesh axes.
+
+    `repairs`: setting -> its repair, where it is not a multiple or another mesh.
+    """
     problems: list[Problem] = []
     for setting, value, logical, size in dims:
         names = [name for name in axes.mesh_axes(logical) if name in mesh.axis_names]
@@ -262,7 +272,6 @@ def _undivided(
             general = f"{setting}={size} is not divisible by its mesh axes"
             if setting == "data.batch_size":
                 general = f"{setting} is not divisible by its mesh axes and pipeline.num_microbatches"
-            problems.append(
-                Problem(setting, problem, "use a multiple, or another mesh.shape", value=value, general=general)
-            )
+            repair = repairs.get(setting, "use a multiple, or another mesh.shape")
+            problems.append(Problem(setting, problem, repair, value=value, general=general))
     return problems

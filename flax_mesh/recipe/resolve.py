@@ -191,7 +191,7 @@ def mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
 def _recipe(
     config: TrainConfig, target: Target, mesh: Mesh | AbstractMesh, rules: PartitionRules, batch: Any
 ) -> Recipe:
-    make = maker(config)
+    make = maker(config, mesh)
     optimizer = optimizer_of_recipe(config, rules)
     user_batches = None
     if config.make_batches is not None and batch is None:
@@ -242,14 +242,17 @@ def retarget(recipe: Recipe, target: Target) -> Recipe:
     return derive(recipe.config, target, recipe.batch)
 
 
-def maker(config: TrainConfig) -> MakeModel:
-    """() -> the model of a recipe."""
-    return partial(make_model, config.make_model, config.model, config.run.seed)
+def maker(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> MakeModel:
+    """() -> the model of a recipe, with the config that `on_mesh(mesh)` of the model config returns, if it has this."""
+    model = config.model
+    if mesh is not None:
+        model = method_of(model, "on_mesh", lambda _: model)(mesh)
+    return partial(make_model, config.make_model, model, config.run.seed)
 
 
 def rules_of(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> PartitionRules:
     """The rules of a recipe on a mesh, with the layers of its model."""
-    return model_rules(maker(config), config.mesh.rules, config.rules, config.wrt, mesh)
+    return model_rules(maker(config, mesh), config.mesh.rules, config.rules, config.wrt, mesh)
 
 
 def layout_of_recipe(config: TrainConfig, rules: PartitionRules) -> StateLayout:

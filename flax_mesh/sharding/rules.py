@@ -365,6 +365,10 @@ def fit_spec(
             of = axes_text(mesh.shape, kept)
             problem = f"{counted} has size {size}, not divisible by {ways} (axes {tuple(kept)} of {of})"
             repair = f"Use a mesh where {'*'.join(kept)} divides {size}, or map {in_rule} to None"
+            logical = rule[1] if rule and not isinstance(rule[1], PartitionSpec | LargestDim) else None
+            if logical and len(logical) == len(spec) - layer_dims:
+                name = logical[dim - layer_dims]
+                repair += f", or {name!r} by PartitionAxis(extra={{{name!r}: None}})"
             findings.append(Finding(path, problem, repair))
             kept = []
         dims.append(as_entry(kept))

@@ -176,10 +176,12 @@ def test_annotated_models_are_explained_by_their_annotations():
 
 
 def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_arrays():
-    config = apply_overrides(load_recipe(TINY), ["mesh.shape=dp:3,tp:4"])
-    texts = [str(finding) for finding in explain(config).findings]
+    config = apply_overrides(load_recipe(TINY), ["mesh.shape=dp:3,tp:4", "model.vocab_size=258"])
+    explanation = explain(config)
+    assert "model.num_kv_heads=2 is not divisible by tp=4, whose devices have copies" in explanation.note
+    texts = [str(finding) for finding in explanation.findings]
     assert texts[0] == "data.batch_size=16: not divisible by 3 (dp=3). Use a multiple, or another mesh.shape"
-    start = "layers/{0..3}/attention/k/kernel: dim 1 has size 2, not divisible by 4"
+    start = "embed/embedding: dim 0 has size 258, not divisible by 4"
     assert any(text.startswith(start) for text in texts)
     with_rules = dataclasses.replace(config, rules=[("nothing", ()), (".*", ())])
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
@@ -236,7 +238,7 @@ def test_the_mesh_is_the_one_of_the_recipe():
 def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):
     assert main(["explain", TINY, ONE_LAYER]) == DONE
     assert capsys.readouterr().out.endswith("no findings\n")
-    page, settings = tmp_path / "page.html", [ONE_LAYER, "mesh.shape=tp:4"]
+    page, settings = tmp_path / "page.html", [ONE_LAYER, "mesh.shape=tp:8"]
     count = len(explain(apply_overrides(load_recipe(TINY), settings)).findings)
     assert count >= 2
     assert main(["explain", TINY, *settings, "--html", str(page)]) == FINDINGS

@@ -160,3 +160,5 @@ def test_a_prompt_longer_than_the_cache_is_one_line(run, command, monkeypatch):
     # 2 layers, keys and values, 16 + 50 slots, 2 heads of 8 float32 numbers
     assert code == BAD_INPUT and f"needs {2 * 2 * 66 * 2 * 8 * 4 / 1024:.1f} KiB per device" in errors
     assert "lower --max-tokens, --cache-length or --batch-size" in errors
+    code, _, errors = command(run, "--prompt", "a", "--max-tokens", 50, "mesh.shape=tp:4")  # one of 4 copies of a head
+    assert code == BAD_INPUT and f"needs {2 * 2 * 66 * 8 * 4 / 1024:.2f} KiB per device" in errors

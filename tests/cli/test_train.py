@@ -52,10 +52,11 @@ def error_lines(capsys):
 
 
 def test_all_mistakes_are_reported_at_once(error_lines):
-    lines = error_lines("train", TINY, "mesh.shape=dp:2,tp:4", "model.num_heads=6")
+    lines = error_lines("train", TINY, "mesh.shape=dp:2,tp:4", "model.num_heads=6", "model.vocab_size=258")
+    whole = "model.axes.vocab_axis=none, which leaves it whole, or for a new model a multiple"
     assert lines == [
-        f"model.{name} is not divisible by 4 (tp=4); use a multiple, or another mesh.shape"
-        for name in ("num_heads=6", "num_kv_heads=2")
+        f"model.vocab_size=258 is not divisible by 4 (tp=4); use another mesh.shape, {whole}",
+        "model.num_heads=6 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
     ]
     for command in (["train"], ["explain"], ["checkpoint", "reshard", "x", "y"], ["schedule", "1f1b", "--measure"]):
         lines = error_lines(*command, TINY, "run.stps=3", "run.seed=x", "nonsense", "run.steps=0", "model.head_dim=3")

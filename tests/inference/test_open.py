@@ -137,7 +137,7 @@ def test_settings_without_effect_and_settings_that_do_not_fit_are_refused(run):
     assert "run.steps has no effect here; the settings are model.*, mesh.* and run.platform" in text
     assert "mesh.shape=pp:2,dp:2: generation and evaluation have no pipeline; leave out pp" in text
     assert "did you mean model.hidden_size" in text and "did you mean optimizer.learning_rate" in text
-    assert "model.num_kv_heads=2 is not divisible by 4 (tp=4)" in refused(run, "mesh.shape=tp:4")
+    assert "model.num_heads=4 is not divisible by 8 (tp=8)" in refused(run, "mesh.shape=tp:8")
     assert "model/embed/embedding: checkpoint f32[256,16], model f32[256,32]" in refused(run, "model.hidden_size=32")
     assert "model.num_layers=1000, but it has only" in refused(run, "model.num_layers=1000")
     assert "model.attention=cudnn needs GPUs" in refused(run, "model.attention=cudnn", "model.dtype=bfloat16")

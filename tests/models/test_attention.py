@@ -17,15 +17,16 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from flax_mesh import PartitionAxis, create_mesh
+from flax_mesh import PartitionAxis, abstract_state, create_mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.attention import attend
 from flax_mesh.models.kernels import Call, choose, misfits
+from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, train
 from flax_mesh.tree import named_leaves
-from tests.models.reference import SMALL, numpy_decoder, small, tokens_of
+from tests.models.reference import SMALL, make_mesh, numpy_decoder, small, tokens_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -51,7 +52,22 @@ CHOICES = [  # platform, sizes of the mesh, sequence length, other fields of Cal
     ("tpu", {"sp": 4}, 384, HALF, "xla", r"that is a multiple of 512 \(128 \* sp=4\), got 384"),
     ("tpu", {"fsdp": 8}, 1, HALF | {"keys": 4096}, "xla", "needs as many queries as keys, got 1 and 4096"),
     ("tpu", {"tp": 8}, 4096, HALF | {"axes": PartitionAxis(attention_dim_axis="tp")}, "xla", "not split, got tp=8"),
-    ("tpu", {"tp": 8}, 4096, HALF | {"axes": PartitionAxis(extra={"kv_heads": None})}, "xla", "heads tp and kv_heads"),
+    (
+        "tpu",
+        {"tp": 8},
+        4096,
+        HALF | {"axes": PartitionAxis(extra={"kv_heads": None})},
+        "splash",
+        "the devices are TPUs",
+    ),
+    (
+        "tpu",
+        {"dp": 2, "tp": 4},
+        4096,
+        HALF | {"axes": PartitionAxis(extra={"kv_heads": "dp"})},
+        "xla",
+        "and kv_heads dp",
+    ),
     ("gpu", {"fsdp": 8}, 4096, HALF, "cudnn", "the devices are GPUs"),
     ("gpu", {"fsdp": 8}, 100, HALF | {"dtype": "float16"}, "cudnn", "the devices are GPUs"),
     ("gpu", {"fsdp": 8}, 4096, HALF | {"dtype": "float32"}, "xla", "cudnn needs model.dtype bfloat16 or float16, got"),
@@ -247,11 +263,41 @@ def gradients(config: DecoderConfig, mesh: Any = None) -> Any:
         return named_leaves(compute(state, batch))
 
 
+def test_copies_of_key_value_heads_that_tp_does_not_divide_leave_the_query_heads_split():
+    """With the loss and the gradients of one device, also for a vocabulary that is not split."""
+    axes = PartitionAxis(hidden_state_axis=None, vocab_axis=None)
+    sizes = {"num_layers": 1, "num_heads": 12, "num_kv_heads": 3, "vocab_size": 65}
+    make = lambda: make_decoder(dataclasses.replace(SMALL, axes=axes, **sizes), nnx.Rngs(0))  # noqa: E731
+    batch: Any = {"inputs": tokens_of(2, 32), "targets": tokens_of(2, 32, seed=1)}
+    graphdef, state = nnx.split(jax.jit(make)())
+
+    def run(graphdef: Any, state: Any) -> tuple[Any, float]:
+        compute = jax.jit(jax.value_and_grad(lambda state: next_token_loss(nnx.merge(graphdef, state), batch)[0]))
+        program = compute.lower(state).compile()
+        costs: Any = program.cost_analysis()
+        return program(state), costs["flops"]
+
+    expected, flops = run(graphdef, state)
+    line = (
+        "^model.num_kv_heads=3 is not divisible by tp=4, whose devices have copies of the key-value heads; query heads"
+    )
+    with pytest.warns(UserWarning, match=line), jax.set_mesh(mesh := make_mesh(tp=4)):
+        layouts = abstract_state(make, mesh)
+        assert layouts["layers"][0]["attention"]["k"]["kernel"].sharding.is_fully_replicated
+        placed = jax.tree.map(lambda x, layout: jax.device_put(x, layout.sharding), state, layouts)
+        found, of_device = run(abstract_split(make, mesh)[0], placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), found, expected)
+    assert flops / 4 < of_device < flops / 2, (
+        "the logits are not split, and without copies all query heads are gathered"
+    )
+
+
 DECODERS = [  # model, shape of the mesh, axis types
     ({"scan": True, "sliding_window": 150, "remat": "attention"}, (2, 2, 1, 2, 1), "explicit"),
     ({"remat": "attention+mlp_up", "scan": True}, (2, 1, 1, 2, 2), "auto"),
     ({"remat": "dots_saveable"}, (1, 1, 4, 2, 1), "explicit"),
     ({"remat": "attention@host", "scan": True}, (1, 1, 1, 1, 2), "auto"),
+    ({"num_heads": 6, "num_kv_heads": 3, "axes": PartitionAxis(extra={"kv_heads": None})}, (2, 1, 1, 2, 1), "auto"),
 ]
 
 

@@ -57,6 +57,7 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:model.num_kv_heads=. is not divisible by tp=2")
 @pytest.mark.parametrize(
     ("change", "mesh", "axis_types"),
     [
@@ -68,6 +69,8 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
         ({**EXPERTS, "scan": True}, "ep", "auto"),
         ({**EXPERTS, "scan": True, "sliding_window": 4}, "ep", "explicit"),
         ({"qkv_bias": True, "qk_norm": True, "tied": False}, "dp and tp", "auto"),
+        ({"num_heads": 6, "num_kv_heads": 3}, "dp and tp", "explicit"),  # copied to the devices of tp
+        ({"num_kv_heads": 1, "scan": True}, "dp and tp", "auto"),
     ],
 )
 def test_tokens_and_log_probabilities_equal_the_training_forward_pass_on_every_mesh(change, mesh, axis_types):

@@ -28,7 +28,7 @@ from flax_mesh.plan.search import search_layouts
 from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.report import comparison, fits, to_dict, to_text
 from flax_mesh.plan.search.search import Planned
-from flax_mesh.plan.search.space import SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
+from flax_mesh.plan.search.space import MESH, SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.recipe.checks import check_config, check_on_mesh
@@ -127,8 +127,10 @@ def test_every_layout_passes_the_checks_none_is_there_twice_and_those_excluded_f
     # The number of key-value heads excludes tp:8 and nothing else.
     assert max(layout.sizes[4] for layout in space.layouts) == MODEL.num_kv_heads
     assert space.excluded[f"model.num_kv_heads={MODEL.num_kv_heads} is not divisible by its mesh axes"] > 0
-    with pytest.raises(ConfigError, match=r"model.num_kv_heads=4 is not divisible by 8"):
-        plan(apply_overrides(CONFIG, ["mesh.shape=tp:8"]), "v5e:2x4")
+    with pytest.raises(ConfigError, match=r"model.num_heads=4 is not divisible by 8"):
+        plan(apply_overrides(CONFIG, ["mesh.shape=tp:8", "model.num_heads=4"]), "v5e:2x4")
+    (layout, *_) = make_space(apply_overrides(CONFIG, ["mesh.shape=tp:8"]), parse_topology("v5e:2x4"), [MESH]).layouts
+    assert layout.sizes[4] == 8, "key-value heads are copied on a mesh that the recipe gives"
     layout = next(x for x in space.layouts if x.sizes[0] == 2 and x.schedule == "interleaved-1f1b")
     configs = [space.apply(settings) for settings in changes(space, space.settings(layout))]
     assert {config.pipeline.schedule for config in configs} > {"zb-v", "v-half", "search", "zb-h2"}

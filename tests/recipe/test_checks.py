@@ -52,7 +52,7 @@ def test_metrics_of_rows_and_of_the_loss_may_be_the_best_metric():
         build_program(replace(apply_overrides(recipe(), settings), loss_fn=loss))
 
 
-METHODS = ("problems", "dims", "matrices", "problems_on", "notes_on", "without_devices")
+METHODS = ("problems", "dims", "matrices", "problems_on", "notes_on", "without_devices", "on_mesh")
 Fields = make_dataclass("Fields", [(name, str, "") for name in METHODS], bases=(BigramConfig,), frozen=True)
 
 

@@ -91,9 +91,9 @@ def test_dims_of_a_stack_are_counted_without_the_layer_dim():
     long, odd, s, twice = str(error.value).splitlines()
     assert f"spec {P(None, 'tp', None)} of rule 'long' has 3 dims, one layer of the array (3, 4, 4) has 2" in long
     assert "dim 2 (dim 1 of a layer) has size 7, not divisible by 2" in odd
-    assert odd.endswith("or map dim 1 of rule 'odd' to None.")
+    assert odd.endswith("or map dim 1 of rule 'odd' to None, or 'heads' by PartitionAxis(extra={'heads': None}).")
     # The rule "s" names the layer dim itself.
-    assert "layers/s: dim 1 has size 7" in s and s.endswith("or map dim 1 of rule 's' to None.")
+    assert "layers/s: dim 1 has size 7" in s and "dim 1 of rule 's' to None, or 'mlp' by PartitionAxis(" in s
     assert "dim 1 of rule 'twice' uses mesh axis 'tp' that an earlier dim uses already" in twice
 
 

@@ -22,7 +22,7 @@ from flax_mesh.plan.topology import Topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_on_mesh
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import apply_overrides, to_texts
-from flax_mesh.recipe.resolve import Recipe, derive
+from flax_mesh.recipe.resolve import Recipe, derive, rules_of
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes, chip_target
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
@@ -201,7 +201,9 @@ def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] =
     too_large: list[tuple[float, Layout]] = []
     shapes = _factorings(topology.num_devices, axes)
     if MESH in fixed:
-        shapes = iter([resolve_mesh(topology, axis_sizes(config.mesh))])
+        shape = resolve_mesh(topology, axis_sizes(config.mesh))
+        shapes, target = iter([shape]), chip_target(shape, topology.chip)
+        rules = rules_of(config, target.abstract_mesh(config.mesh.axis_types))
     remats, sharded = _remats(config, fixed), SHARD_OVER in fixed or bool(config.optimizer.shard_over)
     for shape in shapes:
         sizes = tuple(shape.get(name, 1) for name in AXIS_NAMES)
