@@ -27,11 +27,11 @@ _TAG = "flax_mesh"
 
 
 def array_from(
-    shape: Sequence[int], sharding: Sharding, read: Callable[[Any], np.ndarray], dtype: DTypeLike
+    shape: Sequence[int], sharding: Sharding, read: Callable[[Any], np.ndarray], dtype: DTypeLike | None = None
 ) -> jax.Array:
     """`jax.make_array_from_callback`: its transfers are intended, also where `jax.transfer_guard` disallows others.
 
-    Each process reads its shards only. It has a dtype for a process without a shard, which cannot infer it.
+    Each process reads its shards only. A process without a shard cannot infer `dtype`.
     """
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(tuple(shape), sharding, read, dtype=dtype)

@@ -15,11 +15,11 @@ from flax_mesh import ConfigError
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.tree import is_key, named_leaves
 
-KEYS = jax.random.split(jax.random.key(0), 8)
 DTYPES = ["bool", "int4", "int8", "uint16", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"]
 
 
 def stored() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(0), 8)
     split = jax.NamedSharding(fm.create_mesh((8,), ("fsdp",)), P("fsdp"))
     dropout = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     return {
@@ -32,17 +32,17 @@ def stored() -> dict[str, Any]:
             "scalar": np.int64(2**40),
             "bool": np.bool_(True),
         },
-        "empty": {"jax": jnp.zeros((0, 2)), "numpy": np.zeros((0, 2)), "keys": KEYS[:0], "on one": jnp.zeros(0)},
-        "keys": {"one": KEYS[0], "many": KEYS, "rbg": jax.random.key(1, impl="rbg"), "dims": KEYS.reshape(2, 4)},
-        "split keys": jax.device_put(KEYS, split),
-        "on another device": jax.device_put((jnp.ones(3), KEYS[1]), jax.devices()[3]),
+        "empty": {"jax": jnp.zeros((0, 2)), "numpy": np.zeros((0, 2)), "keys": keys[:0], "on one": jnp.zeros(0)},
+        "keys": {"one": keys[0], "many": keys, "rbg": jax.random.key(1, impl="rbg"), "dims": keys.reshape(2, 4)},
+        "split keys": jax.device_put(keys, split),
+        "on another device": jax.device_put((jnp.ones(3), keys[1]), jax.devices()[3]),
         "python": {"int": 3, "large": 2**62, "float": 0.1, "bool": True, "complex": 1j, "none": None},
         "not contiguous": np.arange(6.0).reshape(2, 3).T,
         "model": nnx.state(dropout),
         "layers": {
             "q": jnp.arange(6.0).reshape(2, 3),
             "numpy": np.arange(6.0).reshape(2, 3),
-            "keys": KEYS[:2],
+            "keys": keys[:2],
             "bools": np.ones(2, bool),
         },
     }
@@ -67,8 +67,9 @@ def test_every_kind_of_leaf_that_is_saved_is_restored_as_it_was(tmp_path):
         found, report = checkpointer.restore_partial(
             {**tree, "python": jax.tree.map(lambda x: type(x)(), tree["python"])}
         )
-        without_sharding = {"keys": {"many": jax.ShapeDtypeStruct(KEYS.shape, KEYS.dtype)}}
-        assert_same(checkpointer.restore(without_sharding, include="keys/many"), {"keys": {"many": KEYS}})
+        many = tree["keys"]["many"]
+        without_sharding = {"keys": {"many": jax.ShapeDtypeStruct(many.shape, many.dtype)}}
+        assert_same(checkpointer.restore(without_sharding, include="keys/many"), {"keys": {"many": many}})
     assert_same(found, tree)
     assert not report.unchanged and not report.unused
 

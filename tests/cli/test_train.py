@@ -99,7 +99,7 @@ def test_the_printed_config_is_read_back_to_the_same_config(capsys, tmp_path):
     assert lines == to_lines(apply_overrides(load_recipe(TINY), changed))
     assert {"run.folder=my runs/a b", "model.axes.batch_axis=dp"} <= set(lines)
     assert main(["train", TINY, f"@{file}", f"@{file}"]) == BAD_INPUT
-    assert "flax-mesh: run.steps is set twice\n" in capsys.readouterr().err
+    assert "flax-mesh: model.vocab_size is set twice\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_everything_that_cannot_be_adapted_is_an_error_with_all_weights():
     with pytest.raises(ConfigError, match=r"(?s)rank must be.*got 0.*alpha must be.*got -1.*'\(' is not a regular"):
         add_lora(lambda: Mlp(nnx.Rngs(0)), loss_fn, X, rank=0, alpha=-1, modules="(")
     for wrong, error, message in (
-        ({"batch": "x"}, ConfigError, "batch '' is of type str; every leaf must be an array of numbers"),
+        ({"batch": "x"}, ConfigError, "batch '' is of type str; it must be an array of numbers"),
         ({"loss_fn": lambda: 0.0}, ConfigError, r"loss_fn.*must be callable with the arguments \(model, batch\)"),
         ({"modules": iter([1])}, ConfigError, "modules: 1 is not a regular expression"),
         ({"rank": "x"}, TypeError, "add_lora: rank must be an integer, got 'x'"),

@@ -94,8 +94,8 @@ class Layer(DecoderLayer):
         for linear in (x for _, x in nnx.iter_graph(self) if isinstance(x, nnx.LinearGeneral)):
             linear.dot_general = partial(_product, config.products)
 
-    def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Any) -> Any:
-        out_BSD, aux = super()._rest(x_BSD, y_BSD, mode)
+    def _rest(self, x_BSD: jax.Array, y_BSD: jax.Array, mode: Any, counted_BS: jax.Array | None = None) -> Any:
+        out_BSD, aux = super()._rest(x_BSD, y_BSD, mode, counted_BS)
         has_both = self.config.num_experts and hasattr(self, "mlp")
         return (out_BSD + self.mlp(x_BSD)).astype(out_BSD.dtype) if has_both else out_BSD, aux
 

@@ -41,7 +41,11 @@ PLANTED = (
     # A heartbeat is read as a part of the first line of a process, which is then refused.
     ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
-    ("flax_mesh/models/ops/router.py", 'aux["expert_tokens"] / (num_tokens * k)', 'aux["expert_tokens"] / num_tokens'),
+    (
+        "flax_mesh/models/ops/router.py",
+        'aux["expert_tokens"] / assigned_L1',
+        'aux["expert_tokens"] / (assigned_L1 / k)',
+    ),
     # A mask of positions that are converted to integers: blocks that it leaves are skipped.
     ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
     # Keys that do not exist are divisors of 0.
