@@ -41,11 +41,13 @@ PLANTED = (
     # A heartbeat is read as a part of the first line of a process, which is then refused.
     ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
-    (
-        "flax_mesh/models/ops/router.py",
-        'aux["expert_tokens"] / assigned_L1',
-        'aux["expert_tokens"] / (assigned_L1 / k)',
-    ),
+    ("flax_mesh/models/ops/router.py", '["expert_tokens"] / assigned_L1', '["expert_tokens"] / (assigned_L1 / k)'),
+    # The norm of gradients in a half type is summed in that type.
+    ("flax_mesh/step/optimizer.py", "return x.astype(jnp.promote_types(x.dtype, jnp.float32))", "return x"),
+    # So is the gradient of a row of an embedding that many tokens look up.
+    ("flax_mesh/models/ops/lookup.py", "change_VD.astype(jnp.float32)", "change_VD"),
+    # A target outside of the vocabulary has a finite loss.
+    ("flax_mesh/models/cross_entropy.py", "targets < logits.shape[-1], jnp.float32(1), jnp.nan", "True, 1.0, jnp.nan"),
     # A mask of positions that are converted to integers: blocks that it leaves are skipped.
     ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
     # Keys that do not exist are divisors of 0.
