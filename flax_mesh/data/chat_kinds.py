@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_mesh.text import at_most, count_text
+from flax_mesh.text import at_most, count_text, shown
 
 Message = Mapping[str, Any]
+Render = Callable[..., list[int]]
 SHOWN = 8
 EMPTY = (None, "", [], {})
 
@@ -22,7 +23,7 @@ class Kind(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"messages of {self.name!r}" if self.of == "role" else repr(self.name)
+        return f"messages of {shown(self.name)}" if self.of == "role" else shown(self.name)
 
 
 class LeftOut:
@@ -32,19 +33,24 @@ class LeftOut:
         self._is_left_out: dict[Kind, bool] = {}
         self._rows: Counter[Kind] = Counter()
 
-    def look(self, messages: Sequence[Message], tools: Any, ids: list[int], render: Callable[..., list[int]]) -> None:
+    def look(self, messages: Sequence[Message], tools: Any, ids: list[int], render: Render) -> None:
         """`render(messages, tools)` returns tokens, or raises a BadRowError."""
-        kinds = _kinds(messages, tools)
-        for kind in kinds:
-            if kind not in self._is_left_out:
-                try:
-                    others = [_without(kind, message) for message in messages]
-                    self._is_left_out[kind] = render(others, None if kind.of == "row" else tools) == ids
-                except BadRowError:
-                    self._is_left_out[kind] = False
-            self._rows[kind] += self._is_left_out[kind]
-        if PARTS in kinds and self._is_left_out[PARTS]:
+        for kind in _kinds(messages, tools):
+            self._rows[kind] += self._compare(kind, messages, tools, ids, render)
+        in_parts = [m["role"] for m in messages if isinstance(m.get("content"), list) and text_of(m)]
+        is_rendered = not all(self._is_left_out[Kind("role", role)] for role in in_parts)
+        if is_rendered and self._compare(PARTS, messages, tools, ids, render):
             raise BadRowError("the chat template renders parts of 'content' as a list, not as text; join the parts")
+
+    def _compare(self, kind: Kind, messages: Sequence[Message], tools: Any, ids: list[int], render: Render) -> bool:
+        """Whether the kind is left out, by the first row that has it."""
+        if kind not in self._is_left_out:
+            try:
+                others = [_without(kind, message) for message in messages]
+                self._is_left_out[kind] = render(others, None if kind.of == "row" else tools) == ids
+            except BadRowError:
+                self._is_left_out[kind] = False
+        return self._is_left_out[kind]
 
     def check_answer(self, message: Message, number: int) -> None:
         """Raise a BadRowError if nothing of a message that is trained is rendered."""
@@ -71,7 +77,6 @@ def _kinds(messages: Sequence[Message], tools: Any) -> dict[Kind, None]:
     kinds = [Kind("row", "tools")] if tools not in EMPTY else []
     for message in messages:
         kinds += [Kind("role", message["role"])] if text_of(message) else []
-        kinds += [PARTS] if isinstance(message.get("content"), list) else []
         others = [name for name, value in message.items() if name not in ("role", "content") and value not in EMPTY]
         kinds += [Kind("key", name) for name in others]
     return dict.fromkeys(kinds)

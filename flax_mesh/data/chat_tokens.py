@@ -94,18 +94,21 @@ class Encoder:
 
         Also whether the text has one for the beginning too.
         """
-        ids = _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
+        ids = self._encoded(text)
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        has_two = self._adds_bos and ids[:2] == [begin, begin]
+        has_two = ids[:2] == [begin, begin] and self._adds_bos
         while has_two and ids[:2] == [begin, begin]:
             ids = ids[1:]
         while ids and ids[-1] == end:
             ids = ids[:-1]
         return ids, has_two
 
+    def _encoded(self, text: str) -> list[int]:
+        return _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
+
     @cached_property
     def _adds_bos(self) -> bool:
-        begin, ids = self._tokenizer.bos_token_id, self._tokenizer("", add_special_tokens=self._add_bos)["input_ids"]
+        begin, ids = self._tokenizer.bos_token_id, self._encoded("")
         return begin is not None and ids[:1] == [begin]
 
     @property
