@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.data.chat_kinds import BadRowError, LeftOut
+from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Row
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
@@ -128,11 +128,12 @@ class Encoder:
         rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=has_marks)
         ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
         marks = np.array(rendered["assistant_masks"] if has_marks and not self._all else np.ones(len(ids)), bool)
-        self._left_out.look(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        row = Row(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        self._left_out.look(row)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [i for i in (answers[-1:] if self._only_last else answers) if i >= prompt]
         for i in answers:
-            self._left_out.check_answer(messages[i], i + 1)
+            self._left_out.check_answer(row, i)
         if self._all or (has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)

@@ -172,6 +172,10 @@ def test_data_that_the_template_leaves_out_is_named_with_the_number_of_rows():
     assert encoder.notes() == [f"the chat template renders no {kind}: {count}" for kind, count in notes.items()]
     with pytest.raises(ValueError, match=r"^message 2 has only 'tool_calls', which the chat template does not render$"):
         encoder(json.dumps({"messages": [USER, CALLS, *CHAT]}).encode())
+    with_tools = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if tools %}{{ m.tool_calls }}{% endif %}")
+    encoder = Encoder(StandIn(with_tools), "assistant")
+    encoder(json.dumps({"messages": [USER, CALLS | {"content": "a"}]}).encode())
+    encoder(json.dumps({"messages": [USER, CALLS], "tools": [{"name": "f"}]}).encode())  # here they are rendered
     encoder = Encoder(StandIn(NO_SYSTEM), "assistant")
     system = {"role": "system", "content": [{"type": "text", "text": "s"}], "k" * 999: 1}
     encoder(json.dumps({"messages": [system, *CHAT[1:]]}).encode())
