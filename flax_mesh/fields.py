@@ -294,7 +294,9 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if problem := path_problem(text):
         raise ConfigError(f"{shortened(text, 80)!r} {problem}")
-    return Path(text).expanduser()
+    path = Path(os.path.expanduser(text))
+    # Path removes the "./" with which ./gs: and ./~ are names here, and the result may be passed here again.
+    return path.absolute() if path_problem(str(path)) or str(path).startswith("~") else path
 
 
 def read_file(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:

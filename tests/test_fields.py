@@ -18,6 +18,7 @@ from flax_mesh.fields import (
     path_problem,
     read_file,
     type_problems,
+    user_path,
     value_problems,
     value_to_text,
 )
@@ -122,6 +123,12 @@ def test_texts_that_cannot_be_paths(text, problem):
     found = check_config(config_of(run=RunConfig(folder=text or "x")))
     shown = f"{text!r}" if len(text) < 80 else f"{text!r:.80}..."
     assert found == ([f"run.folder {problem}: {shown}; use another path"] if problem else [])
+
+
+def test_names_after_a_dot_are_no_addresses_and_no_home_folders_however_often_they_are_read():
+    for text in ("./s3:/bucket", "./~/x", "./~no_such_user"):
+        assert user_path(user_path(text)) == user_path(text) == Path.cwd() / text
+    assert user_path("run:2/x") == Path("run:2/x")
 
 
 def test_annotations_that_cannot_be_evaluated_are_one_line():

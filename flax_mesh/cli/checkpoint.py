@@ -206,7 +206,8 @@ def _inspect(step: Path, every: bool) -> Output:
     record = saved_record(step)
     arrays = list(describe.read_tree(step, record).values())
     data = {"folder": str(step.parent)} | describe.step_data(step, verify=False)
-    details = {name: record.get(name) for name in ("recipe", "sharding", "data", "versions", "config", "axes", "rules")}
+    details = {name: record.get(name) for name in ("recipe", "sharding", "versions", "config", "axes", "rules")}
+    details["data"] = {key: value for key, value in record["data"].items() if key != "rows"}  # hashes, of all rows
     data |= details | {
         "subtotals": {part: _total(arrays, part) for part in ("model", "optimizer", "")},
         "arrays": [array._asdict() | {"shape": list(array.shape), "bytes": array.nbytes} for array in arrays],

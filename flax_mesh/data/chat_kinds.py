@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from flax_mesh.text import at_most, count_text
+from flax_mesh.text import at_most, count_text, shown
 
 Message = Mapping[str, Any]
 SHOWN = 8
@@ -22,7 +22,23 @@ class Kind(NamedTuple):
     name: str
 
     def __str__(self) -> str:
-        return f"messages of {self.name!r}" if self.of == "role" else repr(self.name)
+        return f"messages of {shown(self.name)}" if self.of == "role" else shown(self.name)
+
+
+class Row(NamedTuple):
+    """A row as the template renders it. `render(messages, tools)` returns tokens, or raises a BadRowError."""
+
+    messages: Sequence[Message]
+    tools: Any
+    ids: list[int]
+    render: Callable[..., list[int]]
+
+    def is_equal(self, messages: Sequence[Message], tools: Any) -> bool:
+        """Whether the tokens of other messages are the same."""
+        try:
+            return self.render(messages, tools) == self.ids
+        except BadRowError:
+            return False
 
 
 class LeftOut:
@@ -32,25 +48,30 @@ class LeftOut:
         self._is_left_out: dict[Kind, bool] = {}
         self._rows: Counter[Kind] = Counter()
 
-    def look(self, messages: Sequence[Message], tools: Any, ids: list[int], render: Callable[..., list[int]]) -> None:
-        """`render(messages, tools)` returns tokens, or raises a BadRowError."""
-        kinds = _kinds(messages, tools)
-        for kind in kinds:
-            if kind not in self._is_left_out:
-                try:
-                    others = [_without(kind, message) for message in messages]
-                    self._is_left_out[kind] = render(others, None if kind.of == "row" else tools) == ids
-                except BadRowError:
-                    self._is_left_out[kind] = False
-            self._rows[kind] += self._is_left_out[kind]
-        if PARTS in kinds and self._is_left_out[PARTS]:
+    def look(self, row: Row) -> None:
+        """Raise a BadRowError if the template renders the parts of a content as a list."""
+        for kind in _kinds(row.messages, row.tools):
+            self._rows[kind] += self._compare(kind, row)
+        in_parts = [m["role"] for m in row.messages if isinstance(m.get("content"), list) and text_of(m)]
+        is_rendered = not all(self._is_left_out[Kind("role", role)] for role in in_parts)
+        if is_rendered and self._compare(PARTS, row):
             raise BadRowError("the chat template renders parts of 'content' as a list, not as text; join the parts")
 
-    def check_answer(self, message: Message, number: int) -> None:
-        """Raise a BadRowError if nothing of a message that is trained is rendered."""
+    def _compare(self, kind: Kind, row: Row) -> bool:
+        """Whether the kind is left out, by the first row that has it."""
+        if kind not in self._is_left_out:
+            others = [_without(kind, message) for message in row.messages]
+            self._is_left_out[kind] = row.is_equal(others, None if kind.of == "row" else row.tools)
+        return self._is_left_out[kind]
+
+    def check_answer(self, row: Row, i: int) -> None:
+        """Raise a BadRowError if nothing of message i, which is trained, is rendered."""
+        message = row.messages[i]
         keys = [kind for kind in _kinds([message], None) if kind.of == "key"]
         if keys and not text_of(message) and all(self._is_left_out.get(kind) for kind in keys):
-            raise BadRowError(f"message {number} has only {_listed(keys)}, which the chat template does not render")
+            empty = {name: value for name, value in message.items() if Kind("key", name) not in keys}
+            if row.is_equal([*row.messages[:i], empty, *row.messages[i + 1 :]], row.tools):
+                raise BadRowError(f"message {i + 1} has only {_listed(keys)}, which the chat template does not render")
 
     def notes(self) -> list[str]:
         """A line for every kind that is left out."""
@@ -71,7 +92,6 @@ def _kinds(messages: Sequence[Message], tools: Any) -> dict[Kind, None]:
     kinds = [Kind("row", "tools")] if tools not in EMPTY else []
     for message in messages:
         kinds += [Kind("role", message["role"])] if text_of(message) else []
-        kinds += [PARTS] if isinstance(message.get("content"), list) else []
         others = [name for name, value in message.items() if name not in ("role", "content") and value not in EMPTY]
         kinds += [Kind("key", name) for name in others]
     return dict.fromkeys(kinds)

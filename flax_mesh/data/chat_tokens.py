@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.data.chat_kinds import BadRowError, LeftOut
+from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Row
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
@@ -94,18 +94,21 @@ class Encoder:
 
         Also whether the text has one for the beginning too.
         """
-        ids = _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
+        ids = self._encoded(text)
         begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        has_two = self._adds_bos and ids[:2] == [begin, begin]
+        has_two = ids[:2] == [begin, begin] and self._adds_bos
         while has_two and ids[:2] == [begin, begin]:
             ids = ids[1:]
         while ids and ids[-1] == end:
             ids = ids[:-1]
         return ids, has_two
 
+    def _encoded(self, text: str) -> list[int]:
+        return _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
+
     @cached_property
     def _adds_bos(self) -> bool:
-        begin, ids = self._tokenizer.bos_token_id, self._tokenizer("", add_special_tokens=self._add_bos)["input_ids"]
+        begin, ids = self._tokenizer.bos_token_id, self._encoded("")
         return begin is not None and ids[:1] == [begin]
 
     @property
@@ -125,11 +128,12 @@ class Encoder:
         rendered = self._apply(messages, tools=tools, return_assistant_tokens_mask=has_marks)
         ids, prompt = rendered["input_ids"], len(messages) - len(values[-1])
         marks = np.array(rendered["assistant_masks"] if has_marks and not self._all else np.ones(len(ids)), bool)
-        self._left_out.look(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        row = Row(messages, tools, ids, lambda *others: self._apply(others[0], tools=others[1])["input_ids"])
+        self._left_out.look(row)
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [i for i in (answers[-1:] if self._only_last else answers) if i >= prompt]
         for i in answers:
-            self._left_out.check_answer(messages[i], i + 1)
+            self._left_out.check_answer(row, i)
         if self._all or (has_marks and not self._only_last and not prompt):
             return Tokens(np.array(ids, np.int32), marks)
         trained = np.zeros(len(ids), bool)

@@ -21,10 +21,15 @@ class Conversation:
             raise ConfigError(f"--chat requires a chat template, but the tokenizer of {source.files} has none")
         self.stop_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._encoder = Encoder(tokenizer, "assistant")
-        self._messages = [{"role": "system", "content": system}] if system else []
-        if system:
-            self.ask("a")  # a template without a role for it is known before the first question
+        self._messages: list[dict[str, str]] = []
+        asked = []
+        # A template that refuses the message of the system, or leaves it out, is known before the first question.
+        for text in (f"{system}x", system) if system else ():
+            self._messages = [{"role": "system", "content": text}]
+            asked.append(self.ask("a"))
             self._messages.pop()
+        if asked and np.array_equal(*asked):
+            raise ConfigError("--system: the chat template renders no messages of 'system'; put it in a question")
 
     def ask(self, text: str) -> np.ndarray:
         """The tokens (P,) of all messages with this one of the user, up to the answer."""

@@ -43,12 +43,12 @@ def load_recipe(name: str) -> TrainConfig:
         >>> config.mesh.shape, config.run.steps
         ('fsdp:8', 20)
     """
-    if problem := path_problem(name):
-        raise ConfigError(f"recipe {name[:80]}: this text {problem}")
     file, _, function = os.path.expanduser(name).partition(":")
     function = function or "recipe"
     if SETTING.match(name) and not os.path.exists(file):
         raise ConfigError(f"the recipe is missing: {name} is a setting; write RECIPE.py {name}")
+    if problem := path_problem(name):
+        raise ConfigError(f"recipe {name[:80]}: this text {problem}")
     with _modules_beside(file):
         make = _function_of_file(file, function)
         place = place_of(make) or file

@@ -24,6 +24,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
+from flax_mesh.data.chat_kinds import BadRowError
 from flax_mesh.data.chat_tokens import Encoder, Tokens
 from flax_mesh.data.run_data import user_data
 from flax_mesh.data.tokenizers import process as tokenizer_process
@@ -171,6 +172,15 @@ def test_data_that_the_template_leaves_out_is_named_with_the_number_of_rows():
     assert encoder.notes() == [f"the chat template renders no {kind}: {count}" for kind, count in notes.items()]
     with pytest.raises(ValueError, match=r"^message 2 has only 'tool_calls', which the chat template does not render$"):
         encoder(json.dumps({"messages": [USER, CALLS, *CHAT]}).encode())
+    with_tools = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if tools %}{{ m.tool_calls }}{% endif %}")
+    encoder = Encoder(StandIn(with_tools), "assistant")
+    encoder(json.dumps({"messages": [USER, CALLS | {"content": "a"}]}).encode())
+    encoder(json.dumps({"messages": [USER, CALLS], "tools": [{"name": "f"}]}).encode())  # here they are rendered
+    encoder = Encoder(StandIn(NO_SYSTEM), "assistant")
+    system = {"role": "system", "content": [{"type": "text", "text": "s"}], "k" * 999: 1}
+    encoder(json.dumps({"messages": [system, *CHAT[1:]]}).encode())
+    role, key = encoder.notes()
+    assert role == "the chat template renders no messages of 'system': 1 row" and len(key) < 250
     for template, messages, _ in chat_templates.CASES.values():
         encoder = Encoder(StandIn(template), "assistant")
         encoder(json.dumps({"messages": messages}).encode())
@@ -186,6 +196,18 @@ def test_texts_that_begin_with_the_token_that_the_tokenizer_adds_are_counted():
     encoder = Encoder(StandIn(), "assistant", add_bos=False)
     found = [shown(*encoder(json.dumps({"text": text}).encode())) for text in ("a", "<s>a")]
     assert found == ["[a</s>]", "[<s>a</s>]"] and encoder.notes() == []
+
+
+def test_a_tokenizer_that_cannot_encode_the_empty_text_is_no_traceback():
+    class Strict(StandIn):
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            if not text:
+                raise ValueError("a text must have a character")
+            return super().__call__(text, add_special_tokens)
+
+    assert masked(Strict(), {"text": "a"}) == "[<s>a</s>]"
+    with pytest.raises(BadRowError, match=r"^cannot be encoded: a text must have a character$"):
+        masked(Strict(), {"text": "<s>a"})
 
 
 @pytest.mark.parametrize(("row", "expected"), TEXTS)

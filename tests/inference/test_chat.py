@@ -52,6 +52,9 @@ def test_templates_that_cannot_render_a_conversation_are_one_line(monkeypatch):
         conversation(monkeypatch, None)
     with pytest.raises(ConfigError, match="--chat: the chat template cannot render it: the first role must be user"):
         conversation(monkeypatch, STRICT, "be short")
+    without = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+    with pytest.raises(ConfigError, match="--system: the chat template renders no messages of 'system'"):
+        conversation(monkeypatch, without, "be short")
 
 
 @pytest.mark.slow

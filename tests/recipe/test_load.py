@@ -123,6 +123,7 @@ def test_settings_without_a_recipe_are_one_line_that_names_the_recipe(capsys):
     for command in ("train", "explain"):
         line = error_line(capsys, command, "mesh.shape=fsdp:8", "run.steps=3")
         assert line == "the recipe is missing: mesh.shape=fsdp:8 is a setting; write RECIPE.py mesh.shape=fsdp:8"
+    assert "the recipe is missing" in error_line(capsys, "explain", f"optimizer.groups={'x' * 300}")
 
 
 def test_a_recipe_imports_the_modules_beside_it_and_not_those_of_another_recipe(tmp_path):
