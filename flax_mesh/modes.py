@@ -27,12 +27,14 @@ _TAG = "flax_mesh"
 
 
 def array_from(
-    shape: Sequence[int], sharding: Sharding, read: Callable[[Any], np.ndarray], dtype: DTypeLike | None = None
+    shape: Sequence[int], sharding: Sharding, read: Callable[[Any], np.ndarray], dtype: DTypeLike
 ) -> jax.Array:
     """`jax.make_array_from_callback`: its transfers are intended, also where `jax.transfer_guard` disallows others.
 
-    Each process reads its shards only. A process without a shard cannot infer `dtype`.
+    Each process reads its shards only. It has a dtype for a process without a shard, which cannot infer it; without
+    64-bit types, JAX warns about a request for one.
     """
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(tuple(shape), sharding, read, dtype=dtype)
 

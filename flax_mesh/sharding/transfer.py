@@ -304,7 +304,7 @@ def _place(
 def _from_numpy(leaf: np.ndarray, sharding: Sharding, may_alias: bool | None) -> jax.Array:
     part = (lambda index: leaf[index].copy()) if may_alias is False else leaf.__getitem__
     # device_put takes longer, and with several processes it compares the entire array across all of them.
-    return array_from(leaf.shape, sharding, part)
+    return array_from(leaf.shape, sharding, part, leaf.dtype)
 
 
 def _place_and_free(

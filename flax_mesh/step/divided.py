@@ -58,16 +58,23 @@ def _divisions(jaxpr: jex.Jaxpr, wanted: Sequence[Any], of_batch: _Flags, of_par
         if eqn is None:
             continue
         seen.add(v)
-        if eqn.primitive.name == "div":
-            divisor = eqn.invars[1:]
-            if depends(divisor, of_batch) == [True] and depends(divisor, of_params) == [False]:
-                yield eqn
+        divisor = _divisor(eqn)
+        if divisor and depends(divisor, of_batch) == [True] and depends(divisor, of_params) == [False]:
+            yield eqn
         for body, atoms in _bodies(eqn):
             outs = [out for out, of_eqn in zip(body.outvars, eqn.outvars, strict=True) if of_eqn is v]
             flags = [[False] * len(body.constvars) + depends(atoms, each) for each in (of_batch, of_params)]
             yield from _divisions(body, outs, *flags)
         scalars = [atom for atom in eqn.invars if getattr(atom.aval, "shape", None) == ()]
         todo += scalars if len(scalars) == len(eqn.invars) or _bodies(eqn) else []
+
+
+def _divisor(eqn: jex.JaxprEqn) -> Sequence[Any]:
+    """The divisor of a division or of a negative power, in a list; nothing of other equations."""
+    name = eqn.primitive.name
+    if name == "integer_pow" and eqn.params["y"] < 0:  # also jnp.reciprocal
+        return eqn.invars
+    return eqn.invars[1:] if name == "div" else []
 
 
 def _bodies(eqn: jex.JaxprEqn) -> list[tuple[jex.Jaxpr, Sequence[Any]]]:

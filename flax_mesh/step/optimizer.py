@@ -74,7 +74,8 @@ def update_parameters(optimizer: nnx.Optimizer, model: nnx.Pytree, grads: nnx.St
             optimizer.update(model, grads)
     finally:
         optimizer.tx = transformation
-    is_zero = is_zero or [False] * len(jax.tree.leaves(grads))  # a subclass may update without its transformation
+    if len(is_zero) != len(jax.tree.leaves(grads)):  # a subclass may call its transformation differently, or not at all
+        is_zero = [False] * len(jax.tree.leaves(grads))
     if frozen := [path for (path, _), always in zip(named_leaves(grads), is_zero, strict=True) if always]:
         warnings.warn(
             f"the optimizer updates {len(frozen)} of {count_text(len(is_zero), 'trained array')} by zero, whatever the "

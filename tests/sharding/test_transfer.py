@@ -56,6 +56,13 @@ def test_gather_after_shard_returns_the_same_tree(classic):
         assert after.dtype == before.dtype and np.array_equal(np.asarray(before), after)
 
 
+@pytest.mark.parametrize(("dtype", "on_device"), [("int64", "int32"), ("float64", "float32")])
+def test_numbers_of_64_bits_are_placed_without_a_warning(dtype, on_device):
+    x = np.arange(8, dtype=dtype)
+    placed = fm.shard(x, P("fsdp"), FSDP8)
+    assert placed.dtype == on_device and np.array_equal(placed, x)
+
+
 def test_shard_uses_the_mesh_in_context():
     with jax.set_mesh(FSDP8):
         sharded = fm.shard({"a": np.ones(8), "n": np.ones(8)}, {"a": P("fsdp"), "n": P()}, dtype="bfloat16")

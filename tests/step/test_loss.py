@@ -147,6 +147,7 @@ MEAN = {
     "mean(where=)": lambda e, w: jnp.mean(e, where=w > 0),
     "average": lambda e, w: jnp.average(e, weights=w),
     "a reciprocal": lambda e, w: (e * w).sum() * (1 / w.sum()),
+    "jnp.reciprocal": lambda e, w: (e * w).sum() * jnp.reciprocal(w.sum()),
     "if there are any": lambda e, w: jnp.where(w.sum() > 0, (e * w).sum() / w.sum(), 0.0),
     "a branch": lambda e, w: jax.lax.cond(w.any(), lambda e: e.sum() / w.sum(), lambda e: 0.0 * e.sum(), e),
     "a jitted function": lambda e, w: 2 * jax.jit(lambda e, w: (e * w).sum() / w.sum())(e, w),

@@ -120,6 +120,23 @@ def test_a_parameter_whose_update_is_always_zero_counts_in_no_norm(name):
     np.testing.assert_allclose(row["grad_norm"], of_biases**0.5, rtol=1e-5)
 
 
+class UpdatesOneAgain(nnx.Optimizer):
+    def update(self, model, grads, **kwargs):
+        super().update(model, grads, **kwargs)
+        first = jax.tree.leaves(grads)[:1]
+        self.tx.update(first, self.tx.init(first), first)
+
+
+def test_a_subclass_may_call_its_transformation_with_other_arrays():
+    def create():
+        model = make()()[0]
+        return model, UpdatesOneAgain(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    state = start(create)
+    _, metrics = make_train_step(row_loss, state).eval_shape(state, BATCH)
+    assert metrics["grad_norm"].shape == ()
+
+
 @pytest.mark.slow
 def test_norms_without_frozen_parameters_are_equal_in_a_pipeline_and_the_rate_zero_freezes_none():
     maker, results = lambda: make()()[0], []
