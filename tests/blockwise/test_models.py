@@ -43,7 +43,7 @@ def test_all_attention_of_a_model_is_found_and_nothing_else(name, monkeypatch):
 
 def compare(name, monkeypatch):
     case = CASES[name]
-    monkeypatch.setattr(find, "_FEWEST_KEYS", 2)
+    monkeypatch.setattr(find, "FEWEST", 2)
     batch = jax.tree.map(jnp.asarray, case.batch(4))
     graphdef, params, others = nnx.split(case.make(), case.wrt, ...)
     lines = []
