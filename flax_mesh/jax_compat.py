@@ -341,6 +341,50 @@ def _tracer_type(tracer: Any) -> Any:
     return tracer
 
 
+@_uses(
+    "jax.interpreters.ad.primitive_transposes",
+    "jax.interpreters.ad.primitive_jvps",
+    "jax.interpreters.ad.instantiate_zeros",
+    "jax.interpreters.ad.Zero",
+    "jax.interpreters.batching.primitive_batchers",
+    "jax.interpreters.mlir.register_lowering",
+    "jax.interpreters.mlir.lower_fun",
+)
+def linear_primitive(
+    transposes: Any,
+    jvps: Any,
+    instantiate: Any,
+    zero: Any,
+    batchers: Any,
+    register: Any,
+    lower: Any,
+    name: str,
+    apply: Callable[..., Any],
+    abstract_eval: Callable[..., Any],
+    transpose: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> jex.Primitive:
+    """A primitive that computes `apply`, whose transposed JAX does not derive: `transpose(gradient, *args, **params)`.
+
+    `jax.custom_derivatives.linear_call` is public, but can be neither differentiated nor batched.
+    """
+    primitive = jex.Primitive(name)
+    primitive.def_impl(apply)
+    primitive.def_abstract_eval(abstract_eval)
+
+    def transposed(gradient: Any, *args: Any, **params: Any) -> Any:
+        return [None] * len(args) if isinstance(gradient, zero) else transpose(gradient, *args, **params)
+
+    def jvp(args: Any, tangents: Any, **params: Any) -> Any:
+        return jax.jvp(lambda *args: apply(*args, **params), tuple(args), tuple(map(instantiate, tangents)))
+
+    transposes[primitive], jvps[primitive], batchers[primitive] = transposed, jvp, batch
+    register(primitive, lower(apply, multiple_results=False))
+    if not isinstance(zero, type) or not callable(instantiate):
+        raise TypeError(f"{zero} is not a class, or {instantiate} not a function")
+    return primitive
+
+
 @_uses("orbax.checkpoint._src.serialization.types")
 def deferred_callback(types: Any) -> Any:
     """A callback that makes Orbax copy arrays to the host in turn, within `save_device_host_concurrent_gb`.

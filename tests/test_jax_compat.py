@@ -250,6 +250,7 @@ CALLS = {
     "sharding_type_errors": jax_compat.sharding_type_errors,
     "in_source_of": lambda: jax_compat.in_source_of(EQN),
     "_tracer_type": lambda: jax.eval_shape(jax_compat.short_tracer_errors()(lambda x: x), 1.0),
+    "linear_primitive": lambda: jax_compat.linear_primitive("negation", *[jnp.negative] * 4),
     "deferred_callback": jax_compat.deferred_callback,
     "reproducible_cpu_options": jax_compat.reproducible_cpu_options,
 }
@@ -376,7 +377,6 @@ def underscore_attributes(tree: ast.Module) -> set[str]:
     return {name for name in read - own - {"_replace", "_asdict", "_exit"} if re.match("_[a-z]", name)}
 
 
-@pytest.mark.slow
 def test_private_names_are_used_only_in_one_file():
     found = set()
     for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / "jax_compat.py"}:

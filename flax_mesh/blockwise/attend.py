@@ -14,8 +14,7 @@ import numpy as np
 from jax import core, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.dims import Block
@@ -24,6 +23,7 @@ from flax_mesh.blockwise.loops import Loops, Saved, Values
 from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec
 from flax_mesh.blockwise.region import Region
 from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, needs_data, static_visits
+from flax_mesh.jax_compat import linear_primitive
 from flax_mesh.tree import num_bytes
 
 RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
@@ -268,7 +268,7 @@ class Attention:
                 return list(pulled(wanted, *jax.tree.unflatten(tree, flat), gradient))
 
             given = [tangents[n] for n in wanted]
-            return out, linear_p.bind(
+            return out, _tangent().bind(
                 *flat, *given, count=len(flat), apply=apply, transpose=transpose, out=jax.typeof(out)
             )
 
@@ -321,29 +321,16 @@ def _with_spec(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
-# A linear function of its last operands, whose transposed is another function than JAX would derive.
-linear_p = Primitive("blockwise_attention_tangent")
-
-
-@linear_p.def_impl
 def _apply(*args: Any, count: int, apply: Any, transpose: Any, out: Any) -> Any:
     return apply(args[:count], args[count:])
 
 
-@linear_p.def_abstract_eval
 def _type(*args: Any, count: int, apply: Any, transpose: Any, out: Any) -> Any:
     return out
 
 
 def _transpose(gradient: Any, *args: Any, count: int, apply: Any, transpose: Any, out: Any) -> list[Any]:
-    if type(gradient) is ad.Zero:
-        return [None] * len(args)
     return [None] * count + list(transpose(args[:count], gradient))
-
-
-def _jvp(args: Any, tangents: Any, *, count: int, apply: Any, transpose: Any, out: Any) -> tuple[Any, Any]:
-    tangents = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(lambda *args: apply(args[:count], args[count:]), tuple(args), tangents)
 
 
 def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out: Any) -> tuple[Any, int]:
@@ -360,11 +347,11 @@ def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out:
         return jax.vmap(transpose, in_axes=(before, 0))(list(residuals), gradient)
 
     new = core.ShapedArray((size, *out.shape), out.dtype)
-    result = linear_p.bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
+    result = _tangent().bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
     return result, 0
 
 
-ad.primitive_transposes[linear_p] = _transpose
-ad.primitive_jvps[linear_p] = _jvp
-batching.primitive_batchers[linear_p] = _batch
-mlir.register_lowering(linear_p, mlir.lower_fun(_apply, multiple_results=False))
+@functools.cache
+def _tangent() -> jex.Primitive:
+    """A linear function of its last operands, whose transposed is another function than JAX would derive."""
+    return linear_primitive("blockwise_attention_tangent", _apply, _type, _transpose, _batch)

@@ -43,7 +43,7 @@ class ChatTokenizer(Process):
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         if has_ended:
-            what = f"the tokenizer and the chat template of {self._path} must encode every row, and failed"
+            what = f"the tokenizer and the chat template of {self.path} must encode every row, and failed"
             raise ConfigError(f"{what}: {problem}; replace these files by those of the model")
         if problem is not None:
             raise ValueError(problem)

@@ -39,7 +39,7 @@ class Process:
     """
 
     def __init__(self, package: str, path: Path):
-        self._package, self._path, self._lock = package, path, Lock()
+        self._package, self.path, self._lock = package, path, Lock()
         self._child: subprocess.Popen[str] | None = None
         self._limit = ""
         with self._lock:
@@ -52,7 +52,7 @@ class Process:
             return self._reply(self._child or self._start(), seconds, f"{seconds} {text}")
 
     def _start(self) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-P", tokenizer_child.__file__, self._package, str(self._path), str(SECONDS)]
+        command = [sys.executable, "-P", tokenizer_child.__file__, self._package, str(self.path), str(SECONDS)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         child = self._child = subprocess.Popen(command, encoding="ascii", **pipes)
         self._end = weakref.finalize(self, _end, child)
@@ -65,7 +65,7 @@ class Process:
             self._stop()
             if "ulimit" in self._limit and not has_ended:
                 problem += f", with {self._limit}"
-            raise ConfigError(UNREADABLE[self._package].format(self._path, problem))
+            raise ConfigError(UNREADABLE[self._package].format(self.path, problem))
         return child
 
     def _reply(self, child: "subprocess.Popen[str]", seconds: int, request: str = "") -> Reply:
@@ -116,7 +116,7 @@ class TokenizerProcess(Process):
     def _value(self, must: str, request: dict[str, Any]) -> Any:
         value, problem, _ = self.ask(request)
         if problem is not None:
-            raise ConfigError(f"{self._path} must {must}, and failed: {problem}; {REPAIR}, or use another text")
+            raise ConfigError(f"{self.path} must {must}, and failed: {problem}; {REPAIR}, or use another text")
         return value
 
 
