@@ -366,7 +366,7 @@ def linear_primitive(
 ) -> jex.Primitive:
     """A primitive that computes `apply`, whose transposed JAX does not derive: `transpose(gradient, *args, **params)`.
 
-    `jax.custom_derivatives.linear_call` is public, but can be neither differentiated nor batched.
+    `jax.custom_derivatives.linear_call` is public, but can neither be batched nor be differentiated by its residuals.
     """
     primitive = jex.Primitive(name)
     primitive.def_impl(apply)
