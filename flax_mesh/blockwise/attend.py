@@ -18,12 +18,12 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.dims import Block
-from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved, Values
 from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec
 from flax_mesh.blockwise.region import Region
 from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.jax_compat import linear_primitive
+from flax_mesh.program.graph import Value
 from flax_mesh.tree import num_bytes
 
 RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads

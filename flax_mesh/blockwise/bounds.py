@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal, Op
 from flax_mesh.blockwise.region import Region, Step
+from flax_mesh.program.graph import Literal, Op
 
 Bound: TypeAlias = tuple[Any, Any]
 Cuts: TypeAlias = Mapping[int, tuple[Any, int, int]]  # label -> (first positions of the blocks, their size, length)

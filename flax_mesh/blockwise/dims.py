@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from flax_mesh.blockwise.graph import Op
+from flax_mesh.program.graph import Op
 
 Labels = tuple[int | None, ...]
 # For every dim of an array, the parts of dims of the scores that it consists of: (label, step in this dim, size). Where

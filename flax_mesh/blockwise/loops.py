@@ -17,9 +17,9 @@ import numpy as np
 from jax import lax
 
 from flax_mesh.blockwise.dims import Block, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal
 from flax_mesh.blockwise.region import Region, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
+from flax_mesh.program.graph import Literal
 
 _F32 = jnp.float32
 _TRIPS = re.compile(r"trips=([\d.]+)/while$")

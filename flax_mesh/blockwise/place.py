@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
-from flax_mesh.blockwise.graph import Level, Op, Value, source
 from flax_mesh.blockwise.region import Region
 from flax_mesh.jax_compat import scan_sizes
+from flax_mesh.program.graph import Level, Op, Value, source
 
 Axes: TypeAlias = tuple[str, ...]
 Layout: TypeAlias = tuple[Axes, ...]  # the axes of every dim

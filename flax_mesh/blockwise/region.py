@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
-from flax_mesh.blockwise.graph import Literal, Op, Value, source
+from flax_mesh.program.graph import Literal, Op, Value, source
 
 Key: TypeAlias = Any  # (id of a value, labels), or a Literal
 

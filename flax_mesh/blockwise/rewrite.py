@@ -10,9 +10,9 @@ from jax import core, lax
 from jax.extend import core as jex
 
 from flax_mesh.blockwise.dims import Block, evaluate_block
-from flax_mesh.blockwise.graph import Level, Literal, Op, Value, source
 from flax_mesh.blockwise.place import mesh_of
 from flax_mesh.jax_compat import REMAT, evaluate, in_source_of, scan_sizes
+from flax_mesh.program.graph import Level, Literal, Op, Value, source
 from flax_mesh.tree import is_key
 
 Attend = Callable[[Op, Sequence[Any]], Any]  # (product with a region, values of its leaves) -> its result

@@ -11,8 +11,8 @@ from typing import Any
 
 from flax_mesh.blockwise.dims import Labels, dim_map
 from flax_mesh.blockwise.find import are_scores, is_view
-from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, source
 from flax_mesh.blockwise.place import Axes, Layout, aligned, spread
+from flax_mesh.program.graph import Level, Op, Value, all_levels, source
 
 _EXPONENTIALS = frozenset({"exp", "exp2", "pow"})
 _USUAL = frozenset({"div", "mul", "reduce_sum", "select_n"})  # between the exponential and the product with values

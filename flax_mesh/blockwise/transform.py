@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
 from flax_mesh.blockwise.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
-from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, build, closed_around, repeats
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.rewrite import Needed, known_value, run
@@ -21,6 +20,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
 from flax_mesh.modes import traced_call
+from flax_mesh.program.graph import Level, Op, Value, all_levels, build, closed_around, repeats
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 

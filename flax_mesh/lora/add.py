@@ -20,7 +20,7 @@ from flax_mesh.lora.call import use_text
 from flax_mesh.lora.products import Products, plain
 from flax_mesh.lora.weight import Weight
 from flax_mesh.modes import user_modes
-from flax_mesh.mpmd.split.jaxpr import Eqn, shape_of, trace
+from flax_mesh.program.program import Eqn, shape_of, trace
 from flax_mesh.sharding.abstract import abstract_split, model_layers
 from flax_mesh.step.batch import shapes_of
 from flax_mesh.step.loss import Batch, LossFn

@@ -14,7 +14,7 @@ from flax_mesh.lora.adapters import Adapter, adapters_of
 from flax_mesh.lora.products import Products, plain
 from flax_mesh.lora.weight import Weight, with_factors
 from flax_mesh.modes import traced_call, user_modes
-from flax_mesh.mpmd.split.jaxpr import Eqn, program_of
+from flax_mesh.program.program import Eqn, program_of
 from flax_mesh.tree import named_leaves
 
 MARK = "is_adapted"  # attribute of a function that `with_lora` returned

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.jax_compat import JIT, REMAT, evaluate, scan_sizes
 from flax_mesh.lora.weight import Weight
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, body, evaluate_with, inline, is_var, program_of
+from flax_mesh.mpmd.split.interpret import inline
+from flax_mesh.program.program import Eqn, Program, body, evaluate_with, is_var, program_of
 from flax_mesh.step.parameter_flow import flow
 
 # Operations that change no element but by rounding: a weight behind them is the same weight.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.split.jaxpr import Eqn, has_explicit_axes
+from flax_mesh.program.program import Eqn, has_explicit_axes
 
 
 @jax.tree_util.register_dataclass

@@ -143,7 +143,7 @@ def select(index: Any, values: Sequence[Any]) -> Any:
 def evaluate_on_chunks(eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Evaluate an equation with Chunks as inputs. Concatenates them only if it cannot run on each chunk.
 
-    Not for scans, whose bodies are programs: see `split/jaxpr.py`.
+    Not for scans, whose bodies are programs: see `split/interpret.py`.
     """
     name = eqn.primitive.name
     values = [whole(value) if isinstance(value, Periods) else value for value in values]

@@ -17,7 +17,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.lora import add_lora, merge_lora, with_lora
 from flax_mesh.models import next_token_loss
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.mpmd.split.jaxpr import bodies
+from flax_mesh.program.program import bodies
 from flax_mesh.step.loss import sums_of
 from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from tests.lora.models import CASES, TOKENS, WIDTH, Mlp, X, decoder, loss_fn

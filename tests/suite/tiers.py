@@ -24,6 +24,7 @@ GUARDS = {
     "mpmd/runtime": ("mpmd/zoo", "mpmd/fuzz"),
     "mpmd/transport": ("multiprocess",),
     "processes": ("multiprocess",),
+    "program": ("blockwise", "lora", "mpmd/split"),
     "recipe": ("train",),
 }
 

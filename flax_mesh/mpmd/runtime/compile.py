@@ -14,10 +14,10 @@ from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action
 from flax_mesh.mpmd.split.assign import StageProgram
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Program, Var, with_axes_of
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.ordered import OrderedTransfer
+from flax_mesh.program.program import Program, Var, with_axes_of
 from flax_mesh.step.callbacks import CallbackErrors, callbacks_in
 from flax_mesh.tree import PyTree
 

@@ -34,9 +34,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, Slot, StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
-from flax_mesh.mpmd.split.jaxpr import Var
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
+from flax_mesh.program.program import Var
 
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.

@@ -32,8 +32,8 @@ from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import REMAT
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, is_var, needed, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
+from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, is_var, needed, variables
 from flax_mesh.tree import num_bytes
 
 # Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.

@@ -17,9 +17,9 @@ from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.modes import user_modes
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, shape_of, trace
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.split.widen import call_widened, rough_outputs
+from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, shape_of, trace
 from flax_mesh.sharding.abstract import Make, Split, made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import PyTree, is_key, named_leaves, num_bytes

@@ -8,8 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.jax_compat import source_line
 from flax_mesh.mpmd.split.assign import CutError
-from flax_mesh.mpmd.split.jaxpr import Eqn, Program, Var, bodies, flops, variables
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
+from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, variables
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
 from flax_mesh.tree import PyTree

@@ -24,8 +24,8 @@ from typing import Any
 
 from flax_mesh.mpmd.chunks import ELEMENTWISE
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
-from flax_mesh.mpmd.split.jaxpr import Program, Var, variables
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
+from flax_mesh.program.program import Program, Var, variables
 from flax_mesh.tree import num_bytes
 
 # The part of F that B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED;

@@ -21,9 +21,9 @@ from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
-from flax_mesh.mpmd.split.jaxpr import Program, Var, flops, has_explicit_axes, variables
 from flax_mesh.mpmd.split.problems import imbalance
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf, marked_calls, open_forward, trace_forward
+from flax_mesh.program.program import Program, Var, flops, has_explicit_axes, variables
 from flax_mesh.sharding.abstract import Make, Split, abstract_state
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.explicit import axis_types_explained

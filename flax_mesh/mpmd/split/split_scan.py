@@ -24,18 +24,8 @@ from typing import Any
 import jax
 
 from flax_mesh.jax_compat import REMAT, evaluate, scan_sizes
-from flax_mesh.mpmd.split.jaxpr import (
-    Eqn,
-    Program,
-    Var,
-    body,
-    evaluate_with,
-    inline,
-    needed,
-    shape_of,
-    trace,
-    variables,
-)
+from flax_mesh.mpmd.split.interpret import inline
+from flax_mesh.program.program import Eqn, Program, Var, body, evaluate_with, needed, shape_of, trace, variables
 
 
 def split_scans(program: Program, first: Sequence[Any]) -> Program:

@@ -18,14 +18,13 @@ from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
-from flax_mesh.mpmd.split.jaxpr import (
+from flax_mesh.mpmd.split.interpret import inline, interpret
+from flax_mesh.program.program import (
     Eqn,
     Program,
     bodies,
     closed_of,
     has_explicit_axes,
-    inline,
-    interpret,
     is_var,
     needed,
     shape_of,

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from flax_mesh.mpmd.split.jaxpr import Program, Var, is_var, needed, variables
+from flax_mesh.program.program import Program, Var, is_var, needed, variables
 
 SHARED = -1  # replicated over all groups: every group computes it for itself
 

@@ -16,7 +16,7 @@ from jax.extend.core import primitives
 
 from flax_mesh.jax_compat import JIT, REMAT, evaluate, scan_sizes
 from flax_mesh.mpmd.chunks import ELEMENTWISE
-from flax_mesh.mpmd.split.jaxpr import (
+from flax_mesh.program.program import (
     Eqn,
     Program,
     bodies,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flax_mesh.mpmd.split import assign
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import Program, bodies, trace, variables
+from flax_mesh.program.program import Program, bodies, trace, variables
 from tests.mpmd.fuzz.operations import RULES
 
 ROWS, WIDTH = 2, 3

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from flax_mesh.mpmd import CutError, StagedModel, chain_stages, split_stages
 from flax_mesh.mpmd.split import check
 from flax_mesh.mpmd.split.assign import StageProgram
-from flax_mesh.mpmd.split.jaxpr import trace
+from flax_mesh.program.program import trace
 from tests.mpmd.zoo.base import WIDTH, squared_loss, vectors
 from tests.mpmd.zoo.models import BY_NAME
 from tests.mpmd.zoo.params import Averages

@@ -7,8 +7,8 @@ from flax import nnx
 
 from flax_mesh.mpmd import CutError, StagedModel, split_stages
 from flax_mesh.mpmd.split import assign, backward, trace
-from flax_mesh.mpmd.split.jaxpr import is_var
 from flax_mesh.mpmd.split.stages import split_stages as staging
+from flax_mesh.program.program import is_var
 from tests.mpmd.zoo.base import WIDTH, vectors
 
 SIDE = 5  # the width of the second stream, which no other value has

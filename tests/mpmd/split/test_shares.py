@@ -8,7 +8,7 @@ from flax import nnx
 
 from flax_mesh.mpmd import StagedModel, split_stages
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.jaxpr import flops
+from flax_mesh.program.program import flops
 from tests.mpmd.zoo.base import WIDTH, vectors
 from tests.mpmd.zoo.models import BY_NAME
 

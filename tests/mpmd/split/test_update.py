@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flax_mesh.mpmd.split.jaxpr import is_var, trace
 from flax_mesh.mpmd.split.update import SHARED, MixedGroups, cut_by_group
+from flax_mesh.program.program import is_var, trace
 
 few = settings(max_examples=25, deadline=None)
 

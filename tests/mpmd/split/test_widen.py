@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flax_mesh.mpmd.split.jaxpr import trace
 from flax_mesh.mpmd.split.widen import call_widened, rough_outputs
+from flax_mesh.program.program import trace
 
 X, W = np.random.default_rng(0).normal(size=(2, 4, 4)).astype(np.float32)
 

@@ -14,9 +14,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule, make_schedule
 from flax_mesh.mpmd.split.assign import CutError
-from flax_mesh.mpmd.split.jaxpr import has_explicit_axes
 from flax_mesh.mpmd.split.problems import filter_text, modules_text
 from flax_mesh.mpmd.split.split import specs_of
+from flax_mesh.program.program import has_explicit_axes
 from flax_mesh.sharding.abstract import Make, Split, is_with_optimizer, model_layers, trace_split
 from flax_mesh.stacks import module_at
 from flax_mesh.tree import PyTree

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import OUTSIDE, VARIABLES, CutError
-from flax_mesh.mpmd.split.jaxpr import Program
 from flax_mesh.mpmd.split.split import input_ranks
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf, frozen_copies
+from flax_mesh.program.program import Program
 from flax_mesh.text import bytes_text
 
 

@@ -1,4 +1,4 @@
-"""The assumptions of flax_mesh.mpmd.split.jaxpr about JAX. The names of failing tests report the change.
+"""The assumptions of flax_mesh.program.program about JAX. The names of failing tests report the change.
 
 Only jaxpr.py uses JAX's semi-public interpreter, so only that file needs a change.
 """
@@ -16,7 +16,8 @@ from jax import lax
 from flax_mesh.jax_compat import JIT, REMAT, evaluate
 from flax_mesh.mpmd.chunks import Chunks, whole
 from flax_mesh.mpmd.split.assign import is_expensive
-from flax_mesh.mpmd.split.jaxpr import bodies, body, flops, inline, interpret, is_var, needed, trace, variables
+from flax_mesh.mpmd.split.interpret import inline, interpret
+from flax_mesh.program.program import bodies, body, flops, is_var, needed, trace, variables
 from flax_mesh.tree import num_bytes
 
 DEPTH = 4  # layers of the stacks that are split into chunks
