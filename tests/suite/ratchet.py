@@ -7,6 +7,7 @@ limit: each has a number and the feature that needs these lines.
 """
 
 import ast
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -81,7 +82,7 @@ def measure() -> dict[str, int]:
     return {
         CODE: sum(map(_num_lines, code.values())),
         CODE_OF_TESTS: sum(_num_lines(path.read_text()) for path in TESTS.rglob("*.py")),
-        "Any": sum(_is_any(node) for node in nodes),
+        "Any": sum(len(re.findall(r"\bAny\b", text)) for text in code.values()),
         "modules in SHARED": len(SHARED.split()),
         "files that are not checked strictly": len(code.keys() - strict_files(code)),
         f"functions above {FUNCTION} lines": sum((f.end_lineno or 0) - f.lineno >= FUNCTION for f in functions),
@@ -93,10 +94,6 @@ def measure() -> dict[str, int]:
 
 def _num_lines(text: str) -> int:
     return text.count("\n")
-
-
-def _is_any(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id == "Any"
 
 
 def strict_files(paths: Iterable[Path]) -> set[Path]:
