@@ -89,7 +89,9 @@ def test_the_steps_of_unrolled_layers_that_were_measured_on_a_gpu_are_predicted(
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [run for run in RUNS if run.remat == MINIMAL or run.id[:2] in ("4-", "5e")])
 def test_runs_that_offload_nothing_fit(run):
-    assert plan(run.config(), run.topology).fits
+    """They sum the gradient of the embedding in bfloat16, flax_mesh in float32: twice the bytes of a whole one."""
+    memory = plan(run.config(), run.topology).memory
+    assert memory.peak - 2 * run.model.vocab_size * run.model.hidden_size <= memory.capacity
 
 
 @pytest.mark.slow
