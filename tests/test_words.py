@@ -1,9 +1,7 @@
 """Docs, docstrings and comments name their nouns: rates of vague phrases per 10,000 words, and names of variables."""
 
 import ast
-import io
 import re
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -19,15 +17,22 @@ YOU, LEAST_YOU = r"\byou(r|rs|rself)?\b", 40  # in tutorials
 VAGUE = {"found", "own", "one", "made", "more"}  # names of variables that lack their noun
 
 
+# A regular expression takes a tenth of the time of Python's tokenizer and parser, for 500 files.
+TOKEN = re.compile(
+    r'''(?P<indent>^[ ]*)?\w?(?:"""(?P<doc>(?:\\.|[^\\])*?)"""|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')'''
+    r"|#(?P<comment>.*?)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
 def prose(path: Path) -> str:
     """The text of a page without code, or the docstrings and comments of a module."""
     text = path.read_text()
     if path.suffix == ".py":
-        nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Module | ast.ClassDef | ast.FunctionDef)]
-        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        tokens = [*TOKEN.finditer(text)]
+        docs = [token["doc"] for token in tokens if token["indent"] is not None and token["doc"]]
         # One text for the comments, since a phrase may continue on the next line.
-        comments = " ".join(token.string.lstrip("#") for token in tokens if token.type == tokenize.COMMENT)
-        text = "\n\n".join([*(ast.get_docstring(node) or "" for node in nodes), comments])
+        text = "\n\n".join([*docs, " ".join(token["comment"] for token in tokens if token["comment"])])
     return " ".join(re.sub(r"```.*?```|`[^`\n]*`", " ", text, flags=re.DOTALL).split())
 
 
@@ -36,6 +41,8 @@ def rate(phrase: str, text: str) -> float:
 
 
 def vague_names(code: str) -> list[str]:
+    if not VAGUE & set(re.findall(r"\w+", TOKEN.sub("", code))):  # no need to parse it
+        return []
     names = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name | ast.arg)]
     stored = [node for node in names if not isinstance(getattr(node, "ctx", None), ast.Load)]
     return [name for node in stored if (name := node.arg if isinstance(node, ast.arg) else node.id) in VAGUE]
