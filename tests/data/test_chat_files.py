@@ -166,7 +166,7 @@ CHATS = [{"messages": [{"role": "user", "content": x["text"]}, REPLY]} for x in 
 @pytest.mark.slow
 @pytest.mark.usefixtures("stand_in")
 def test_a_run_of_the_recipe_learns_and_resumes_bit_for_bit(tmp_path):
-    sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 24}
+    sizes: Any = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "mlp_size": 24}
     small = DecoderConfig(vocab_size=len(VOCABULARY), rope_theta=5000.0, **sizes)
     parameters, hf = nnx.state(make_decoder(small, nnx.Rngs(0))), huggingface_config(vars(small))
     save_safetensors(tmp_path / "hf", parameters, DECODER_NAMES["llama"], config=hf, max_file_bytes=4000)
@@ -197,7 +197,7 @@ def test_loss_and_gradients_of_a_packed_batch_equal_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="comes with the extra finetune")
     folder = tmp_path / "llama"
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
+    sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     sizes |= {"vocab_size": len(VOCABULARY), "hidden_size": 16, "bos_token_id": 0, "eos_token_id": 1}
     config = transformers.LlamaConfig(**sizes)
     theirs = transformers.LlamaForCausalLM(config)
