@@ -59,7 +59,7 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
     checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
-    data.batches data.chat_tokens data.corpus data.iterators data.run_data data.user_batches hlo.collectives
+    data.batches data.chat_tokens data.corpus data.iterators data.run_data hlo.collectives
     data.row_hashes data.tokenizers.chat data.tokenizers.process
     hlo.instructions hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source
     inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels

@@ -24,7 +24,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import path_lines
-from flax_mesh.tree import model_state, named_leaves, nest
+from flax_mesh.tree import Shaped, model_state, named_leaves, nest
 
 BASE = "base"  # section of the metadata
 _MODEL = "model/"
@@ -34,7 +34,7 @@ class Base(NamedTuple):
     """A folder, the checksums of its files by name, and [dtype, shape] of the arrays read there by path on disk."""
 
     folder: str
-    files: Mapping[str, Any]
+    files: Mapping[str, object]
     arrays: Mapping[str, Any]
 
     def problems(self) -> list[str]:
@@ -91,7 +91,7 @@ def check_base(step: Path) -> None:
         )
 
 
-def frozen_arrays(state: TrainState) -> list[tuple[str, Any]]:
+def frozen_arrays(state: TrainState) -> list[tuple[str, jax.Array]]:
     """Path in the state and array of the parameters that the optimizer does not train."""
     _, frozen, _ = nnx.split_state(model_state(state.to_nnx()), state.definition.wrt, nnx.Param, ...)
     return [(f"model/{path}", x) for path, x in named_leaves(frozen)]
@@ -113,7 +113,7 @@ def frozen_on_disk(
     return {path: x for path, x in target.items() if paths is None or path in paths}
 
 
-def stored_arrays(step: Path) -> dict[str, Any]:
+def stored_arrays(step: Path) -> dict[str, Shaped]:
     """Shape and dtype of the arrays of a step and of its base, by path on disk; reads no array, and not the base."""
     from flax_mesh.checkpoint import orbax
 
@@ -146,7 +146,7 @@ def fingerprints(named: Iterable[tuple[str, jax.Array]]) -> dict[str, int]:
 
     Every process must call it with the same arrays in the same order. Each array is read once, on its devices.
     """
-    groups: dict[Any, list[tuple[str, jax.Array]]] = {}  # one program for all arrays on the same devices
+    groups: dict[frozenset[object], list[tuple[str, jax.Array]]] = {}  # one program for all arrays on the same devices
     for path, x in named:
         if x.addressable_shards:
             groups.setdefault(frozenset(x.sharding.device_set), []).append((path, x))
@@ -192,7 +192,7 @@ def _read_base(folder: Path, target: Target) -> dict[str, jax.Array]:
     return {_MODEL + path: value for path, value in named_leaves(decoder.load(tree))}
 
 
-def _described(x: Any) -> list[Any]:
+def _described(x: Shaped) -> list[object]:
     return [jnp.dtype(x.dtype).name, list(x.shape)]
 
 
@@ -201,7 +201,7 @@ def _array(described: Sequence[Any]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(map(operator.index, shape)), jnp.dtype(dtype))
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def _contents(folder: Path) -> dict[str, list[object]]:
     """Name -> [bytes, checksums] of the files with the arrays of a step or of a Hugging Face folder; {} without it."""
     if is_huggingface(str(folder)):
         names = [name for name in os.listdir(folder) if name.endswith((".safetensors", ".safetensors.index.json"))]

@@ -8,7 +8,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from flax import nnx
 from flax_mesh.checkpoint.base import (
     BASE,
     Base,
-    check_base,
     fingerprints,
     frozen_arrays,
     frozen_on_disk,
@@ -33,7 +32,9 @@ from flax_mesh.checkpoint.checksums import find_damage, read_metadata
 from flax_mesh.checkpoint.find import (
     LAST_STEP,
     check_path,
+    check_whole,
     committed_steps,
+    damage_lines,
     find_valid,
     newest_valid,
     step_number,
@@ -47,6 +48,7 @@ from flax_mesh.checkpoint.layout import (
     check_same,
     from_disk,
     paths_on_disk,
+    read_scaled,
     to_disk,
     with_numbers,
 )
@@ -58,8 +60,8 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
-from flax_mesh.text import at_most, count_text, paths_text, shown
-from flax_mesh.tree import PyTree, Shaped, named_leaves
+from flax_mesh.text import count_text, paths_text, shown
+from flax_mesh.tree import PyTree, named_leaves
 
 Tree = TypeVar("Tree")
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
@@ -156,18 +158,15 @@ class Checkpointer:
         """
         newest, damaged = newest_valid(lambda: [self._path(step) for step in self.steps()])
         self.damaged = {step_number(path): problems for path, problems in damaged.items()}
-        if newest is not None:
-            return step_number(newest)
-        if self.damaged:
-            each = [_damage_text(self._path(step), problems) for step, problems in self.damaged.items()]
+        if newest is None and damaged:
             raise CheckpointCorruptedError(
                 [
-                    f"{self.folder} contains {count_text(len(self.damaged), 'checkpoint')}, and none is valid:",
-                    *(f"  {line}" for lines in each for line in lines),
+                    f"{self.folder} contains {count_text(len(damaged), 'checkpoint')}, and none is valid:",
+                    *(f"  {line}" for line in damage_lines(damaged)),
                     "  Restore one from a backup, or start a new run (another folder, or --restart).",
                 ]
             )
-        return None
+        return None if newest is None else step_number(newest)
 
     def newest_finite_step(self) -> int | None:
         """The newest step with finite numbers according to its metadata; reads no array, and verifies nothing."""
@@ -290,7 +289,7 @@ class Checkpointer:
         layers = layers_of(abstract, self.layers, target)
         read = self._reader(step, target)
         if scaled:
-            read = partial(_read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
+            read = partial(read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
         leaves = with_numbers(from_disk(read, *paths_on_disk(tree_of(abstract), layers)), abstract)
         restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         if isinstance(abstract, TrainState):
@@ -352,9 +351,7 @@ class Checkpointer:
             if step is None:
                 raise ConfigError(f"{self.folder} contains no checkpoint.")
         elif verify:
-            if problems := self.verify(step):
-                raise CheckpointCorruptedError(_damage_text(self._step(step), problems))
-            check_base(self._step(step))
+            check_whole(self._step(step))
         return step
 
     def _reader(self, step: int, target: Target) -> Reader:
@@ -385,34 +382,9 @@ def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | Non
     return state, RestoreReport(restored, {}, ())
 
 
-def _read_scaled(
-    scaled: Mapping[str, tuple[str, float]],
-    stored: Mapping[str, Shaped],
-    target: Target,
-    reader: Callable[[Target], Reader],
-    paths: Sequence[str],
-) -> dict[str, jax.Array]:
-    """The arrays at `paths`. Products are computed in the dtype of the array that is stored."""
-    others = [path for path in paths if path not in scaled]
-    arrays = dict(reader(target)(others))
-    sources = {path: scaled[path][0] for path in paths if path in scaled}
-    as_stored = {
-        source: jax.ShapeDtypeStruct(target[path].shape, stored[source].dtype, sharding=target[path].sharding)
-        for path, source in sources.items()
-    }
-    values = dict(reader(as_stored)(list(as_stored)))
-    return arrays | {
-        path: (values[source] * scaled[path][1]).astype(target[path].dtype) for path, source in sources.items()
-    }
-
-
 def _checked(step: Any) -> int:
     """`step` as an int. ConfigError for anything else, since the text of a step is the name of a folder."""
     with suppress(TypeError):
         if not isinstance(step, bool) and 0 <= operator.index(step) <= LAST_STEP:
             return operator.index(step)
     raise ConfigError(f"a step must be an integer from 0 to {LAST_STEP}, got {shown(step)}")
-
-
-def _damage_text(folder: Path, problems: list[str]) -> list[str]:
-    return [f"checkpoint {folder} is damaged:", *at_most([f"  {problem}" for problem in problems])]

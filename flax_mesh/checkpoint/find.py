@@ -74,7 +74,7 @@ def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
         return chosen, {}
     valid, damaged = newest_valid(lambda: [folder for folder in find_steps(path) if STEP.fullmatch(folder.name)])
     if valid is None:
-        raise CheckpointCorruptedError(_damage_lines(damaged))
+        raise CheckpointCorruptedError(damage_lines(damaged))
     return valid, damaged
 
 
@@ -142,7 +142,7 @@ def entries(folder: Path) -> list[Path]:
 def check_whole(step: Path) -> None:
     """Raise CheckpointCorruptedError if a byte of a step is not as it was saved; then `check_base`."""
     if problems := find_damage(step):
-        raise CheckpointCorruptedError(_damage_lines({step: problems}))
+        raise CheckpointCorruptedError(damage_lines({step: problems}))
     check_base(step)
 
 
@@ -191,6 +191,9 @@ def _is_uncommitted(path: Path) -> bool:
     return time is None or any(os.path.exists(p / done) for p in older)
 
 
-def _damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
-    each = [[f"{step} is damaged:", *at_most([f"  {x}" for x in problems])] for step, problems in damaged.items()]
+def damage_lines(damaged: Mapping[Path, list[str]]) -> list[str]:
+    """Lines of an error on damaged steps and the problems of each."""
+    each = [
+        [f"checkpoint {step} is damaged:", *at_most([f"  {x}" for x in problems])] for step, problems in damaged.items()
+    ]
     return [line for lines in each for line in lines]

@@ -71,7 +71,7 @@ class ShardedArray:
         self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
-def paths_on_disk(state: Any, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
+def paths_on_disk(state: PyTree, layers: Sequence[str]) -> tuple[list[tuple[str, Any]], dict[str, list[str]]]:
     """(path, leaf) of every leaf, and `_stacked_paths`. Numbers of Python and NumPy become arrays without dims.
 
     A path on disk is a tree of names, which Orbax also joins with dots: the leaves ["a"]["b"], ["a.b"] and ["a/b"]
@@ -130,7 +130,7 @@ def with_numbers(leaves: Iterable[Any], tree: PyTree) -> list[Any]:
 
 def to_disk(
     named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]], *, on_host: bool = True
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, object]]:
     """(path on disk, array to write) of every leaf of nonzero size; random keys as their uint32 data.
 
     `on_host`: copy the shards of stacks to the host first and slice them there; otherwise every layer is sliced on its
@@ -163,7 +163,7 @@ def arrays_on_disk(state: PyTree, layers: Sequence[str] | None = None, stored: C
     return disk_target(*paths_on_disk(tree_of(state), layers_of(state, layers, stored)))
 
 
-def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> Target:
+def disk_target(named: Sequence[tuple[str, Shaped]], stacks: Mapping[str, list[str]]) -> Target:
     """Shape, dtype and sharding to restore into, by path on disk, for (path, abstract leaf) pairs."""
     target = {}
     for path, leaf in named:
@@ -177,7 +177,7 @@ def disk_target(named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]
     return target
 
 
-def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[str, list[str]]) -> list[jax.Array]:
+def from_disk(read: Reader, named: Sequence[tuple[str, Shaped]], stacks: Mapping[str, list[str]]) -> list[jax.Array]:
     """The arrays for (path, abstract leaf) pairs; `read` returns the arrays at some paths on disk.
 
     Stacks are assembled a few at a time, so that the devices never hold a second copy of all of them. An array that is
@@ -201,7 +201,28 @@ def from_disk(read: Reader, named: Sequence[tuple[str, Any]], stacks: Mapping[st
     return [_as_key(arrays[path], leaf) for path, leaf in named]
 
 
-def _stacked_paths(named: Sequence[tuple[str, Any]], layers: Sequence[str]) -> dict[str, list[str]]:
+def read_scaled(
+    scaled: Mapping[str, tuple[str, float]],
+    stored: Mapping[str, Shaped],
+    target: Target,
+    reader: Callable[[Target], Reader],
+    paths: Sequence[str],
+) -> dict[str, jax.Array]:
+    """The arrays at `paths`. Products are computed in the dtype of the array that is stored."""
+    others = [path for path in paths if path not in scaled]
+    arrays = dict(reader(target)(others))
+    sources = {path: scaled[path][0] for path in paths if path in scaled}
+    as_stored = {
+        source: jax.ShapeDtypeStruct(target[path].shape, stored[source].dtype, sharding=target[path].sharding)
+        for path, source in sources.items()
+    }
+    values = dict(reader(as_stored)(list(as_stored)))
+    return arrays | {
+        path: (values[source] * scaled[path][1]).astype(target[path].dtype) for path, source in sources.items()
+    }
+
+
+def _stacked_paths(named: Sequence[tuple[str, Shaped]], layers: Sequence[str]) -> dict[str, list[str]]:
     """Paths on disk of every leaf of a scanned stack, one per layer; optimizer leaves follow their parameter."""
     has_parts = all(path.startswith(("model/", "optimizer/")) for path, _ in named)
     bases = [path_and_start(path) for path, _ in named]
@@ -264,7 +285,7 @@ def _is_elsewhere(abstract: object) -> bool:
     return sharding is not None and not sharding.addressable_devices
 
 
-def _empty(abstract: Shaped) -> Any:
+def _empty(abstract: Shaped) -> jax.Array | np.ndarray:
     """An array of size zero, of NumPy without a sharding; none is stored on disk."""
     sharding = getattr(abstract, "sharding", None)
     if sharding is None:

@@ -17,7 +17,7 @@ from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums
 from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
-from flax_mesh.tree import named_leaves, nest
+from flax_mesh.tree import Shaped, named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
@@ -121,7 +121,7 @@ class Storage:
                 return self._orbax.close()
 
 
-def stored_arrays(step: Path) -> dict[str, Any]:
+def stored_arrays(step: Path) -> dict[str, Shaped]:
     """Shape and dtype by path on disk; reads no array. Raises CheckpointCorruptedError if the index is damaged."""
     # Orbax requests all arrays at once; with a damaged index it prints a traceback for every request but the first.
     if problems := find_damage(step, _is_index):

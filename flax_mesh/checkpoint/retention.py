@@ -5,7 +5,6 @@ import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from flax_mesh.checkpoint.checksums import read_metadata
 from flax_mesh.checkpoint.find import committed_steps
@@ -81,7 +80,7 @@ def newest_finite_step(folder: Path) -> int | None:
     return next((step for step in steps if has_finite_numbers(_readable_metadata(folder / str(step)))), None)
 
 
-def _readable_metadata(step: Path) -> dict[str, Any]:
+def _readable_metadata(step: Path) -> Mapping[str, object]:
     """The metadata of a step; of one without, which is not a candidate for the best, {"finite": False}."""
     try:
         return read_metadata(step)

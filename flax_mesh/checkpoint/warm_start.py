@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from flax_mesh.checkpoint.layout import Reader, Target, disk_target, fits, from_disk
 from flax_mesh.errors import ConfigError
@@ -32,13 +31,13 @@ class RestoreReport:
 
 
 def restore_partial(
-    named: Sequence[tuple[str, Any]],
+    named: Sequence[tuple[str, Shaped]],
     stored: Mapping[str, Shaped],
     reader: Callable[[Target], Reader],
     stacks: Mapping[str, list[str]],
     include: str,
     cast: bool,
-) -> tuple[list[Any], RestoreReport]:
+) -> tuple[list[Shaped], RestoreReport]:
     """`Checkpointer.restore_partial` on (path, leaf) pairs; `reader(target)` returns a function that reads paths.
 
     Raises ConfigError if no array can be restored.

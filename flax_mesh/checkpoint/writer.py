@@ -61,7 +61,7 @@ class Writer:
             self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy(damaged)
 
-    def write(self, step: int, arrays: Iterable[tuple[str, Any]], metadata: Mapping[str, Any]) -> None:
+    def write(self, step: int, arrays: Iterable[tuple[str, object]], metadata: Mapping[str, object]) -> None:
         """Write the step that `begin` has started; returns once the arrays may change."""
         with self._as_save_error(step):
             self._saving = step

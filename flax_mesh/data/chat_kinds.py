@@ -29,11 +29,11 @@ class Row(NamedTuple):
     """A row as the template renders it. `render(messages, tools)` returns tokens, or raises a BadRowError."""
 
     messages: Sequence[Message]
-    tools: Any
+    tools: object
     ids: list[int]
     render: Callable[..., list[int]]
 
-    def is_equal(self, messages: Sequence[Message], tools: Any) -> bool:
+    def is_equal(self, messages: Sequence[Message], tools: object) -> bool:
         """Whether the tokens of other messages are the same."""
         try:
             return self.render(messages, tools) == self.ids
@@ -88,7 +88,7 @@ def text_of(message: Message) -> str:
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
 
 
-def _kinds(messages: Sequence[Message], tools: Any) -> dict[Kind, None]:
+def _kinds(messages: Sequence[Message], tools: object) -> dict[Kind, None]:
     kinds = [Kind("row", "tools")] if tools not in EMPTY else []
     for message in messages:
         kinds += [Kind("role", message["role"])] if text_of(message) else []

@@ -2,13 +2,13 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Row
+from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Message, Row
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
@@ -53,18 +53,18 @@ class Encoder:
         lines = [f"{text} (data.add_bos): {count_text(self._with_bos, 'row')}"] if self._with_bos else []
         return [*self._left_out.notes(), *lines]
 
-    def prompt(self, messages: Sequence[Any]) -> np.ndarray:
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
         """The tokens of messages and of the beginning of an answer, (n,)."""
         return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
 
-    def _format_of(self, row: dict[str, Any]) -> tuple[str, ...]:
+    def _format_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
         names_of = next((names for names in FORMATS if all(name in row for name in names)), None)
         if names_of is None:
             wanted = " or ".join(" and ".join(map(repr, names)) for names in FORMATS)
             raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
         return names_of
 
-    def _has_marks(self, tools: Any) -> bool:
+    def _has_marks(self, tools: object) -> bool:
         """Whether the template, of which a tokenizer may have another one for tools, marks the assistant's tokens."""
         if not self._tokenizer.chat_template:
             raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which messages require")
@@ -73,7 +73,7 @@ class Encoder:
             self._marks[key] = MARKS.search(template) is not None
         return self._marks[key]
 
-    def _texts(self, texts: Sequence[Any]) -> Tokens:
+    def _texts(self, texts: Sequence[str]) -> Tokens:
         """One text, or a prompt and its completion."""
         if not all(isinstance(x, str) for x in texts) or not texts[-1]:
             kinds = "text, or lists of messages" if texts[1:] else "text"
@@ -115,7 +115,7 @@ class Encoder:
     def _keys(self) -> str:
         return " and ".join(map(repr, self.names))
 
-    def _chat(self, values: Sequence[Any], tools: Any) -> Tokens:
+    def _chat(self, values: Sequence[Any], tools: object) -> Tokens:
         """Messages, or the messages of a prompt and of its completion, which alone is trained."""
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
             raise BadRowError(f"{self._keys} must be a list of objects")
@@ -141,7 +141,7 @@ class Encoder:
             trained[self._part(messages, i, ids, tools)] = True
         return Tokens(np.array(ids, np.int32), trained & marks)
 
-    def _part(self, messages: Sequence[Any], i: int, ids: list[int], tools: Any) -> slice:
+    def _part(self, messages: Sequence[Message], i: int, ids: list[int], tools: object) -> slice:
         """The tokens of message i, from the tokens of the messages before it, and of the messages up to it."""
         after = self._apply(messages[: i + 1], tools=tools)["input_ids"]
         if i:
@@ -157,11 +157,11 @@ class Encoder:
             )
         return slice(start, start + length)
 
-    def _apply(self, messages: Sequence[Any], **options: Any) -> Any:
+    def _apply(self, messages: Sequence[Message], **options: object) -> Any:
         return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
 
 
-def _valid(problem: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+def _valid(problem: str, method: Callable[..., Any], *arguments: object, **options: object) -> Any:
     """The result of a method of a tokenizer. A ValueError becomes a BadRowError."""
     try:
         return method(*arguments, **options)
@@ -171,7 +171,7 @@ def _valid(problem: str, method: Callable[..., Any], *arguments: Any, **options:
         raise BadRowError(f"{problem}: {first_line(error)}") from error
 
 
-def _check_message(message: dict[str, Any], number: int) -> None:
+def _check_message(message: Message, number: int) -> None:
     content = message.get("content")
     if isinstance(content, list):
         kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]

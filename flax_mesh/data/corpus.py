@@ -4,15 +4,10 @@ Text is read as bytes, one token each (UTF-8, 256 ids). Token files are memory-m
 (little-endian, no header; uint16, or uint32 with `data.bin_dtype`). Batches are formed in batches.py.
 """
 
-import codecs
-import difflib
-import glob
 import hashlib
-import itertools
 import mmap
 import os
 import platform
-import sysconfig
 import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,17 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from flax_mesh.data.config import STDLIB, DataConfig, check_data_config
+from flax_mesh.data.files import TEXT_SUFFIXES, TOKEN_SUFFIXES, find_files, is_utf8, stdlib_files
 from flax_mesh.errors import ConfigError, labelled
-from flax_mesh.fields import user_path
 from flax_mesh.text import count_text, one_line
 
-TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst", ".json", ".csv")
-TOKEN_SUFFIXES = (".npy", ".bin")
-NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 # Raised by numpy for headers, which it evaluates as Python.
 _NPY_ERRORS = (ValueError, TypeError, EOFError, OverflowError, SyntaxError, SystemError, RecursionError, MemoryError)
 _NPY_ERRORS += (tokenize.TokenError,)
-TEXT_PROBE_BYTES = 64 * 1024
 WIDTH_PROBE = 2**16  # tokens that are compared with halves of wider integers
 MAPPED_BYTES = 64 * 1024**2
 FULL_HASH_BYTES = 1024**3
@@ -163,7 +154,7 @@ def load_documents(source: str, bin_dtype: str, *, option: str = "data.bin_dtype
     Errors do not name the setting of the source; `option` names the setting of `bin_dtype`.
     """
     try:
-        files = _stdlib_files() if source == STDLIB else _find_files(source)
+        files = stdlib_files() if source == STDLIB else find_files(source)
         return _open_files(files, source, bin_dtype, option)
     except OSError as error:
         raise _unreadable(error.filename or source, error) from error
@@ -263,87 +254,7 @@ def decode(tokens: np.ndarray) -> str:
     return np.where(not_a_byte, 0xFF, tokens).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-# --- finding files: relative posix path -> path, sorted ---
-
-
-def _stdlib_files() -> dict[str, Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = {name: path for name, path in _walk(root, NOT_STDLIB).items() if path.suffix == ".py"}
-    if not files:
-        raise ConfigError(f"{root} contains no .py files (Python without sources). Use a text file instead.")
-    return files
-
-
-def _find_files(source: str) -> dict[str, Path]:
-    path = user_path(source)
-    if os.path.isfile(path):
-        return {path.name: path}
-    if os.path.isdir(path):
-        return _text_files(path)
-    fixed = Path(*itertools.takewhile(lambda part: glob.escape(part) == part, path.parts))
-    if fixed == path or not os.path.isdir(fixed):
-        raise _missing(fixed)
-    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
-    if not matches:
-        raise ConfigError(f"no file in {fixed.absolute()} matches {source}.")
-    return _distinct({match.relative_to(fixed).as_posix(): match for match in matches})
-
-
-def _text_files(root: Path) -> dict[str, Path]:
-    def is_text(path: Path) -> bool:
-        return path.suffix.lower() in TEXT_SUFFIXES or (not path.suffix and _decodes(path))
-
-    files = _walk(root, excluded=set())
-    texts = {name: path for name, path in files.items() if is_text(path)}
-    if not texts:
-        tokens = {path.suffix.lower() for path in files.values()} & set(TOKEN_SUFFIXES)
-        hint = "".join(f" For its token files, use {root / '**' / ('*' + suffix)}." for suffix in sorted(tokens))
-        raise ConfigError(
-            f"{root} contains no text files (suffix {' '.join(TEXT_SUFFIXES)}, or none and UTF-8) "
-            f"among its {count_text(len(files), 'file')}.{hint}"
-        )
-    return texts
-
-
-def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
-    def fail(error: OSError) -> None:  # by default os.walk skips folders that cannot be read
-        raise error
-
-    files = {}
-    for folder, folders, names in os.walk(root, onerror=fail):
-        folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
-        paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        files |= {path.relative_to(root).as_posix(): path for path in paths if os.path.isfile(path)}
-    return _distinct(files)
-
-
-def _distinct(files: dict[str, Path]) -> dict[str, Path]:
-    """Sort by name. A file with several names (links) is kept once, so that it cannot be in both parts."""
-    by_target = {os.path.realpath(files[name]): name for name in sorted(files, reverse=True)}
-    return {name: files[name] for name in sorted(by_target.values())}
-
-
-def _missing(path: Path) -> ConfigError:
-    path = path.absolute()
-    folder = next(parent for parent in path.parents if os.path.isdir(parent))
-    first_missing = path.relative_to(folder).parts[0]
-    similar = difflib.get_close_matches(first_missing, os.listdir(folder), n=3)
-    hint = f"; did you mean {' or '.join(similar)}?" if similar else "."
-    return ConfigError(f"{path} does not exist; the nearest folder that does is {folder}{hint}")
-
-
 # --- reading one file, and joining several ---
-
-
-def _decodes(path: Path) -> bool:
-    """Whether the first 64 KiB are UTF-8. A character may be incomplete at their end."""
-    with path.open("rb") as file:
-        head = file.read(TEXT_PROBE_BYTES)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _open(path: Path, is_text: bool, bin_dtype: str, option: str) -> np.ndarray:
@@ -360,7 +271,7 @@ def _unreadable(what: object, error: OSError) -> ConfigError:
 
 
 def _open_text(path: Path, option: str) -> np.ndarray:
-    if path.suffix.lower() not in TEXT_SUFFIXES and not _decodes(path):
+    if path.suffix.lower() not in TEXT_SUFFIXES and not is_utf8(path):
         raise ConfigError(
             f"{path} is not UTF-8 text. Convert it, or use token files: .npy (1-D integers) or .bin ({option})."
         )

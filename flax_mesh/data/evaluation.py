@@ -3,7 +3,6 @@
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,14 +12,15 @@ from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.user_batches import abstract_batch, batch_problems, split_problems
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import on_device_dtypes, put_batch
+from flax_mesh.tree import PyTree
 from flax_mesh.user_code import joined, place_of, user_code
 
 Sums = dict[str, float]
-Evaluate = Callable[[Any], Sums]
-EvalFns = Mapping[str, Callable[..., Any]]
+Evaluate = Callable[[PyTree], Sums]
+EvalFns = Mapping[str, Callable[[Evaluate], Mapping[str, float]]]
 
 
-def mean_metrics(evaluate: Evaluate, batches: Iterable[Any]) -> dict[str, float]:
+def mean_metrics(evaluate: Evaluate, batches: Iterable[PyTree]) -> dict[str, float]:
     """Loss and metrics of `loss_fn` over held-out batches, for an `eval_fn`: sums divided by the total weight.
 
     Args:
@@ -77,7 +77,7 @@ def run_eval_fns(eval_fns: EvalFns, evaluate: Evaluate) -> dict[str, float]:
     return results
 
 
-def _problem(metrics: Any) -> str:
+def _problem(metrics: object) -> str:
     if not isinstance(metrics, Mapping):
         return type(metrics).__name__
     for name, value in metrics.items():
@@ -88,36 +88,36 @@ def _problem(metrics: Any) -> str:
     return ""
 
 
-def host_evaluate(sums: Callable[[Any], Any], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
+def host_evaluate(sums: Callable[[PyTree], PyTree], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
     """`evaluate(batch)` for batches on the host: `sums` of the batch on the devices, as floats.
 
     The rows are divided into `parts` microbatches of a pipeline; 1 without one.
     """
 
-    def evaluate(batch: Any) -> Sums:
+    def evaluate(batch: PyTree) -> Sums:
         batch = _checked(batch, mesh, axes, parts)
         return {name: float(value) for name, value in jax.device_get(sums(put_batch(batch, mesh, axes))).items()}
 
     return evaluate
 
 
-def traced_evaluate(trace: Callable[[Any], Iterable[str]], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
+def traced_evaluate(trace: Callable[[PyTree], Iterable[str]], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
     """`evaluate(batch)` that returns 1.0 for every sum: `trace` is called with the abstract batch for their names."""
 
-    def evaluate(batch: Any) -> Sums:
+    def evaluate(batch: PyTree) -> Sums:
         batch = _checked(batch, mesh, axes, parts)
         return dict.fromkeys(trace(abstract_batch(batch, mesh, axes)), 1.0)
 
     return evaluate
 
 
-def _checked(batch: Any, mesh: Mesh, axes: PartitionAxis, parts: int) -> Any:
+def _checked(batch: PyTree, mesh: Mesh, axes: PartitionAxis, parts: int) -> PyTree:
     if problems := batch_problems(batch) or split_problems(batch, mesh, axes, parts):
         raise ConfigError([f"evaluate(batch) of an eval_fn: {problem}" for problem in problems])
     return on_device_dtypes(batch, "evaluate(batch) of an eval_fn")
 
 
-def token_metrics(sums: Iterable[Mapping[str, Any]], bytes_per_token: float | None) -> dict[str, float | None]:
+def token_metrics(sums: Iterable[Mapping[str, np.ndarray]], bytes_per_token: float | None) -> dict[str, float | None]:
     """`eval_loss` and, for text, `bits_per_byte` of the held-out tokens."""
     rows = list(sums)
     # The training loss of a mixture of experts includes the router's losses; bits per byte must not.

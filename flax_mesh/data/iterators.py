@@ -11,14 +11,14 @@ import numpy as np
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import first_line
-from flax_mesh.tree import path_of
+from flax_mesh.tree import PyTree, path_of
 from flax_mesh.user_code import joined, user_code
 
 METHODS = ("__next__", "get_state", "set_state")
 WHAT = "the iterator of make_batches"
 KEPT = 3  # newest states: the prefetch thread is one batch ahead of the step that is saved
 
-ProblemsOf = Callable[[Any], Sequence[str]]  # of a batch
+ProblemsOf = Callable[[PyTree], Sequence[str]]  # of a batch
 State = dict[str, Any]  # {"json": value} or {"base64": text}
 
 
@@ -28,14 +28,14 @@ class StreamBatches:
     def __init__(self, iterator: Any, place: str):
         self._iterator, self._place = iterator, place
         self._drawn = 0
-        self._kept: list[Any] = []  # the first batch, until its step
+        self._kept: list[PyTree] = []  # the first batch, until its step
 
-    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> Any:
+    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> PyTree:
         """The first batch, which is not consumed."""
         self._kept = [self._draw()]
         return self._kept[0]
 
-    def __call__(self, step: int) -> Any:
+    def __call__(self, step: int) -> PyTree:
         """The batch of `step`, which must be 1 more than in the previous call."""
         if step != self._drawn:
             raise RuntimeError(f"batch {step} of an iterator is requested, but its next one is {self._drawn}")
@@ -43,7 +43,7 @@ class StreamBatches:
         self._drawn += 1
         return batch
 
-    def _draw(self) -> Any:
+    def _draw(self) -> PyTree:
         with user_code(f"make_batches: batch {self._drawn} of its iterator", self._place):
             try:
                 return next(self._iterator)
@@ -66,7 +66,7 @@ class IteratorBatches(StreamBatches):
         super().__init__(iterator, place)
         self._states = {0: self._read_state()}
 
-    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> Any:
+    def first(self, problems_of: ProblemsOf = lambda batch: ()) -> PyTree:
         """The next batch, which is not consumed. ConfigError if `set_state` does not lead back to it.
 
         A batch with problems, which the caller reports, is not compared: its values may have no equality.
@@ -87,7 +87,7 @@ class IteratorBatches(StreamBatches):
             raise ConfigError(joined("make_batches", self._place, problem))
         return first
 
-    def __call__(self, step: int) -> Any:
+    def __call__(self, step: int) -> PyTree:
         batch = super().__call__(step)
         self._states[self._drawn] = self._read_state()
         self._states = {drawn: state for drawn, state in self._states.items() if drawn > self._drawn - KEPT}
@@ -114,7 +114,7 @@ class IteratorBatches(StreamBatches):
             self._iterator.set_state(decode(state))
 
 
-def encode(state: Any) -> State:
+def encode(state: object) -> State:
     """ConfigError if `state` is neither bytes nor equal to its value read back from JSON, as with tuples and NaN."""
     if isinstance(state, bytes):
         return {"base64": base64.b64encode(state).decode()}
@@ -132,7 +132,7 @@ def decode(state: State) -> Any:
     return base64.b64decode(state["base64"], validate=True) if "base64" in state else state["json"]
 
 
-def is_state(value: Any) -> bool:
+def is_state(value: object) -> bool:
     """Whether a value from a file is a result of `encode`."""
     if not isinstance(value, dict) or len(value) != 1:
         return False
@@ -145,13 +145,13 @@ def is_state(value: Any) -> bool:
     return True
 
 
-def _equal(first: Any, second: Any) -> bool:
-    def known(batch: Any) -> list[Any]:
+def _equal(first: PyTree, second: PyTree) -> bool:
+    def known(batch: PyTree) -> list[object]:
         named = jax.tree_util.tree_flatten_with_path(batch)[0]
         return [(path_of(path), *_content(x)) for path, x in named]
 
     return known(first) == known(second)
 
 
-def _content(x: Any) -> tuple[Any, ...]:
+def _content(x: Any) -> tuple[object, ...]:
     return (x.shape, str(x.dtype), x.tobytes()) if hasattr(x, "tobytes") else (repr(x),)

@@ -15,6 +15,7 @@ from flax_mesh.data.corpus import Corpus
 from flax_mesh.data.evaluation import token_metrics
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.step.batch import put_batch
+from flax_mesh.tree import PyTree
 
 PROMPT_BYTES = 64
 TEXT, TOKENS, BATCHES = "text", "tokens", "batches"  # bytes of text, ids in files, batches of the recipe
@@ -28,15 +29,15 @@ class RunData:
     description: str  # one line, printed by the run
     content_hash: str
     kind: str  # TEXT, TOKENS or BATCHES: checkpoints record it, and it decides the tokenizer
-    first: Callable[[], Any]  # the batch of step 0 on the host
-    batch: Callable[[int], Any]  # step -> global arrays on the devices; the steps of a run in order
+    first: Callable[[], PyTree]  # the batch of step 0 on the host
+    batch: Callable[[int], PyTree]  # step -> global arrays on the devices; the steps of a run in order
     check_unchanged: Callable[[], None] = lambda: None  # raises ConfigError if files changed under the run
     # (state -> sums of a batch) -> metrics of the held-out tokens; None without them.
-    held_out: Callable[[Callable[[Any], Mapping[str, Any]]], dict[str, float | None]] | None = None
+    held_out: Callable[[Callable[[PyTree], Mapping[str, jax.Array]]], dict[str, float | None]] | None = None
     prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
     user_batches: UserBatches | None = None
 
-    def record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, object]:
         """The field "data" of the metadata of the checkpoint of `step`."""
         record = {name: getattr(self, name) for name in ("name", "kind", "description", "content_hash")}
         # The position is the step, since batches are a function of the step.
@@ -67,7 +68,7 @@ def token_data(
 ) -> RunData:
     """The tokens of files. Raises ConfigError if they are evaluated, and the held-out part has no full batch."""
 
-    def held_out(sums: Callable[[Any], Mapping[str, Any]]) -> dict[str, float | None]:
+    def held_out(sums: Callable[[PyTree], Mapping[str, jax.Array]]) -> dict[str, float | None]:
         return token_metrics((jax.device_get(sums(eval_fn(k))) for k in range(count)), corpus.bytes_per_token)
 
     if evaluates:

@@ -1,4 +1,4 @@
-"""Batches of a recipe's `make_batches`, checked against the first one."""
+"""Batches of a recipe's `make_batches`, checked against the first one; batches of arrays in memory."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +10,14 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
+from flax_mesh.data.batches import sample_rows
 from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches
 from flax_mesh.data.row_hashes import RowHashes
 from flax_mesh.errors import ConfigError
+from flax_mesh.fields import check_types
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
-from flax_mesh.tree import array_problem, path_of
+from flax_mesh.tree import PyTree, array_problem, path_of
 from flax_mesh.user_code import joined, place_of, user_code
 
 
@@ -61,7 +63,7 @@ class UserBatches:
         text = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
         return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{text and '; '}{text}"
 
-    def __call__(self, step: int) -> Any:
+    def __call__(self, step: int) -> PyTree:
         batch, what = self._batch(step), f"make_batches: batch {step}"
         problems = batch_problems(batch) or self._differences(batch)
         if problems:
@@ -71,9 +73,9 @@ class UserBatches:
         self._checksums = {at: value for at, value in self._checksums.items() if at > step - KEPT}
         return batch
 
-    def record(self, step: int) -> dict[str, Any]:
+    def record(self, step: int) -> dict[str, object]:
         """The record in the checkpoint of `step`: the rows, the last batch before it, and states of an iterator."""
-        record: dict[str, Any] = {"rows": self.rows.each} if self.rows else {}
+        record: dict[str, object] = {"rows": self.rows.each} if self.rows else {}
         if self.iterator is not None:
             record["state"] = self.iterator.state(step)
         if step - 1 in self._checksums:  # a step was computed
@@ -104,11 +106,11 @@ class UserBatches:
         problem = f"batch {step - 1} differs from the one that the run used, so the data changed, or {cause}"
         return joined("make_batches", self.place, problem)
 
-    def _call(self, step: int) -> Any:
+    def _call(self, step: int) -> PyTree:
         with user_code(f"make_batches: batch {step}", self.place):
             return self._function(step)
 
-    def _differences(self, batch: Any) -> list[str]:
+    def _differences(self, batch: PyTree) -> list[str]:
         """One line for every leaf that differs from batch 0, or one if the trees differ."""
         shapes, wanted = shapes_of(batch), self.shapes
         mine, first = dict(_named(shapes)), dict(_named(wanted))
@@ -123,7 +125,7 @@ class UserBatches:
         ]
 
 
-def _kind_problem(batches: Any, missing: Sequence[str], resumable: bool) -> str:
+def _kind_problem(batches: object, missing: Sequence[str], resumable: bool) -> str:
     """Why `made`, which lacks the METHODS `missing`, does not have the batches of a run, "" if it has."""
     is_iterator, kind = "__next__" not in missing, type(batches).__name__
     if not missing or (callable(batches) and not is_iterator):
@@ -137,14 +139,53 @@ def _kind_problem(batches: Any, missing: Sequence[str], resumable: bool) -> str:
     return f"{problem}, got {kind}{has_no}{repair}"
 
 
-def abstract_batch(shapes: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> Any:
+@check_types
+def array_batches(arrays: PyTree, *, batch_size: int, seed: int) -> Callable[[int], PyTree]:
+    """Batches of numpy arrays for `make_batches`: a function of the step, for every mesh and number of processes.
+
+    An epoch visits every row once, in an order that depends on (seed, epoch) only. A batch may span two epochs.
+
+    Args:
+        arrays: A pytree of numpy arrays with equal numbers of rows, their first dim.
+        batch_size: Rows of a batch, `config.data.batch_size`.
+        seed: Seed of the order, such as `config.run.seed`.
+
+    Returns:
+        step -> batch, a pytree like `arrays`.
+
+    Raises:
+        ConfigError: A leaf is not an array of numbers, the numbers of rows differ, or they are fewer than `batch_size`.
+
+    Example:
+        >>> from flax_mesh.train import array_batches
+        >>> batch = array_batches({"x": np.arange(6), "y": np.arange(6) ** 2}, batch_size=3, seed=0)
+        >>> sorted([*batch(0)["x"], *batch(1)["x"]]) == list(range(6))
+        True
+    """
+    problems = batch_problems(arrays)
+    rows = 0 if problems else len(jax.tree.leaves(arrays)[0])
+    if not problems and rows < batch_size:
+        problems.append(f"they have {count_text(rows, 'row')}, but one batch has {batch_size} (data.batch_size)")
+    if batch_size < 1:
+        problems.append(f"batch_size must be at least 1, got {batch_size}")
+    if problems:
+        raise ConfigError([f"array_batches: {problem}" for problem in problems])
+
+    def batch_fn(step: int) -> PyTree:
+        index = sample_rows(step * batch_size + np.arange(batch_size), rows, seed)
+        return jax.tree.map(lambda x: x[index], arrays)
+
+    return batch_fn
+
+
+def abstract_batch(shapes: PyTree, mesh: Mesh | AbstractMesh, axes: PartitionAxis) -> PyTree:
     """`shapes` with the shardings of `put_batch`."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(x.shape, mesh, axes)), shapes
     )
 
 
-def batch_problems(batch: Any) -> list[str]:
+def batch_problems(batch: PyTree) -> list[str]:
     """One line for every leaf that is not an array of numbers with rows, and one if the numbers of rows differ."""
     named, problems = _named(batch), []
     for path, x in named:
@@ -163,7 +204,7 @@ def batch_problems(batch: Any) -> list[str]:
     return at_most(problems)
 
 
-def _row_problems(batch: Any, rows: int) -> list[str]:
+def _row_problems(batch: PyTree, rows: int) -> list[str]:
     """One line if the batch has another number of rows than `data.batch_size`."""
     sizes = {len(x) for _, x in _named(batch) if getattr(x, "ndim", 0)}
     if len(sizes) != 1 or sizes == {rows}:
@@ -171,19 +212,19 @@ def _row_problems(batch: Any, rows: int) -> list[str]:
     return [f"the batch must be the global one of data.batch_size={rows} rows, got {count_text(sizes.pop(), 'row')}"]
 
 
-def split_problems(batch: Any, mesh: Mesh | AbstractMesh, axes: PartitionAxis, parts: int) -> list[str]:
+def split_problems(batch: PyTree, mesh: Mesh | AbstractMesh, axes: PartitionAxis, parts: int) -> list[str]:
     """One line if the rows cannot be divided into equal `parts`, each split over the mesh axes of the batch."""
     rows = next(len(x) for x in jax.tree.leaves(batch) if x.ndim)
     return rows_problems(rows, parts, mesh, axes, "pipeline.num_microbatches")
 
 
-def _checksum(batch: Any) -> str:
+def _checksum(batch: PyTree) -> str:
     import xxhash  # imported here: only runs need it
 
     return _digest(xxhash.xxh3_64(), batch)
 
 
-def _digest(digest: Any, batch: Any) -> str:
+def _digest(digest: Any, batch: PyTree) -> str:
     """The hexadecimal digest of paths, dtypes, shapes and values."""
     for path, x in _named(batch):
         digest.update(f"{path} {x.dtype} {x.shape}\n".encode())
@@ -191,5 +232,5 @@ def _digest(digest: Any, batch: Any) -> str:
     return digest.hexdigest()
 
 
-def _named(batch: Any) -> list[tuple[str, Any]]:
+def _named(batch: PyTree) -> list[tuple[str, PyTree]]:
     return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]

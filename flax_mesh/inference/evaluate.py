@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from flax_mesh.models.kernels import LANES
 from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text
+from flax_mesh.tree import PyTree
 
 NO_TARGET = -1
 CHUNK = 2**24  # tokens whose largest id is determined at a time
@@ -74,7 +75,7 @@ class Evaluation(NamedTuple):
         """The loss of all tokens in bits, divided by the bytes of their text."""
         return self.loss * self.num_tokens / math.log(2) / self.num_bytes if self.num_bytes else None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, float | None]:
         """All numbers, with the names that `flax-mesh evaluate --json` prints."""
         derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
         return {"tokens": self.num_tokens, "bytes": self.num_bytes, "loss": self.loss, **derived}
@@ -134,11 +135,11 @@ def _fitted(size: int, most: int, multiple: int) -> int:
     return -(-min(size, most) // multiple) * multiple
 
 
-def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
+def _sums(model: Decoder, mesh: Mesh) -> Callable[[PyTree], jax.Array]:
     """batch -> summed cross-entropy in nats of all targets."""
     graphdef, state = nnx.split(model, graph=True)
 
-    def sums(batch: Any) -> jax.Array:
+    def sums(batch: PyTree) -> jax.Array:
         with in_mesh(mesh):
             return _summed(graphdef, state, put_batch(batch, mesh, model.axes))
 
@@ -146,7 +147,7 @@ def _sums(model: Decoder, mesh: Mesh) -> Callable[[Any], jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _summed(graphdef: Any, state: Any, batch: Any) -> jax.Array:
+def _summed(graphdef: nnx.GraphDef, state: nnx.State, batch: PyTree) -> jax.Array:
     loss, _, metrics = sums_of(next_token_loss(nnx.merge(graphdef, state), batch))
     return metrics.get("cross_entropy", loss)  # without the losses of routers
 

@@ -3,7 +3,7 @@
 import codecs
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Prompt(NamedTuple):
 
     name: str
     text: str | None
-    tokens: Any = None  # of a file, not yet checked
+    tokens: list[int] | None = None  # of a file, not yet checked
 
 
 def read_prompts(texts: Sequence[str], file: str | None) -> list[Prompt]:

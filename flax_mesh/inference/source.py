@@ -3,17 +3,17 @@
 Everything in it is untrusted: settings are read as text, and the recipe that a checkpoint names is never executed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json
-from flax_mesh.checkpoint.read import plain, read_record
+from flax_mesh.checkpoint.read import Record, plain, read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem, user_path
 from flax_mesh.lora.config import LoraConfig
@@ -53,7 +53,7 @@ class Source:
     files: Path
     is_text: bool = False
     sequence_length: int | None = None
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: Record = field(default_factory=dict)
     decoder: DecoderFolder | None = None
     lora: LoraConfig = LoraConfig()  # noqa: RUF009 (a frozen value)
     damaged: tuple[Path, ...] = ()
@@ -129,7 +129,7 @@ def _huggingface(path: Path) -> Source:
     return Source(path, model, path, sequence_length=longest, decoder=decoder)
 
 
-def _saved_model(step: Path, saved: Mapping[str, Any]) -> TrainConfig:
+def _saved_model(step: Path, saved: Record) -> TrainConfig:
     """The settings model.* and lora.* of a checkpoint. ConfigError if they belong to another model."""
     config = TrainConfig(make_decoder, next_token_loss, DecoderConfig())
     texts = {key: value for key, value in saved.items() if key.startswith(("model.", "lora."))}

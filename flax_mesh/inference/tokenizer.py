@@ -104,7 +104,7 @@ def _read(path: Path) -> TokenizerProcess:
     return TokenizerProcess(path)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, object]:
     """The JSON object in a file; one line if it contains anything else."""
     try:
         data = read_json(path)

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import TypedDict, Unpack, overload
 
 import numpy as np
 from jax.sharding import Mesh
@@ -23,6 +23,15 @@ from flax_mesh.models.generate import option_problems
 PASS_IDS = "pass token ids to flax_mesh.models.generate"
 GREEDY = Sampling()
 BIN_DTYPES = ("uint16", "uint32")
+
+
+class _Options(TypedDict, total=False):
+    max_tokens: int
+    sampling: Sampling
+    stop: Sequence[str | int]
+    seed: int
+    batch_size: int
+    cache_length: int | None
 
 
 @dataclass(frozen=True)
@@ -51,30 +60,10 @@ class TrainedModel:
     description: str
 
     @overload
-    def generate(
-        self,
-        prompts: str,
-        *,
-        max_tokens: int = ...,
-        sampling: Sampling = ...,
-        stop: Sequence[str | int] = ...,
-        seed: int = ...,
-        batch_size: int = ...,
-        cache_length: int | None = ...,
-    ) -> str: ...
+    def generate(self, prompts: str, **options: Unpack[_Options]) -> str: ...
 
     @overload
-    def generate(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_tokens: int = ...,
-        sampling: Sampling = ...,
-        stop: Sequence[str | int] = ...,
-        seed: int = ...,
-        batch_size: int = ...,
-        cache_length: int | None = ...,
-    ) -> list[str]: ...
+    def generate(self, prompts: Sequence[str], **options: Unpack[_Options]) -> list[str]: ...
 
     def generate(
         self,

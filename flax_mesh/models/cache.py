@@ -12,7 +12,6 @@ FLOPs and bytes of a step do not depend on the number of tokens so far.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +95,9 @@ def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Arr
     return constrain(x_BTKC, cache_dims(axes), axes=axes, mode="decode")
 
 
-def write_slot(cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: Any, axes: PartitionAxis) -> jax.Array:
+def write_slot(
+    cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: jax.Array | None, axes: PartitionAxis
+) -> jax.Array:
     """`cache` with the keys or values of one token; `layer` is the index in a stack, else None."""
     update, start = (x_B1KC, (0, slot, 0, 0)) if layer is None else (x_B1KC[None], (layer, 0, slot, 0, 0))
     start = [jnp.asarray(i, jnp.int32) for i in start]  # of one dtype, also with 64-bit types

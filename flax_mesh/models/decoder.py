@@ -171,7 +171,7 @@ class Decoder(nnx.Module):
         x_BPD, table_VD = self._embed(tokens_BP, "prefill")
         kinds = self.config.kinds
 
-        def run(layer: DecoderLayer, x_BPD: jax.Array, kind: LayerKind) -> tuple[jax.Array, Any]:
+        def run(layer: DecoderLayer, x_BPD: jax.Array, kind: LayerKind) -> tuple[jax.Array, PyTree]:
             x_BPD, keys, values = layer.prefill(x_BPD, num_slots, kind)
             return x_BPD, (keys, values)
 

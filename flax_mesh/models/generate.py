@@ -71,8 +71,7 @@ def generate(
         max_tokens: Number of tokens to generate for each prompt.
         sampling: Temperature, top_k and top_p; greedy by default.
         stop_tokens: Ids after which a continuation ends.
-        seed: Token i of prompt n depends on (seed, n, i), the model and the prompt, not on the other prompts or the
-            batch.
+        seed: Token i of prompt n depends on (seed, n, i), the model and the prompt, not on other prompts or the batch.
         batch_size: Number of prompts that are computed together.
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
         on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
@@ -92,28 +91,20 @@ def generate(
         >>> one.tokens.shape, one.log_probs.dtype, one.stopped
         ((5,), dtype('float32'), False)
     """
-    _check_model(model)
     functions = {"on_token": on_token, "on_result": on_result}
     require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
-    options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
-    problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]
-    if cache_length is not None and not options:
-        problems += length_problems(rows, max_tokens, cache_length)
-    if problems:
-        raise ConfigError(problems)
+    _check_values(model, rows, sampling, stop_tokens, seed, max_tokens, batch_size, cache_length)
     programs = Programs(model, seed, sampling)
     run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
-    lengths, sizes = list(map(len, rows)), {"max_tokens": max_tokens, "cache_length": cache_length}
-    num_rows, num_slots = cache_shape(model.axes, programs.mesh, lengths, batch_size=batch_size, **sizes)
+    sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
+    shape = cache_shape(model.axes, programs.mesh, list(map(len, rows)), **sizes)
     generated: list[Generated] = []
     for first in range(0, len(rows), batch_size):
-        batch = rows[first : first + batch_size]
-        results = run(batch, first, num_rows, num_slots, on_token=on_token)
-        for n, result in enumerate(results, start=first):
+        generated += run(rows[first : first + batch_size], first, *shape, on_token=on_token)
+        for n in range(first, len(generated)):
             if on_result is not None:
-                on_result(n, result)
-        generated += results
+                on_result(n, generated[n])
     return generated
 
 
@@ -131,6 +122,25 @@ def _check_model(model: object) -> None:
             f"generate needs a model with the methods prefill and decode, as models.Decoder has, got "
             f"{type(model).__name__} without {' and '.join(missing)}"
         )
+
+
+def _check_values(
+    model: Decoder,
+    rows: Sequence[np.ndarray],
+    sampling: Sampling,
+    stop_tokens: Sequence[int],
+    seed: int,
+    max_tokens: int,
+    batch_size: int,
+    cache_length: int | None,
+) -> None:
+    _check_model(model)
+    options = option_problems(max_tokens, seed, batch_size, cache_length, stop_tokens, model.config.vocab_size)
+    problems = [*sampling.problems(), *options, *prompt_problems(rows, model.config.vocab_size)]
+    if cache_length is not None and not options:
+        problems += length_problems(rows, max_tokens, cache_length)
+    if problems:
+        raise ConfigError(problems)
 
 
 def prompt_problems(rows: Sequence[np.ndarray], vocab_size: int, names: Sequence[str] = ()) -> list[str]:
@@ -151,7 +161,12 @@ def _names(rows: Sequence[np.ndarray]) -> list[str]:
 
 
 def option_problems(
-    max_tokens: Any, seed: Any, batch_size: Any, cache_length: Any, stop_tokens: Sequence[Any], vocab_size: int
+    max_tokens: object,
+    seed: object,
+    batch_size: object,
+    cache_length: object,
+    stop_tokens: Sequence[object],
+    vocab_size: int,
 ) -> list[Problem]:
     counts = {"max_tokens": max_tokens, "batch_size": batch_size}
     counts |= {} if cache_length is None else {"cache_length": cache_length}
@@ -204,7 +219,7 @@ def _choose(logits_BV: jax.Array, cache: KVCache, ids_B: jax.Array, seed: jax.Ar
     key, index = jax.random.key(seed), cache.used - cache.prompt
     keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
 
-    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: Any) -> tuple[jax.Array, jax.Array]:
+    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: jax.Array) -> tuple[jax.Array, jax.Array]:
         tokens_B = choose_tokens(logits_BV, keys_B, *sampling)
         log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
         return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)

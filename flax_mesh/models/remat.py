@@ -18,7 +18,7 @@ A scanned stack stays one stack: each run is a scan over its part of it.
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +136,7 @@ def call_layers(
     *,
     also: _Policy = None,
     scan: bool = False,
-    kinds: Sequence[Any] = (None,),
+    kinds: Sequence[object] = (None,),
 ) -> tuple[jax.Array, PyTree]:
     """The output of the last layer, and the other results of the layers with a leading layer dim.
 
@@ -164,7 +164,9 @@ def call_layers(
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
 
-def scan_layers(calls: Sequence[Callable[..., tuple[Any, Any]]], carry: PyTree, stack: PyTree) -> tuple[Any, Any]:
+def scan_layers(
+    calls: Sequence[Callable[..., tuple[PyTree, PyTree]]], carry: PyTree, stack: PyTree
+) -> tuple[PyTree, PyTree]:
     """Call the layers of a stack, the i-th with the i-th of `calls`, which repeat: one loop over the repetitions.
 
     Results are the last carry, and the other results of the layers with a leading layer dim. The layers after the

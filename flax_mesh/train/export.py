@@ -20,7 +20,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, map_params, stored_value
+from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
@@ -31,6 +31,7 @@ from flax_mesh.checkpoint.hf.kept import (
     read_kept_config,
     updated_config,
 )
+from flax_mesh.checkpoint.hf.mapping import map_params
 from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG, adapted_arrays, adapter_config, peft_factors
 from flax_mesh.checkpoint.hf.safetensors import write_safetensors
 from flax_mesh.checkpoint.read import Array, mesh_of, read_record, read_tree

@@ -13,21 +13,21 @@ from tests.checkpoint.small_decoder import RECIPE, changed, program_of
 from tests.checkpoint.states import random_values
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def on_cpu():
     if jax.default_backend() != "cpu":
         pytest.skip("the recipe asks for CPU devices")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def state():
     """The state of the recipe with random values in every array."""
     return random_values(program_of().layout.to_nnx())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(state, tmp_path_factory) -> Path:
-    """A run folder with the steps 5 and 10, as a run of the recipe writes them."""
+    """A run folder with the steps 5 and 10, as a run of the recipe writes them; tests change copies of it."""
     program = program_of()
     data = RunData("content of data.source", "nine zeros", "c0ffee", "tokens", lambda: None, lambda step: None)
     record = run_record(RECIPE, program, data)

@@ -1,6 +1,7 @@
 """The recipe of the tests of `flax-mesh checkpoint`, a small decoder on eight devices, with its program and a change to
 its state."""
 
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -29,6 +30,7 @@ def recipe() -> TrainConfig:
     )
 
 
+@cache
 def program_of(*settings):
     return build_program(apply_overrides(load_recipe(RECIPE), settings), print)
 

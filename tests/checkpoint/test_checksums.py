@@ -58,7 +58,7 @@ def test_every_flipped_bit_is_found(copy, monkeypatch):
     assert {CHECKSUMS, "state/_METADATA", "state/manifest.ocdbt", "metadata/metadata"} <= sizes.keys()
     assert sum("/d/" in name for name in sizes) >= 5 and max(sizes.values()) > 3 * 4096 and find_damage(step) == []
     for name, size in sizes.items():
-        for at in rng.integers(size, size=60 if name == CHECKSUMS or size > 4096 else 10):
+        for at in rng.integers(size, size=20 if name == CHECKSUMS or size > 4096 else 5):
             bit = int(rng.integers(8))
             flip(step / name, at, bit)
             (problem,) = find_damage(step)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from flax_mesh.data import corpus as data
+from flax_mesh.data import files as files_module
 from flax_mesh.data.batches import batch_rows, held_out_rows
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Corpus, TokenFiles, decode, load_corpus
@@ -63,7 +64,7 @@ def mapped(tmp_path) -> Path:
 
 def test_stdlib_is_split_by_file_and_leaves_out_tests_and_installed_packages():
     corpus = load_corpus(DataConfig())
-    files = data._stdlib_files()
+    files = files_module.stdlib_files()
     assert {"pydoc_data/topics.py", "json/decoder.py", "argparse.py"} <= set(files)
     assert list(files) == sorted(files)
     for excluded in ("site-packages", "test", "tests", "idle_test", "__pycache__"):
@@ -89,9 +90,9 @@ def test_a_text_file_of_any_suffix_holds_out_its_end(tmp_path):
 
 
 def test_a_folder_includes_text_suffixes_and_utf8_files_without_suffix(tmp_path):
-    taken = {f"a/b/{suffix}{suffix}": f"taken {suffix}".encode() for suffix in (*data.TEXT_SUFFIXES, ".TXT")}
+    taken = {f"a/b/{suffix}{suffix}": f"taken {suffix}".encode() for suffix in (*files_module.TEXT_SUFFIXES, ".TXT")}
     taken |= {"LICENSE": "free as in frei für alle".encode(), "latin.txt": b"caf\xe9 noir"}
-    taken["cut"] = b"x" + "é".encode() * data.TEXT_PROBE_BYTES  # in the middle of a character
+    taken["cut"] = b"x" + "é".encode() * files_module.TEXT_PROBE_BYTES  # in the middle of a character
     taken = {name.replace("/.", "/x."): content for name, content in taken.items()}
     left = {"image.png": b"\x89PNG", "program": b"\x7fELF\xff\xfe", "empty.txt": b"", ".git/HEAD": b"x", ".env": b"K"}
     corpus = load(write(tmp_path, taken | left))

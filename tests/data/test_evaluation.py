@@ -15,7 +15,7 @@ from flax_mesh.data.corpus import load_corpus
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import next_token_loss
 from flax_mesh.train import build_program, mean_metrics, train
-from tests.data.user_recipe import MESHES, PLAIN, config_of, token_batches
+from tests.data.user_recipe import MESHES, PLAIN, bigram_config, config_of, token_batches
 from tests.train.support.runs import checkpoints, rows_of, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -147,8 +147,7 @@ def test_the_completed_steps_are_saved_before_an_evaluation_that_fails(tmp_path,
         return {"a": 1.0 / (len(calls) < 3)}  # the first call is before the run
 
     printed: list[str] = []
-    settings = ["mesh.shape=fsdp:1", "model.num_layers=1", "run.steps=5", *EVERY_2[1:]]
-    config = config_of(tmp_path / "run", text, None, *settings, eval_fns={"f": fails})
+    config = bigram_config(tmp_path / "run", text, None, "run.steps=5", *EVERY_2[1:], eval_fns={"f": fails})
     with pytest.raises(ConfigError, match=r"eval_fns\['f'\]: .*ZeroDivisionError"):
         train(config, say=printed.append)
     assert printed[-1] == "the state after step 4 is saved, since its evaluation failed"

@@ -1,8 +1,8 @@
 """Batches of a recipe: requirements for them, their placement, runs on them; and batches of arrays in memory."""
 
 import json
+import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +16,14 @@ from flax_mesh.data.user_batches import UserBatches, abstract_batch
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts
+from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.resolve import token_shapes
 from flax_mesh.step.batch import put_batch
-from flax_mesh.train import TrainConfig, apply_overrides, array_batches, place_batch, train
+from flax_mesh.train import TrainConfig, apply_overrides, array_batches, build_program, place_batch, train
+from flax_mesh.train.inputs import load_data
+from flax_mesh.train.metadata import check_resume
 from tests.data.user_recipe import Windows, recipe, token_batches
-from tests.train import bigram
+from tests.data.user_recipe import bigram_config as run_config
 from tests.train.support.runs import checkpoints, run
 
 ROWS = 8
@@ -258,15 +261,6 @@ def test_a_plan_and_a_search_count_examples_unless_the_recipe_counts_the_flops_o
 # --- runs ---
 
 
-STEPS = 7
-
-
-def run_config(folder: Path, text: Path, make: Any, *settings: str) -> TrainConfig:
-    common = [f"run.folder={folder}", f"data.source={text}", f"run.steps={STEPS}", "run.eval_every=0"]
-    config = apply_overrides(replace(bigram.recipe(), make_batches=make, sample=None), common)
-    return apply_overrides(config, settings)
-
-
 class Restarts(Windows):
     """Every state leads back to the first batch."""
 
@@ -283,18 +277,27 @@ class Restarts(Windows):
     [
         (token_batches, Windows, r"state of the iterator of make_batches: \(absent\) -> present"),
         (Windows, token_batches, r"state of the iterator of make_batches: present -> \(absent\)"),
-        (Windows, Restarts, r"batch 1 differs from the one that the run used, so the data changed, or set_state"),
         (None, token_batches, r"first batch of make_batches: \w+ -> \w+ "),
         (token_batches, None, r"content of data\.source: \w+ -> \w+ "),
     ],
 )
-def test_other_batches_require_allow_changes(first, second, problem, tmp_path, text):
-    run(run_config(tmp_path / "run", text, first, "run.steps=2"))
-    other = run_config(tmp_path / "run", text, second)
+def test_other_batches_are_changes_of_the_result(first, second, problem, tmp_path, text):
+    configs = [run_config(tmp_path, text, make) for make in (first, second)]
+    records = [load_data(build_program(config)).record(0) for config in configs]
+    saved, now = ({"step": 0, "config": to_texts(configs[0]), "data": record} for record in records)
+    with pytest.raises(ConfigError, match=problem):
+        check_resume(saved, now, configs[1], allow_changes=False)
+    assert re.search(problem, "\n".join(map(str, check_resume(saved, now, configs[1], allow_changes=True))))
+
+
+def test_a_run_goes_on_with_other_batches_only_if_changes_are_allowed(tmp_path, text):
+    run(run_config(tmp_path / "run", text, Windows, "run.steps=2"))
+    other = run_config(tmp_path / "run", text, Restarts, "run.steps=3")
+    problem = "batch 1 differs from the one that the run used, so the data changed, or set_state"
     with pytest.raises(ConfigError, match=problem):
         run(other)
     after = run(other, allow_changes=True)
-    assert [row["step"] for row in after.rows] == [*range(3, STEPS + 1)]
+    assert [row["step"] for row in after.rows] == [3]
     assert [line for line in after.lines if line.startswith("changed since the checkpoint: ")]
 
 
@@ -306,12 +309,9 @@ def test_a_run_of_a_generator_cannot_be_resumed_but_can_be_started_from(tmp_path
 
     config = run_config(tmp_path / "run", text, make, "run.steps=2", "data.resumable=false")
     first = run(config)
-    assert [line for line in first.lines if "resum" in line] == [
-        "note: this run cannot be resumed (data.resumable=false)"
-    ]
-    assert [row["loss"] for row in first.rows] == [
-        row["loss"] for row in run(run_config(tmp_path / "same", text, token_batches, "run.steps=2")).rows
-    ]
+    note = "note: this run cannot be resumed (data.resumable=false)"
+    assert [line for line in first.lines if "resum" in line] == [note]
+    assert first.losses == run(run_config(tmp_path / "same", text, token_batches, "run.steps=2")).losses
     assert train(config).status == "already finished"
     with pytest.raises(ConfigError, match=r"step 2, from which a run with data\.resumable=false cannot resume"):
         run(apply_overrides(config, ["run.steps=4"]), allow_changes=True)
@@ -334,9 +334,8 @@ class Strict(Windows):
 def test_a_saved_state_that_no_run_writes_or_that_the_iterator_refuses_is_an_error(tmp_path, text):
     config = run_config(tmp_path / "run", text, Windows, "run.steps=2")
     run(config)
-    with pytest.raises(
-        ConfigError, match=r"^set_state of the iterator .*test_user_batches\.py, line \d+: ValueError: not a"
-    ):
+    refused = r"^set_state of the iterator .*test_user_batches\.py, line \d+: ValueError: not a"
+    with pytest.raises(ConfigError, match=refused):
         run(run_config(tmp_path / "run", text, Strict))
     path = tmp_path / "run" / "checkpoints" / "2" / "metadata" / "metadata"
     record = json.loads(path.read_text())

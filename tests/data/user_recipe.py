@@ -12,6 +12,7 @@ from flax_mesh.data.batches import batch_rows
 from flax_mesh.data.corpus import load_corpus
 from flax_mesh.recipe.config import data_seed
 from flax_mesh.train import TrainConfig, apply_overrides
+from tests.train import bigram
 from tests.train.support import decoder
 
 MESHES = {"plain": ("mesh.shape=dp:2",), "pp": ("mesh.shape=pp:2,dp:2", "pipeline.num_microbatches=2")}
@@ -27,6 +28,13 @@ def recipe() -> TrainConfig:
 def config_of(folder: Path, text: Path, make: Any, *settings: str, **functions: Any) -> TrainConfig:
     words = [f"run.folder={folder}", f"data.source={text}", *settings]
     return apply_overrides(replace(recipe(), make_batches=make, **functions), words)
+
+
+def bigram_config(folder: Path, text: Path, make: Any, *settings: str, **functions: Any) -> TrainConfig:
+    """The config of a run of seven steps, of a model that compiles fast."""
+    common = [f"run.folder={folder}", f"data.source={text}", "run.steps=7", "run.eval_every=0"]
+    recipe = replace(bigram.recipe(), make_batches=make, sample=None, **functions)
+    return apply_overrides(apply_overrides(recipe, common), settings)
 
 
 def token_batches(config: TrainConfig) -> Callable[[int], Any]:

@@ -8,6 +8,7 @@ import pytest
 from flax_mesh.models.ops.grouped import _tile, _visits, grouped_dot
 
 K, N = 5, 7
+visits_of = jax.jit(_visits, static_argnums=(1, 2))
 SIZES = {  # rows of each group -> number of rows
     "even": ([16, 16, 16, 16], 64),
     "uneven, and none": ([40, 0, 3, 21], 64),
@@ -47,7 +48,7 @@ def test_gradients_of_float64_are_sums_in_float64_and_have_derivatives():
     x, kernels, sizes = rng.normal(size=(50, K)), rng.normal(size=(2, K, N)), np.array([20, 30])
     with jax.enable_x64(True):
         gradient = jax.grad(lambda w: jnp.sum(jnp.sin(grouped_dot(jnp.asarray(x), w, jnp.asarray(sizes), "cpu"))))
-        found, change = jax.jvp(gradient, (jnp.asarray(kernels),), (jnp.asarray(kernels),))
+        found, change = jax.jit(lambda w: jax.jvp(gradient, (w,), (w,)))(kernels)
     for group, rows in enumerate((slice(0, 20), slice(20, 50))):
         y = x[rows] @ kernels[group]
         np.testing.assert_allclose(found[group], x[rows].T @ np.cos(y), rtol=1e-12, atol=1e-12)
@@ -58,7 +59,7 @@ def test_gradients_of_float64_are_sums_in_float64_and_have_derivatives():
 def test_visits_compute_every_row_of_a_group_once(name):
     sizes, num_rows = SIZES[name]
     tile = _tile(num_rows, len(sizes))
-    visits = _visits(jnp.asarray(sizes), num_rows, tile)
+    visits = visits_of(np.asarray(sizes), num_rows, tile)
     computed = []
     for group, start, low, high in zip(*map(np.asarray, visits), strict=True):
         computed += [(row, group) for row in range(start, start + tile) if low <= row < high]
@@ -69,7 +70,7 @@ def test_grouped_products_take_at_most_a_quarter_more_work_than_needed():
     """Which `jax.lax.ragged_dot` on CPUs and GPUs multiplies by the number of groups."""
     rows, groups = 4096, 8
     tile = _tile(rows, groups)
-    visits = _visits(jnp.full(groups, rows // groups), rows, tile)
+    visits = jax.eval_shape(lambda sizes: _visits(sizes, rows, tile), jax.ShapeDtypeStruct((groups,), "int32"))
     assert visits.group.size * tile <= 1.25 * rows
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((rows, 64), (groups, 64, 48))]
     loss = lambda x, w: grouped_dot(x, w, jnp.full(groups, rows // groups), "cpu").sum()  # noqa: E731

@@ -203,7 +203,8 @@ def test_patterns_repeat():
 
 
 def test_weights_of_a_router_by_hand():
-    x, router = jnp.eye(1, 3), jnp.asarray([[2.0, -1.0, 1.0], [0.0] * 3, [0.0] * 3])
+    routed = jax.jit(route, static_argnums=(2, 3))
+    x, router = np.eye(1, 3, dtype=np.float32), np.array([[2.0, -1.0, 1.0], [0.0] * 3, [0.0] * 3], np.float32)
     scores = np.exp([2.0, -1.0, 1.0]) / np.exp([2.0, -1.0, 1.0]).sum()
     sigmoid = 1 / (1 + np.exp([-2.0, 1.0, -1.0]))
     for routing, want in [
@@ -212,26 +213,27 @@ def test_weights_of_a_router_by_hand():
         (Routing("sigmoid"), sigmoid[[0, 2]] / sigmoid[[0, 2]].sum()),
         (Routing("sigmoid", normalize=False), sigmoid[[0, 2]]),
     ]:
-        weights, experts, _ = route(x, router, 2, routing)
+        weights, experts, _ = routed(x, router, 2, routing)
         assert experts.tolist() == [[0, 2]]
         np.testing.assert_allclose(weights[0], want, rtol=1e-6)
-    assert route(x, router, 1, Routing(), jnp.asarray([0.0, 9.0, 0.0]))[1].tolist() == [[1]]  # with a bias
+    assert routed(x, router, 1, Routing(), np.array([0.0, 9.0, 0.0], np.float32))[1].tolist() == [[1]]  # with a bias
 
 
 def test_rotary_positions_by_hand():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 3, 1, 8)), jnp.float32)
+    turn = jax.jit(rotate, static_argnames=("rope", "length"))
+    x = np.random.default_rng(0).normal(size=(1, 3, 1, 8)).astype(np.float32)
     pairs = np.asarray(x)[0, :, 0, :4].reshape(3, 2, 2)  # the first 4 dims, interleaved
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * np.arange(3)[:, None] * np.array([1, 0.1]))
     want = np.stack([turned.real, turned.imag], -1).reshape(3, 4)
-    found = np.asarray(rotate(x, Rope(100.0, dims=4, interleaved=True)))[0, :, 0]
+    found = np.asarray(turn(x, Rope(100.0, dims=4, interleaved=True)))[0, :, 0]
     np.testing.assert_allclose(found[:, :4], want, atol=1e-6)
     np.testing.assert_array_equal(found[:, 4:], np.asarray(x)[0, :, 0, 4:])
     scaling = RopeScaling(4.0, original_length=2, kind="longrope", short_factors=(1.0,) * 4, long_factors=(2.0,) * 4)
-    same, long = (rotate(x, Rope(100.0, scaling), length=length) for length in (2, 3))
+    same, long = (turn(x, Rope(100.0, scaling), length=length) for length in (2, 3))
     factor = scaling.multiplier()
-    np.testing.assert_allclose(same, rotate(x, Rope(100.0)) * factor, atol=1e-5)
+    np.testing.assert_allclose(same, turn(x, Rope(100.0)) * factor, atol=1e-5)
     halved = RopeScaling(2.0, kind="linear")
-    np.testing.assert_allclose(long, rotate(x, Rope(100.0, halved)) * factor, atol=1e-5)
+    np.testing.assert_allclose(long, turn(x, Rope(100.0, halved)) * factor, atol=1e-5)
 
 
 @pytest.mark.parametrize(

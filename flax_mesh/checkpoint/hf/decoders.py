@@ -12,16 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.families import (
-    DECODER_NAMES,
-    FAMILIES,
-    OF_FAMILY,
-    WITHOUT_EFFECT,
-    Family,
-    Json,
-    Key,
-)
+from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, WITHOUT_EFFECT, Family, Json, Key
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
+from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
@@ -31,7 +24,7 @@ Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 # The switches of the decoder and their defaults: a family must have them, or set them, to have these models.
-SWITCHES: dict[str, Any] = {
+SWITCHES: dict[str, object] = {
     **{"num_experts": 0, "qkv_bias": False, "qk_norm": False, "norms": "before", "zero_centered": False},
     **{"qk_norm_all_heads": False, "attention_scale": 0.0, "attention_softcap": 0.0, "logit_softcap": 0.0},
     **{"attention_sinks": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scaling": 1.0},
@@ -224,7 +217,7 @@ def _differences(family: Family, settings: Json) -> list[str]:
     return lacking + [layer for layer in [layer_difference(family, settings)] if layer]
 
 
-def _value(config: Json, key: str, target: Key, family: Family, problems: list[str]) -> Any:
+def _value(config: Json, key: str, target: Key, family: Family, problems: list[str]) -> object:
     value = config.get(key)
     if value is None:
         value = config.get(OTHER_NAME.get(key, ""))
@@ -246,7 +239,7 @@ def _value(config: Json, key: str, target: Key, family: Family, problems: list[s
         return value
 
 
-def _dtypes(config: Json, problems: list[str]) -> dict[str, Any]:
+def _dtypes(config: Json, problems: list[str]) -> dict[str, str]:
     absent = "bfloat16" if config.get(QUANTIZATION) else "float32"
     dtype = config.get("dtype") or config.get("torch_dtype") or absent  # the name since transformers 5, and before
     if dtype not in DTYPES:

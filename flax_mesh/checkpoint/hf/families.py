@@ -1,136 +1,12 @@
-"""The families of decoders in Hugging Face's format, as data: names of arrays and keys of config.json.
+"""The families of decoders in Hugging Face's format, as data: the keys of config.json.
 
-A family is a table of names and the settings of `flax_mesh.models.DecoderConfig` that its keys determine.
+A family is a table of names (`names`) and the settings of `flax_mesh.models.DecoderConfig` that its keys determine.
 """
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from flax_mesh.checkpoint.hf.convert import ParamMapping
-
 Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
-_LAYER = "model.layers.{i}"
-
-
-def _lines(rows: Mapping[str, tuple[str, str]], joined: str = "") -> tuple[ParamMapping, ...]:
-    """Rows of (name in a layer, dims) for paths in a layer."""
-    return tuple(
-        ParamMapping(f"layers/{{i}}/{path}", f"{_LAYER}.{name}", dims, joined) for path, (name, dims) in rows.items()
-    )
-
-
-_ENDS = (
-    ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
-    ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
-    ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
-)
-_OUTPUT = {
-    "attention/o/kernel": ("self_attn.o_proj.weight", "d (h c) -> h c d"),
-    "attention/o/bias": ("self_attn.o_proj.bias", "d -> d"),
-}
-_PROJECTIONS = {
-    "attention/q/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c"),
-    "attention/k/kernel": ("self_attn.k_proj.weight", "(k c) d -> d k c"),
-    "attention/v/kernel": ("self_attn.v_proj.weight", "(k c) d -> d k c"),
-    "attention/q/bias": ("self_attn.q_proj.bias", "(h c) -> h c"),
-    "attention/k/bias": ("self_attn.k_proj.bias", "(k c) -> k c"),
-    "attention/v/bias": ("self_attn.v_proj.bias", "(k c) -> k c"),
-    "attention/q_norm/scale": ("self_attn.q_norm.weight", "c -> c"),
-    "attention/k_norm/scale": ("self_attn.k_norm.weight", "c -> c"),
-}
-_BEFORE = {
-    "attention_norm/scale": ("input_layernorm.weight", "d -> d"),
-    "mlp_norm/scale": ("post_attention_layernorm.weight", "d -> d"),
-}
-_AFTER = {
-    "attention_out_norm/scale": ("post_attention_layernorm.weight", "d -> d"),
-    "mlp_out_norm/scale": ("post_feedforward_layernorm.weight", "d -> d"),
-}
-_GEMMA_NORMS = _BEFORE | _AFTER | {"mlp_norm/scale": ("pre_feedforward_layernorm.weight", "d -> d")}
-_GLM_NORMS = _BEFORE | {
-    "attention_out_norm/scale": ("post_self_attn_layernorm.weight", "d -> d"),
-    "mlp_out_norm/scale": ("post_mlp_layernorm.weight", "d -> d"),
-}
-ATTENTION = _ENDS + _lines(_BEFORE | _PROJECTIONS | _OUTPUT)
-
-
-def _mlp(path: str, name: str) -> dict[str, tuple[str, str]]:
-    rows = {}
-    for part, dims in (("gate", "f d -> d f"), ("up", "f d -> d f"), ("down", "d f -> f d")):
-        rows[f"{path}/{part}/kernel"] = (f"{name}.{part}_proj.weight", dims)
-        rows[f"{path}/{part}/bias"] = (f"{name}.{part}_proj.bias", "n -> n")
-    return rows
-
-
-_DENSE = _lines(_mlp("mlp", "mlp"))
-_FUSED_DENSE = _lines(
-    {f"mlp/{part}/kernel": ("mlp.gate_up_proj.weight", "f d -> d f") for part in ("gate", "up")}, "concatenated"
-)
-_FUSED_DENSE += _lines({"mlp/down/kernel": ("mlp.down_proj.weight", "d f -> f d")})
-_FUSED_QKV = _lines(
-    {
-        f"attention/{part}/kernel": ("self_attn.qkv_proj.weight", dims)
-        for part, dims in (("q", "(h c) d -> d h c"), ("k", "(k c) d -> d k c"), ("v", "(k c) d -> d k c"))
-    },
-    "concatenated",
-)
-_GRANITE_DENSE = _lines(
-    {f"mlp/{part}/kernel": ("shared_mlp.input_linear.weight", "f d -> d f") for part in ("gate", "up")}, "concatenated"
-)
-_GRANITE_DENSE += _lines({"mlp/down/kernel": ("shared_mlp.output_linear.weight", "d f -> f d")})
-
-
-def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
-    rows = {"moe/router/kernel": (f"{block}.gate.weight", "e d -> d e")}
-    for path, name, dims in (
-        ("gate", gate, "f d -> e d f"),
-        ("up", up, "f d -> e d f"),
-        ("down", down, "d f -> e f d"),
-    ):
-        rows[f"moe/{path}/kernel"] = (f"{block}.experts.{{e}}.{name}.weight", dims)
-    return _lines(rows)
-
-
-_QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-_SHARED_EXPERT = _lines(
-    {**_mlp("shared_mlp", "mlp.shared_expert"), "shared_gate/kernel": ("mlp.shared_expert_gate.weight", "o d -> d o")}
-)
-_GPT_OSS = _lines({f"moe/{part}/kernel": ("mlp.experts.gate_up_proj", "e d f -> e d f") for part in ("gate", "up")},
-                  "alternating")  # fmt: skip
-_GPT_OSS += _lines({f"moe/{part}/bias": ("mlp.experts.gate_up_proj_bias", "e f -> e f") for part in ("gate", "up")},
-                   "alternating")  # fmt: skip
-_GPT_OSS += _lines(
-    {
-        "moe/down/kernel": ("mlp.experts.down_proj", "e f d -> e f d"),
-        "moe/down/bias": ("mlp.experts.down_proj_bias", "e d -> e d"),
-        "moe/router/kernel": ("mlp.router.weight", "e d -> d e"),
-        "moe/router/bias": ("mlp.router.bias", "e -> e"),
-        "attention/sinks": ("self_attn.sinks", "h -> h"),
-    }
-)
-_SHARED_NORMS = _ENDS + _lines(_PROJECTIONS | _OUTPUT)
-# model_type -> its table. A table may have lines for parameters that a model lacks.
-DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
-    "llama": ATTENTION + _DENSE,
-    "mistral": ATTENTION + _DENSE,
-    "qwen2": ATTENTION + _DENSE,
-    "qwen3": ATTENTION + _DENSE,
-    "qwen3_moe": ATTENTION + _QWEN_EXPERTS,
-    "mixtral": ATTENTION + _experts("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2_moe": ATTENTION + _QWEN_EXPERTS + _SHARED_EXPERT,
-    "gemma": ATTENTION + _DENSE,
-    "gemma2": _SHARED_NORMS + _lines(_GEMMA_NORMS) + _DENSE,
-    "gemma3_text": _SHARED_NORMS + _lines(_GEMMA_NORMS) + _DENSE,
-    "gpt_oss": ATTENTION + _GPT_OSS,
-    "olmo2": _SHARED_NORMS + _lines(_AFTER) + _DENSE,
-    "olmo3": _SHARED_NORMS + _lines(_AFTER) + _DENSE,
-    "phi3": _ENDS + _lines(_BEFORE | _OUTPUT) + _FUSED_QKV + _FUSED_DENSE,
-    "smollm3": ATTENTION + _DENSE,
-    "glm": ATTENTION + _FUSED_DENSE,
-    "glm4": _SHARED_NORMS + _lines(_GLM_NORMS) + _FUSED_DENSE,
-    "granite": ATTENTION + _DENSE,
-    "granitemoehybrid": ATTENTION + _GRANITE_DENSE,
-}
 
 
 class Key(NamedTuple):
@@ -240,7 +116,7 @@ def _divide(size: object, parts: object) -> int | None:
     return size // parts if type(size) is int and type(parts) is int and parts else None
 
 
-def _heads(config: Json) -> Any:
+def _heads(config: Json) -> object:
     return config.get("num_attention_heads")
 
 

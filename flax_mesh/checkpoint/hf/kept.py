@@ -6,7 +6,6 @@ are not part of a step and have no checksums: a tokenizer may be changed there.
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.families import Json
@@ -70,7 +69,7 @@ def keep_files(folder: Path, checkpoints: Path) -> None:
         shutil.copyfile(file, kept / file.name)
 
 
-def read_kept_config(checkpoints: Path) -> dict[str, Any]:
+def read_kept_config(checkpoints: Path) -> Json:
     """The config.json that the checkpoints of a folder keep, {} if they keep none."""
     file = checkpoints / KEPT / CONFIG
     config = read_json(file) if file.is_file() else {}
@@ -79,7 +78,7 @@ def read_kept_config(checkpoints: Path) -> dict[str, Any]:
     return config
 
 
-def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
+def updated_config(kept: Json, settings: Json) -> dict[str, object]:
     """`kept`, a config.json, with the keys that the `settings` of the decoder change; all others stay as they are.
 
     Without a `kept` of the same family: `huggingface_config(settings)`.
@@ -109,7 +108,7 @@ def updated_config(kept: Json, settings: Json) -> dict[str, Any]:
     return updated | changed
 
 
-def _settings_of(kept: Json) -> dict[str, Any]:
+def _settings_of(kept: Json) -> Json:
     """The settings in a config.json with keys that the import ignored."""
     try:
         return decoder_config_from_hf(kept)

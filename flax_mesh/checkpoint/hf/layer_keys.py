@@ -5,7 +5,6 @@ The setting `layer_pattern` has them as text, `local:5,global`; see `flax_mesh.m
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from flax_mesh.checkpoint.hf.families import FIRST_WITH_WINDOW, USE_WINDOW, WINDOW, Family, Json
 
@@ -34,7 +33,7 @@ def _of(family: Family) -> tuple[set[str], set[str], bool]:
     return _FAMILIES.get(family.layers, (set(), {"global", "local"}, True))
 
 
-def read_layers(config: Json, family: Family, num_layers: object, problems: list[str]) -> dict[str, Any]:
+def read_layers(config: Json, family: Family, num_layers: object, problems: list[str]) -> dict[str, object]:
     """`sliding_window` and `layer_pattern`; without a pattern all layers have the window, or with the window 0 none."""
     count = num_layers if type(num_layers) is int and 0 < num_layers <= 100_000 else 0
     if not count:  # refused elsewhere
@@ -99,7 +98,7 @@ def _nope_kinds(config: Json, count: int, problems: list[str]) -> list[str]:
     return ["global" if has else "global_nope" for has in rope]
 
 
-def layer_keys(family: Family, settings: Json) -> dict[str, Any]:
+def layer_keys(family: Family, settings: Json) -> dict[str, object]:
     """The keys of config.json for the layers of these settings."""
     kinds, window = settings_kinds(settings), settings[WINDOW]
     if family.layers == "":
@@ -110,7 +109,8 @@ def layer_keys(family: Family, settings: Json) -> dict[str, Any]:
     if family.layers == USE_WINDOW:
         first = next((i for i, kind in enumerate(kinds) if kind == "local"), len(kinds))
         is_simple = kinds == ["global"] * first + ["local"] * (len(kinds) - first)
-        keys: dict[str, Any] = {USE_WINDOW: window > 0} | ({WINDOW: window, FIRST_WITH_WINDOW: first} if window else {})
+        keys: dict[str, object] = {USE_WINDOW: window > 0}
+        keys |= {WINDOW: window, FIRST_WITH_WINDOW: first} if window else {}
         return keys if is_simple else keys | {"layer_types": names}
     if family.layers == _ALL:
         # transformers checks that the heads of Mamba layers divide the hidden size, also where there are none.

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from flax_mesh.checkpoint.hf.convert import MappedArray, MappedParam
+from flax_mesh.checkpoint.hf.mapping import MappedArray, MappedParam
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import path_lines
 
@@ -42,7 +41,7 @@ def peft_factors(array: MappedArray, a: np.ndarray, b: np.ndarray) -> dict[str, 
 
 def adapter_config(
     adapted: Iterable[str], names: Iterable[str], rank: int, scale: float, base: str | None
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """The adapter_config.json of the `adapted` arrays of a model with these names; alpha / rank is `scale`."""
     chosen = {name.removesuffix(".weight") for name in adapted}
     others = {_last(name.removesuffix(".weight")) for name in names if name.removesuffix(".weight") not in chosen}

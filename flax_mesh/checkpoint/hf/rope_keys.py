@@ -3,13 +3,12 @@
 Every kind of scaling has its required keys and optional ones, with the settings of the decoder that they determine.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from flax_mesh.checkpoint.hf.families import Family, Json
 
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
-ROPE_OFF: dict[str, Any] = {
+ROPE_OFF: dict[str, object] = {
     **{"rope_kind": "llama3", "rope_factor": 1.0, "rope_attention_factor": 0.0, "rope_truncate": True},
     **{"rope_short_factors": (), "rope_long_factors": (), "rotary_dims": 0, "local_rope_theta": 0.0},
 }
@@ -31,7 +30,7 @@ _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _LOCAL_THETA = 10_000.0  # of Gemma 3, where config.json has none
 
 
-def read_rope(config: Json, family: Family, settings: Json, problems: list[str]) -> dict[str, Any]:
+def read_rope(config: Json, family: Family, settings: Json, problems: list[str]) -> dict[str, object]:
     """The settings of rotary positions."""
     given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
     if wrong := [key for key, value in given.items() if not isinstance(value, dict)]:
@@ -94,7 +93,7 @@ def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> d
     return scaling
 
 
-def _read_local(config: Json, given: Mapping[str, Any] | None, family: Family, theta: Any, problems: list[str]) -> Any:
+def _read_local(config: Json, given: Json | None, family: Family, theta: object, problems: list[str]) -> object:
     """The rotary base of local layers, which have no scaling."""
     given = dict(given or {})
     if (kind := given.pop("rope_type", "default")) != "default":

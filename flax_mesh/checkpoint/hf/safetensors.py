@@ -231,7 +231,7 @@ def _layout_problems(entries: Mapping[str, _FileSlice], data_size: int) -> list[
     return problems
 
 
-def _are_sizes(values: Any) -> bool:
+def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
 
 

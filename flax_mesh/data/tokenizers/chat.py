@@ -28,16 +28,16 @@ class ChatTokenizer(Process):
         self.eos_token_id: int | None = self.facts["eos_token_id"]
         self.chat_template: bool = self.facts["chat_template"]  # whether there is one
 
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
         return self._call("__call__", [text], options)
 
-    def get_chat_template(self, **options: Any) -> str:
+    def get_chat_template(self, **options: object) -> str:
         return self._call("get_chat_template", [], options)
 
-    def apply_chat_template(self, messages: Sequence[Any], **options: Any) -> dict[str, list[int]]:
+    def apply_chat_template(self, messages: Sequence[object], **options: object) -> dict[str, list[int]]:
         return self._call("apply_chat_template", [messages], {"tokenize": True, "return_dict": True, **options})
 
-    def _call(self, method: str, arguments: Sequence[Any], options: dict[str, Any]) -> Any:
+    def _call(self, method: str, arguments: Sequence[object], options: dict[str, object]) -> Any:
         try:
             value, problem, has_ended = self.ask({"method": method, "arguments": arguments, "options": options})
         except RecursionError as error:

@@ -36,7 +36,7 @@ def read_folder(path: str) -> Any:
     return tokenizer
 
 
-def facts(tokenizer: Any) -> dict[str, Any]:
+def facts(tokenizer: Any) -> dict[str, object]:
     """Of a tokenizer of transformers."""
     return {
         "size": max(tokenizer.get_vocab().values(), default=-1) + 1,
@@ -46,7 +46,7 @@ def facts(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def answer_file(tokenizer: Any, request: dict[str, Any]) -> Any:
+def answer_file(tokenizer: Any, request: dict[str, Any]) -> object:
     """The text of ids, or the ids of a text and the characters before the end of each of them."""
     if "ids" in request:
         return tokenizer.decode(request["ids"], skip_special_tokens=True)
@@ -54,7 +54,7 @@ def answer_file(tokenizer: Any, request: dict[str, Any]) -> Any:
     return encoding.ids, [end for _, end in encoding.offsets]
 
 
-def answer_folder(tokenizer: Any, request: dict[str, Any]) -> Any:
+def answer_folder(tokenizer: Any, request: dict[str, Any]) -> object:
     """The result of a method of the tokenizer, with the arguments in the request."""
     result = getattr(tokenizer, request["method"])(*request["arguments"], **request["options"])
     if isinstance(result, str):
@@ -64,7 +64,7 @@ def answer_folder(tokenizer: Any, request: dict[str, Any]) -> Any:
     return {name: result[name] for name in ("input_ids", "assistant_masks") if name in result}
 
 
-PACKAGES: dict[str, tuple[Callable[[str], Any], Callable[[Any], Any], Callable[[Any, dict[str, Any]], Any]]] = {
+PACKAGES: dict[str, tuple[Callable[[str], Any], Callable[[Any], object], Callable[..., object]]] = {
     "tokenizers": (read_file, lambda tokenizer: None, answer_file),
     "transformers": (read_folder, facts, answer_folder),
 }
@@ -79,7 +79,7 @@ def limit_memory() -> tuple[int, bool]:
     return memory, memory < half
 
 
-def _timed(seconds: int, call: Callable[[], Any]) -> tuple[Any, str | None]:
+def _timed(seconds: int, call: Callable[[], object]) -> tuple[object, str | None]:
     """The result of `call()`, or the text of its error."""
     signal.setitimer(signal.ITIMER_PROF, seconds)  # of the CPU, so that a loaded machine ends nothing
     signal.alarm(WAITING * seconds)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -45,7 +46,7 @@ class Process:
         with self._lock:
             self._start()
 
-    def ask(self, request: dict[str, Any]) -> Reply:
+    def ask(self, request: Mapping[str, object]) -> Reply:
         text = json.dumps(request)
         seconds = SECONDS + len(text) // CHARACTERS
         with self._lock:
@@ -53,8 +54,8 @@ class Process:
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", tokenizer_child.__file__, self._package, str(self.path), str(SECONDS)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        child = self._child = subprocess.Popen(command, encoding="ascii", **pipes)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        child = self._child = subprocess.Popen(command, encoding="ascii", stdin=pipe, stdout=pipe, stderr=null)
         self._end = weakref.finalize(self, _end, child)
         assert child.stdout is not None
         if line := child.stdout.readline():
@@ -113,7 +114,7 @@ class TokenizerProcess(Process):
     def decode(self, ids: list[int]) -> str:
         return self._value("decode all ids", {"ids": ids})
 
-    def _value(self, must: str, request: dict[str, Any]) -> Any:
+    def _value(self, must: str, request: Mapping[str, object]) -> Any:
         value, problem, _ = self.ask(request)
         if problem is not None:
             raise ConfigError(f"{self.path} must {must}, and failed: {problem}; {REPAIR}, or use another text")

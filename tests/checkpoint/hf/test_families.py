@@ -13,8 +13,9 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.checkpoint.hf.convert import save_safetensors
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, huggingface_config, read_config
-from flax_mesh.checkpoint.hf.families import DECODER_NAMES, FAMILIES, OF_FAMILY, WITHOUT_EFFECT
+from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, WITHOUT_EFFECT
 from flax_mesh.checkpoint.hf.kept import updated_config
+from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, load_decoder, make_decoder, next_token_loss

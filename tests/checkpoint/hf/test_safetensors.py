@@ -57,7 +57,7 @@ contents = st.dictionaries(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(contents, st.integers(1, 300))
 def test_round_trips_are_bitwise_for_any_number_of_files(kinds, max_file_bytes):
     arrays = {name: bits(*kind, seed=seed) for seed, (name, kind) in enumerate(kinds.items())}
