@@ -26,6 +26,7 @@ import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -51,13 +52,12 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
+class _Kind(typing.NamedTuple):
     """A type that a field may be annotated with."""
 
     name: str  # description of a valid value
     accepts: Any  # the type of its values
-    parse: Callable[[str, Any], Any] | None = None  # (text, annotation) -> value; None if the text is invalid
+    parse: Callable[[str, Any], Any] | None = None  # (text, annotation) -> value, or a ValueError
     name_of_text: str = ""  # description of a valid text, if it differs from `name`
 
 
@@ -78,8 +78,7 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
     for item in dataclasses.fields(config):
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
-            names = " or ".join(_name_of(kind) for kind in _kinds_of(hint))
-            problems.append(Problem(key, f"must be {names}, got {_short(value)}"))
+            problems.append(Problem(key, f"must be {_expected(hint)}, got {_short(value)}"))
         elif _is_config(value):
             problems += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
     return problems
@@ -184,29 +183,24 @@ def _is_plain_class(hint: Any) -> bool:
     )
 
 
-def is_index(value: Any) -> bool:
+def is_index(value: object) -> bool:
     """Whether a value is an integer, also an integer of numpy."""
-    try:
-        operator.index(value)
-    except (TypeError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
-        return False
-    return True
+    return _succeeds(lambda: operator.index(cast(int, value)))
 
 
 def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(value, str)
+    return not isinstance(value, str) and _succeeds(lambda: float(value))
 
 
 def is_sized(value: Any) -> bool:
     """Whether a value has a length and items; an array without dims does not."""
+    return _succeeds(lambda: (len(value), iter(value)))
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
     try:
-        len(value)
-        iter(value)
-    except TypeError:
+        call()
+    except (TypeError, ValueError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
         return False
     return True
 
@@ -243,8 +237,9 @@ def parse_value(text: str, annotation: Any) -> Any:
         return None
     tried = [(kinds[plain], kind) for plain, kind in _KINDS.items() if plain in kinds]
     for each, kind in tried:
-        if kind.parse is not None and (value := kind.parse(text, each)) is not None:
-            return value
+        if kind.parse is not None:
+            with suppress(ValueError):
+                return kind.parse(text, each)
     raise ValueError(" or ".join(kind.name_of_text or kind.name for _, kind in tried))
 
 
@@ -367,26 +362,26 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _parse_number(text: str, annotation: type) -> int | float | None:
-    try:
-        return annotation(text)
-    except ValueError:
-        return None
+def _parse_number(text: str, annotation: type) -> int | float:
+    return annotation(text)
 
 
-def _parse_tuple(text: str, annotation: Any) -> tuple[Any, ...] | None:
+def _parse_bool(text: str, _: type) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def _parse_tuple(text: str, annotation: Any) -> tuple[object, ...]:
     if "," not in text:
-        return None
-    try:
-        return tuple(parse_value(part, typing.get_args(annotation)[0]) for part in text.split(",") if part)
-    except ValueError:
-        return None
+        raise ValueError
+    return tuple(parse_value(part, typing.get_args(annotation)[0]) for part in text.split(",") if part)
 
 
 _KINDS: dict[Any, _Kind] = {  # parsed in this order: every text is a str
     int: _Kind("an integer", numbers.Integral, _parse_number),
     float: _Kind("a number", numbers.Real, _parse_number),
-    bool: _Kind("true or false", bool, lambda text, _: {"true": True, "false": False}.get(text.lower())),
+    bool: _Kind("true or false", bool, _parse_bool),
     tuple: _Kind("a tuple", tuple, _parse_tuple, "values joined by commas"),
     str: _Kind("text", str, lambda text, _: text),
     types.NoneType: _Kind("none", types.NoneType),
