@@ -228,7 +228,8 @@ def parse_value(text: str, annotation: Any) -> Any:
     for each, kind in tried:
         with suppress(ValueError):
             return kind.parse(text, each)
-    raise ValueError(" or ".join(kind.name_of_text or kind.name for _, kind in tried))
+    names = [kind.name_of_text or kind.name for _, kind in tried]
+    raise ValueError(" or ".join([*names, "none"] if types.NoneType in kinds else names))
 
 
 def value_to_text(value: object) -> str:
