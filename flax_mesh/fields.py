@@ -26,6 +26,7 @@ import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -53,11 +54,11 @@ _LIMITS: dict[str, tuple[Callable[[Any, Any], bool], str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """A type that a field may be annotated with."""
+    """A type of values that have a text form."""
 
     name: str  # description of a valid value
     accepts: Any  # the type of its values
-    parse: Callable[[str, Any], Any] | None = None  # (text, annotation) -> value; None if the text is invalid
+    parse: Callable[[str, Any], object]  # (text, annotation) -> value, or a ValueError
     name_of_text: str = ""  # description of a valid text, if it differs from `name`
 
 
@@ -78,8 +79,7 @@ def type_problems(config: Any, prefix: str = "", *, only_limited: bool = False) 
     for item in dataclasses.fields(config):
         key, value, hint = f"{prefix}{item.name}", getattr(config, item.name), hints[item.name]
         if not (only_limited and not _is_limited(item.metadata)) and not _is_a(value, hint):
-            names = " or ".join(_name_of(kind) for kind in _kinds_of(hint))
-            problems.append(Problem(key, f"must be {names}, got {_short(value)}"))
+            problems.append(Problem(key, f"must be {_expected(hint)}, got {_short(value)}"))
         elif _is_config(value):
             problems += type_problems(value, f"{key}.", only_limited=only_limited or "of_user" in item.metadata)
     return problems
@@ -120,7 +120,9 @@ def check_types(function: _Function) -> _Function:
     return cast(_Function, checked)
 
 
-def _check_keywords(function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], given: Any) -> None:
+def _check_keywords(
+    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any]
+) -> None:
     """Raise a TypeError for keywords that are not fields of the TypedDict in `**keywords: Unpack[TypedDict]`."""
     for name, parameter in parameters.items():
         hint = _hints(function).get(name) if parameter.kind is parameter.VAR_KEYWORD else None
@@ -174,46 +176,27 @@ def _fits(value: Any, hint: Any) -> bool:
     if typing.Protocol in getattr(origin, "__bases__", ()):
         members = cast("Mapping[str, object]", vars(origin))
         return all(hasattr(value, name) for name in members if name == "__call__" or name[0] != "_")
-    return not _is_plain_class(hint) or isinstance(value, hint)
+    if hint is Any or not isinstance(hint, type) or typing.get_origin(hint) or hint.__name__ in ("Array", "ndarray"):
+        return True  # other types may replace arrays
+    return isinstance(value, hint)
 
 
-def _is_plain_class(hint: Any) -> bool:
-    """Whether arguments must be instances of `hint`: not for Any, nor for arrays, which other types may replace."""
-    return isinstance(hint, type) and not (
-        hint is Any or typing.get_origin(hint) or hint.__name__ in ("Array", "ndarray")
-    )
-
-
-def is_index(value: Any) -> bool:
+def is_index(value: object) -> bool:
     """Whether a value is an integer, also an integer of numpy."""
-    try:
-        operator.index(value)
-    except (TypeError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
-        return False
-    return True
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return not isinstance(value, str)
+    return _succeeds(lambda: operator.index(cast(int, value)))
 
 
 def is_sized(value: Any) -> bool:
     """Whether a value has a length and items; an array without dims does not."""
+    return _succeeds(lambda: (len(value), iter(value)))
+
+
+def _succeeds(call: Callable[[], object]) -> bool:
     try:
-        len(value)
-        iter(value)
-    except TypeError:
+        call()
+    except (TypeError, ValueError, AttributeError):  # a ShapeDtypeStruct raises an AttributeError
         return False
     return True
-
-
-def _expected(hint: Any) -> str:
-    """The description of a valid argument: `an integer or none`."""
-    return " or ".join(dict.fromkeys(map(_name_of, _kinds_of(hint))))
 
 
 def integer_problems(values: Mapping[str, Any], at_least: int = 1, at_most: int = MAX_SIZE) -> list[Problem]:
@@ -243,12 +226,13 @@ def parse_value(text: str, annotation: Any) -> Any:
         return None
     tried = [(kinds[plain], kind) for plain, kind in _KINDS.items() if plain in kinds]
     for each, kind in tried:
-        if kind.parse is not None and (value := kind.parse(text, each)) is not None:
-            return value
-    raise ValueError(" or ".join(kind.name_of_text or kind.name for _, kind in tried))
+        with suppress(ValueError):
+            return kind.parse(text, each)
+    names = [kind.name_of_text or kind.name for _, kind in tried]
+    raise ValueError(" or ".join([*names, "none"] if types.NoneType in kinds else names))
 
 
-def value_to_text(value: Any) -> str:
+def value_to_text(value: object) -> str:
     """The inverse of `parse_value`."""
     if isinstance(value, tuple):
         items = cast("tuple[object, ...]", value)
@@ -265,7 +249,7 @@ def has_text(annotation: Any) -> bool:
         item, *others = typing.get_args(kinds[tuple]) or (Any,)
         if others != [...] or not has_text(item):
             return False
-    return all(kind is types.NoneType or (kind in _KINDS and _KINDS[kind].parse) for kind in kinds)
+    return all(kind is types.NoneType or kind in _KINDS for kind in kinds)
 
 
 def path_problem(text: str) -> str:
@@ -280,11 +264,9 @@ def path_problem(text: str) -> str:
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         return f"names a user without a home folder, {text.split('/')[0]!r}"
-    size = len(os.fsencode(expanded))
-    longest = max(len(os.fsencode(name)) for name in expanded.split("/"))
-    if size > MAX_PATH_BYTES:
+    if (size := len(os.fsencode(expanded))) > MAX_PATH_BYTES:
         return f"is too long for a path: {size} bytes, at most {MAX_PATH_BYTES} are possible"
-    if longest > MAX_NAME_BYTES:
+    if (longest := max(len(os.fsencode(name)) for name in expanded.split("/"))) > MAX_NAME_BYTES:
         return f"contains a name of {longest} bytes, at most {MAX_NAME_BYTES} are possible"
     return ""
 
@@ -340,7 +322,7 @@ def _is_limited(metadata: Mapping[str, Any]) -> bool:
     return bool({*_LIMITS, "one_of", "path"} & metadata.keys())
 
 
-def _is_config(value: Any) -> bool:
+def _is_config(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -350,7 +332,7 @@ def _kinds_of(hint: Any) -> dict[Any, Any]:
     return {typing.get_origin(option) or option: option for option in options}
 
 
-def _is_a(value: Any, hint: Any) -> bool:
+def _is_a(value: object, hint: Any) -> bool:
     kinds = [kind for kind in _kinds_of(hint) if kind is not Any and isinstance(kind, type)]
     if len(kinds) < len(_kinds_of(hint)) or (isinstance(value, bool) and bool in kinds):
         return True
@@ -358,54 +340,55 @@ def _is_a(value: Any, hint: Any) -> bool:
     return isinstance(value, is_of) and not (isinstance(value, bool) and not {object, bool} & {*kinds})
 
 
+def _expected(hint: Any) -> str:
+    """The description of a valid value: `an integer or none`."""
+    return " or ".join(dict.fromkeys(map(_name_of, _kinds_of(hint))))
+
+
 def _name_of(kind: Any) -> str:
-    return _KINDS[kind].name if kind in _KINDS else f"a {getattr(kind, '__name__', None) or kind}"
+    if kind in _KINDS:
+        return _KINDS[kind].name
+    name = getattr(kind, "__name__", None) or str(kind)
+    return _NAMES.get(kind, f"a {name.lower() if kind in _CONTAINERS else name}")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _parse_number(text: str, annotation: type) -> int | float | None:
-    try:
-        return annotation(text)
-    except ValueError:
-        return None
+def _parse_bool(text: str, _: type) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
 
 
-def _parse_tuple(text: str, annotation: Any) -> tuple[Any, ...] | None:
+def _parse_tuple(text: str, annotation: Any) -> tuple[object, ...]:
     if "," not in text:
-        return None
-    try:
-        return tuple(parse_value(part, typing.get_args(annotation)[0]) for part in text.split(",") if part)
-    except ValueError:
-        return None
+        raise ValueError
+    return tuple(parse_value(part, typing.get_args(annotation)[0]) for part in text.split(",") if part)
 
 
 _KINDS: dict[Any, _Kind] = {  # parsed in this order: every text is a str
-    int: _Kind("an integer", numbers.Integral, _parse_number),
-    float: _Kind("a number", numbers.Real, _parse_number),
-    bool: _Kind("true or false", bool, lambda text, _: {"true": True, "false": False}.get(text.lower())),
+    int: _Kind("an integer", numbers.Integral, lambda text, _: int(text)),
+    float: _Kind("a number", numbers.Real, lambda text, _: float(text)),
+    bool: _Kind("true or false", bool, _parse_bool),
     tuple: _Kind("a tuple", tuple, _parse_tuple, "values joined by commas"),
     str: _Kind("text", str, lambda text, _: text),
-    types.NoneType: _Kind("none", types.NoneType),
-    _CALLABLE: _Kind("a function", _CALLABLE),
-    collections.abc.Sequence: _Kind("a sequence", collections.abc.Sequence),
-    collections.abc.Collection: _Kind("a collection", collections.abc.Collection),
-    collections.abc.Iterable: _Kind("an iterable", collections.abc.Iterable),
-    collections.abc.Mapping: _Kind("a mapping", collections.abc.Mapping),
-    list: _Kind("a list", list),
-    Path: _Kind("a path", Path),
-    os.PathLike: _Kind("a path", os.PathLike),
+}
+_NAMES: dict[Any, str] = {  # descriptions that differ from the name of the class
+    types.NoneType: "none",
+    _CALLABLE: "a function",
+    collections.abc.Iterable: "an iterable",
+    Path: "a path",
+    os.PathLike: "a path",
 }
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
     int: is_index,
-    float: lambda v: isinstance(v, numbers.Real) or (getattr(v, "ndim", None) == 0 and _is_number(v)),
+    float: lambda v: isinstance(v, numbers.Real) or (getattr(v, "ndim", None) == 0 and _succeeds(lambda: float(v))),
     bool: lambda value: type(value).__name__ == "bool" or is_index(value),  # numpy's class has the same name
     str: lambda value: isinstance(value, str),
-    Path: lambda value: isinstance(value, str | os.PathLike),
-    os.PathLike: lambda value: isinstance(value, str | os.PathLike),
+    **dict.fromkeys((Path, os.PathLike), lambda value: isinstance(value, str | os.PathLike)),
 }
 _CONTAINERS: dict[Any, Callable[[Any], bool]] = {
     collections.abc.Sequence: is_sized,

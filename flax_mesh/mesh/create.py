@@ -75,7 +75,7 @@ def create_mesh(
             variable MEGASCALE_NUM_SLICES.
 
     Returns:
-        A `jax.sharding.Mesh` with `devices.shape` equal to `axis_dims`, with -1 filled in.
+        A `jax.sharding.Mesh`.
 
     Raises:
         ValueError: The sizes do not match the number of devices (the message lists sizes that do), names or devices are
@@ -92,13 +92,29 @@ def create_mesh(
         >>> fm.create_mesh("dp:2,tp:4") is mesh
         True
     """
-    if devices is not None or backend is not None:
-        require_types(create_mesh, devices=devices, backend=backend)
     if isinstance(axis_dims, str):
         names = dict.fromkeys(_NAMES_IN_TEXT.findall(axis_dims))
         axis_dims = parse_mesh_shape(axis_dims, tuple(names) or axis_names)
     if isinstance(axis_dims, Mapping):
         axis_dims, axis_names = tuple(axis_dims.values()), tuple(axis_dims)
+    flags = should_sort_granules_by_key, allow_split_physical_axes, backend, use_jax, axis_types
+    return _mesh(axis_dims, axis_names, dcn_mesh_dims, *flags, devices, num_slices)
+
+
+def _mesh(
+    axis_dims: Sequence[int],
+    axis_names: Sequence[str],
+    dcn_mesh_dims: Sequence[int] | None,
+    sort: bool,
+    allow_split: bool,
+    backend: str | None,
+    use_jax: bool,
+    axis_types: _AxisTypes,
+    devices: Sequence[DeviceLike] | None,
+    num_slices: int | None,
+) -> Mesh:
+    if devices is not None or backend is not None:
+        require_types(create_mesh, devices=devices, backend=backend)
     if devices is None:
         client = _client(backend)
         # The id of a client is fast to hash, and cannot be reused: the cached mesh keeps its client alive.
@@ -112,8 +128,8 @@ def create_mesh(
         axis_dims if type(axis_dims) is tuple else _as_tuple(axis_dims),
         axis_names if type(axis_names) is tuple else _as_tuple(axis_names),
         None if dcn_mesh_dims is None else _as_tuple(dcn_mesh_dims),
-        should_sort_granules_by_key,
-        allow_split_physical_axes,
+        sort,
+        allow_split,
         backend,
         use_jax,
         _as_tuple(axis_types) if type(axis_types) is list else axis_types,

@@ -142,5 +142,5 @@ def _warn_slow(slow: list[str], mesh: str, splits: str, num_granules: int, granu
         f"{', '.join(slow)} communicates over the slow network inside every layer: {cost}. Choose pp, dp and fsdp "
         f"so that their product is a multiple of {num_granules}, or pass dcn_mesh_dims to confirm this layout.",
         SlowNetworkWarning,
-        stacklevel=5,  # the call of create_mesh
+        stacklevel=6,  # the call of create_mesh
     )

@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis, as_tuple
@@ -39,7 +40,7 @@ MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
 def check_config(config: TrainConfig) -> list[str]:
     """One line for every mistake that can be found without devices and without tracing the model."""
     wrong = type_problems(config)
-    problems = [*wrong, *value_problems(config), *method_of(config.model, "problems", list)()]
+    problems: list[str] = [*wrong, *value_problems(config), *method_of(config.model, "problems", list[str])()]
     if not wrong:  # otherwise values cannot be compared
         problems += _check_together(config)
     return list(dict.fromkeys(problems))  # a model's own check repeats the lines about its fields
@@ -98,7 +99,7 @@ def _check_together(config: TrainConfig) -> list[str]:
 
 def check_functions(config: TrainConfig) -> list[Problem]:
     """One problem for every function of a recipe that cannot be called as its field requires."""
-    functions: dict[str, tuple[Any, tuple[str, ...]]] = {
+    functions: dict[str, tuple[Callable[..., object] | None, tuple[str, ...]]] = {
         "make_model": (config.make_model, ("config", "rngs")),
         "loss_fn": (config.loss_fn, ("model", "batch")),
         "make_optimizer": (config.make_optimizer, ("config", "parameters")),
@@ -124,7 +125,7 @@ def sequence_length_of(config: TrainConfig) -> int | None:
     return config.data.sequence_length if config.make_batches is None else None
 
 
-def _check_axes(prefix: str, axes: Any) -> list[str]:
+def _check_axes(prefix: str, axes: object) -> list[str]:
     """One line for every field of a PartitionAxis that names an axis which no mesh of a recipe has."""
     if not isinstance(axes, PartitionAxis):
         return []
@@ -157,7 +158,7 @@ def _check_lora(config: TrainConfig) -> list[str]:
     return problems
 
 
-def _check_filter(wrt: Any) -> list[str]:
+def _check_filter(wrt: object) -> list[str]:
     """One line if `wrt` is not a filter of NNX, or selects everything."""
     if wrt is ... or wrt is True:
         return [
@@ -165,7 +166,7 @@ def _check_filter(wrt: Any) -> list[str]:
             "cannot be trained; name the types that are trained, such as nnx.Param"
         ]
     try:
-        nnx.filterlib.to_predicate(wrt)
+        nnx.filterlib.to_predicate(cast("Filter", wrt))
     except (TypeError, ValueError):  # some versions of Flax fail to format their own message
         text = shown(wrt)
         return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {text}"]
@@ -187,7 +188,7 @@ def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
     return problems
 
 
-def _check_layers(model: Any, num_groups: int) -> list[str]:
+def _check_layers(model: object, num_groups: int) -> list[str]:
     """One line if a model has too many layers to trace them; only a scan over a stack traces one for all."""
     count, scan = getattr(model, "num_layers", None), getattr(model, "scan", None)
     if not isinstance(count, int) or count <= MOST_UNROLLED or (scan and num_groups == 1):
@@ -198,7 +199,7 @@ def _check_layers(model: Any, num_groups: int) -> list[str]:
     return [f"model.num_layers={count} must be at most {MOST_UNROLLED:,}, because {reason}; use fewer{repair}{where}"]
 
 
-def check_start(folder: str, model: Any) -> list[str]:
+def check_start(folder: str, model: object) -> list[str]:
     if not folder or path_problem(folder):
         return []
     try:
@@ -245,7 +246,7 @@ def check_model_on_mesh(
     """The problems of `check_on_mesh` with the model alone."""
     dims = []
     if config.rules is None and not config.mesh.rules:  # the model's own table; another one may not split these dims
-        model_dims = method_of(config.model, "dims", list)()
+        model_dims = method_of(config.model, "dims", list[tuple[str, str, int]])()
         dims = [(setting, str(size), logical, size) for setting, logical, size in model_dims]
     problems_on = method_of(config.model, "problems_on", lambda *_: [])
     repairs = REPAIRS if isinstance(getattr(config.model, "axes", None), PartitionAxis) else {}

@@ -1,12 +1,17 @@
 """XLA options of the training step: their text, and a check on a device."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.text import first_line
 
 CompilerOptions = dict[str, bool | int | str]
@@ -18,7 +23,8 @@ def parse_compiler_options(text: str) -> CompilerOptions:
     A value may contain commas: it extends to the next `NAME=`. Raises ConfigError with one line for every malformed
     part and for every name that is set twice.
     """
-    options, problems = {}, []
+    options: CompilerOptions = {}
+    problems: list[str] = []
     for part in re.split(r",(?=[^,=]*=)", text) if text else []:
         name, equals, value = part.strip().partition("=")
         if not (name and equals) or name.startswith("-"):
@@ -35,7 +41,7 @@ def parse_compiler_options(text: str) -> CompilerOptions:
     return options
 
 
-def options_text(options: Mapping[str, Any]) -> str:
+def options_text(options: Mapping[str, bool | int | str]) -> str:
     """The inverse of `parse_compiler_options`."""
     texts = {name: str(value).lower() if isinstance(value, bool) else value for name, value in options.items()}
     return ",".join(f"{name}={text}" for name, text in texts.items())
@@ -47,9 +53,10 @@ def _parse_option(value: str) -> bool | int | str:
     return int(value) if re.fullmatch("-?[0-9]{1,18}", value) else value
 
 
-def check_compiler_options(options: Mapping[str, Any], device: Any) -> list[str]:
+def check_compiler_options(options: CompilerOptions, device: DeviceLike) -> list[str]:
     """One line for every option that the compiler of `device` rejects, found by compiling `x + 1` with it."""
-    problems, sharding = [], jax.sharding.SingleDeviceSharding(device)
+    problems: list[str] = []
+    sharding = jax.sharding.SingleDeviceSharding(device)
     for name, value in options.items():
         add_one = jax.jit(lambda x: x + 1, compiler_options={name: value})
         try:

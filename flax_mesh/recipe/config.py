@@ -3,22 +3,27 @@
 The functions after the dataclasses load recipes and parse the settings whose text has a special syntax.
 """
 
+# pyright: reportMissingTypeStubs=false
+
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from flax_mesh.blockwise.transform import MODES
 from flax_mesh.data.config import DataConfig
+from flax_mesh.data.evaluation import EvalFns
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
+from flax_mesh.tree import PyTree
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
@@ -212,7 +217,7 @@ class TrainConfig:
         20
     """
 
-    make_model: Callable[[Any, nnx.Rngs], nnx.Module]
+    make_model: Callable[..., nnx.Module]
     loss_fn: Callable[..., Any]
     model: Any = field(metadata={"of_user": True})
     mesh: MeshConfig = MeshConfig()
@@ -223,18 +228,18 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
     sample: Callable[..., jax.Array] | None = None
-    flops_per_token: Callable[[Any, int, int], float] | None = None
+    flops_per_token: Callable[..., float] | None = None
     rules: Any = None
-    make_optimizer: Callable[["TrainConfig", nnx.State[Any, Any]], optax.GradientTransformation] | None = None
+    make_optimizer: Callable[["TrainConfig", PyTree], optax.GradientTransformation] | None = None
     make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
     wrt: Any = nnx.Param
-    hooks: tuple[Callable[..., Any], ...] = ()
-    make_batches: Callable[["TrainConfig"], Any] | None = None
-    model_from: Callable[[Any, str], Any] | None = None
-    eval_fns: Mapping[str, Callable[..., Any]] = field(default_factory=dict, hash=False)
+    hooks: tuple[Callable[..., object], ...] = ()
+    make_batches: Callable[["TrainConfig"], object] | None = None
+    model_from: Callable[..., object] | None = None
+    eval_fns: EvalFns = field(default_factory=dict[str, Callable[..., Any]], hash=False)
 
 
-def trained_variables(config: TrainConfig) -> Any:
+def trained_variables(config: TrainConfig) -> Filter:
     """The filter of NNX that selects the trained variables: with adapters, these alone."""
     return nnx.LoRAParam if config.lora.rank else config.wrt
 

@@ -3,6 +3,11 @@
 `explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
 """
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +23,7 @@ from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.model import method_of, model_notes
-from flax_mesh.recipe.program import attention_lines, build_program, split_model, train_program
+from flax_mesh.recipe.program import attention_lines, build_program, eval_shape, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, derive
 from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding import Explanation
@@ -65,7 +70,7 @@ def _attention_lines(recipe: Recipe) -> tuple[str, ...]:
         return ()
     program = train_program(recipe)
     with user_code("loss_fn", place_of(recipe.loss_fn)):
-        program.step.eval_shape(program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
+        eval_shape(program.step, program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
     return attention_lines(program)
 
 

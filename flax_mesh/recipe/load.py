@@ -5,10 +5,9 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, path_problem
@@ -62,7 +61,7 @@ def load_recipe(name: str) -> TrainConfig:
 
 
 @contextmanager
-def _modules_beside(file: str) -> Iterator[None]:
+def _modules_beside(file: str) -> Generator[None]:
     """Let a recipe import modules of its folder; they replace modules of equal names beside another recipe."""
     folder = os.path.dirname(os.path.abspath(file))
     for name, other in list(_FOLDERS.items()):
@@ -83,7 +82,7 @@ def _modules_beside(file: str) -> Iterator[None]:
                 _FOLDERS[name] = folder
 
 
-def _function_of_file(file: str, function: str) -> Callable[[], Any]:
+def _function_of_file(file: str, function: str) -> Callable[[], object]:
     """Execute a file as a module and return one of its functions."""
     path = Path(file)
     if not os.path.isfile(path):

@@ -1,9 +1,15 @@
 """The model of a recipe, which is only ever traced, and its rule table."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, cast
 
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
@@ -11,23 +17,25 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_split, model_layers, partition_rules
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import PartitionRules, Rules, as_rules
+from flax_mesh.tree import PyTree
 from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 MakeModel = Callable[[], nnx.Module]
+_Result = TypeVar("_Result")
 
 
-def make_model(make: Callable[[Any, nnx.Rngs], nnx.Module], config: Any, seed: int) -> nnx.Module:
+def make_model(make: Callable[..., object], config: object, seed: int) -> nnx.Module:
     """`make(config, rngs)`; only ever traced. An exception of its code is raised as a ConfigError with its line."""
     check_arguments("make_model", make, "config", "rngs")
     with user_code("make_model", place := place_of(make)):
         model = make(config, nnx.Rngs(seed))
     if not isinstance(model, nnx.Pytree):
         raise ConfigError(joined("make_model", place, f"it must return an nnx.Module, got {type(model).__name__}"))
-    return model
+    return cast(nnx.Module, model)
 
 
 def model_rules(
-    make: MakeModel, mesh_rules: str, rules: Rules | None, wrt: Any, mesh: Mesh | AbstractMesh | None
+    make: MakeModel, mesh_rules: str, rules: Rules | None, wrt: Filter, mesh: Mesh | AbstractMesh | None
 ) -> PartitionRules:
     """The rules of `mesh.rules`, of the recipe or of the model, in this order; empty if the model is annotated.
 
@@ -52,7 +60,7 @@ def _layers(model: nnx.Module, rules: Rules | None) -> Sequence[str]:
     return model_layers(model) if rules is None else as_rules(rules, layers=model_layers(model)).layers
 
 
-def _call_filter(wrt: Any, model: nnx.State) -> None:
+def _call_filter(wrt: Filter, model: PyTree) -> None:
     """Calls the functions of `wrt`: later, their exceptions would look like errors of the loss or of the optimizer."""
     for part in wrt if isinstance(wrt, list | tuple) else [wrt]:
         if callable(part) and not isinstance(part, type):
@@ -61,12 +69,12 @@ def _call_filter(wrt: Any, model: nnx.State) -> None:
         nnx.filter_state(model, wrt)
 
 
-def method_of(model: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+def method_of(model: object, name: str, default: Callable[..., _Result]) -> Callable[..., _Result]:
     """An optional method of a model config, `default` without it. A field of the user's may have this name too."""
-    method = getattr(model, name, None)
+    method: Callable[..., _Result] | None = getattr(model, name, None)
     return method if callable(method) else default
 
 
-def model_notes(model: Any, mesh: Mesh | AbstractMesh, sequence_length: int | None) -> list[str]:
+def model_notes(model: object, mesh: Mesh | AbstractMesh, sequence_length: int | None) -> list[str]:
     """The lines that the model config's `notes_on(mesh, sequence_length)` returns, if it has this method."""
     return method_of(model, "notes_on", lambda *_: [])(mesh, sequence_length)

@@ -23,8 +23,19 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def flat_fields(config: TrainConfig) -> dict[str, tuple[Any, Any, bool]]:
-    """ "section.key" -> (value, annotated type, whether changing the value changes the result of the run)."""
+_Text = typing.TypeVar("_Text", str, object)  # of metadata, whose values may be of any type
+
+
+class Setting(typing.NamedTuple):
+    """The value of a field, its annotation, and whether another value changes the result of the run."""
+
+    value: object
+    annotation: object
+    changes_result: bool
+
+
+def flat_fields(config: TrainConfig) -> dict[str, Setting]:
+    """ "section.key" -> Setting."""
     sections = {name: getattr(config, name) for name in SECTIONS}
     trees = [_flatten(node, name, True) for name, node in sections.items() if dataclasses.is_dataclass(node)]
     return {key: field for tree in trees for key, field in tree.items()}
@@ -37,7 +48,7 @@ def to_lines(config: TrainConfig) -> list[str]:
 
 def to_texts(config: TrainConfig) -> dict[str, str]:
     """ "section.key" -> text of the value, as saved in the metadata of a checkpoint."""
-    return {key: value_to_text(value) for key, (value, _, _) in flat_fields(config).items()}
+    return {key: value_to_text(field.value) for key, field in flat_fields(config).items()}
 
 
 @check_types
@@ -73,7 +84,7 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     fields = flat_fields(config)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     problems: list[str] = []
     for text in overrides:
         given, equals, value = text.partition("=")
@@ -93,7 +104,7 @@ def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, 
             problems.append(f"{given} must be one of {old}, got {value!r}; its current name is {key}, one of {current}")
         else:
             try:
-                values[key] = parse_value(renamed_values.get(value, value), fields[key][1])
+                values[key] = parse_value(renamed_values.get(value, value), fields[key].annotation)
             except ValueError as error:
                 problems.append(f"{given} must be {error}, got {value!r}")
     try:
@@ -122,9 +133,9 @@ def setting_of(text: str) -> str:
     return RENAMED[key][0] if key in RENAMED else key
 
 
-def current_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def current_settings(saved: Mapping[str, _Text]) -> dict[str, _Text | str]:
     """Settings saved by any version, under their current names. Unknown values are returned unchanged."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, _Text | str] = {}
     for key, value in saved.items():
         name, values = RENAMED.get(key, (key, {}))
         settings[name] = values.get(value, value) if isinstance(value, str) else value
@@ -135,7 +146,7 @@ def default_settings() -> dict[str, str]:
     """The text of the default value of every setting that has one, except for the settings of the model."""
     sections = [(field.name, field.default) for field in dataclasses.fields(TrainConfig) if field.name in SECTIONS]
     trees = [_flatten(config, name, True) for name, config in sections if dataclasses.is_dataclass(config)]
-    return {key: value_to_text(value) for tree in trees for key, (value, _, _) in tree.items()}
+    return {key: value_to_text(field.value) for tree in trees for key, field in tree.items()}
 
 
 def default_texts(config: TrainConfig, section: str) -> dict[str, str]:
@@ -157,7 +168,7 @@ def added_settings(config: TrainConfig) -> dict[str, str]:
     return {key: text for key, text in default_texts(config, "model").items() if key in added}
 
 
-def complete_settings(saved: Mapping[str, Any]) -> dict[str, Any]:
+def complete_settings(saved: Mapping[str, _Text]) -> dict[str, _Text | str]:
     """`current_settings`, with defaults for settings that did not exist yet when these were saved.
 
     The default of a setting that is added must therefore not change the numbers of a run whose numbers are finite, or
@@ -185,32 +196,34 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     fields, now, saved = flat_fields(config), to_texts(config), added_settings(config) | complete_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
-        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key][2])
+        Change(
+            key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key].changes_result
+        )
         for key in keys
         if saved.get(key) != now.get(key)
     ]
 
 
-def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, tuple[Any, Any, bool]]:
+def _flatten(section: Any, prefix: str, changes_result: bool) -> dict[str, Setting]:
     hints = field_types(section)
-    fields: dict[str, tuple[Any, Any, bool]] = {}
+    fields: dict[str, Setting] = {}
     for item in dataclasses.fields(section):
         key, value = f"{prefix}.{item.name}", getattr(section, item.name)
         matters = changes_result and item.metadata.get("changes_result", True)
         if dataclasses.is_dataclass(value):
             fields |= _flatten(value, key, matters)
         elif has_text(hints[item.name]):  # other fields can be set by the recipe only
-            fields[key] = (value, hints[item.name], matters)
+            fields[key] = Setting(value, hints[item.name], matters)
     return fields
 
 
-def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+def _replace(node: Any, values: Mapping[str, object]) -> Any:
     """Replace dotted keys in nested dataclasses.
 
     All fields of one dataclass are replaced in one call, so that its `__post_init__` checks them together.
     """
-    direct: dict[str, Any] = {}
-    nested: dict[str, dict[str, Any]] = {}
+    direct: dict[str, object] = {}
+    nested: dict[str, dict[str, object]] = {}
     for key, value in values.items():
         head, dot, rest = key.partition(".")
         if dot:

@@ -1,11 +1,16 @@
 """From a Recipe to a TrainProgram: layout of the state, step, evaluation."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +37,17 @@ from flax_mesh.step.loss import RESERVED, Metrics
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, check_callbacks, make_eval_step, make_train_step
 from flax_mesh.text import array_text, at_most, listed
-from flax_mesh.tree import model_state
+from flax_mesh.tree import PyTree, Shaped, model_state
 from flax_mesh.user_code import place_of, user_code
 
 METRICS_OF_STEP = ("loss", "grad_norm", "learning_rate", "weight")  # of every recipe; its loss may add others
 METRICS_OF_EVALUATION = ("eval_loss", "bits_per_byte")
 RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over in ("", "_per_device"))
 # The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides the metrics of the step.
-FIELDS_OF_ROW = {"step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"}
-FIELDS_OF_ROW |= {*RATES, *METRICS_OF_EVALUATION}
+FIELDS_OF_ROW = {
+    *("step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"),
+    *(*RATES, *METRICS_OF_EVALUATION),
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class TrainProgram:
     layout: TrainState  # leaves are ShapeDtypeStructs with their shardings
     init: Callable[[], TrainState]
     step: Step
-    evaluate: Callable[[TrainState, Any], Metrics]  # sums over a batch
+    evaluate: Callable[[TrainState, PyTree], Metrics]  # sums over a batch
     check: Callable[[], None]  # raises the exception of a callback in a call of `step` or `evaluate`
     model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling, with its adapters merged
     pipeline: Pipeline | None = None
@@ -65,7 +72,7 @@ class TrainProgram:
         return self.recipe.rules
 
     @property
-    def parameters(self) -> list[Any]:
+    def parameters(self) -> list[jax.ShapeDtypeStruct]:
         """The trainable variables, abstract: statistics and random keys are not parameters."""
         return jax.tree.leaves(nnx.filter_state(model_state(self.layout.to_nnx()), nnx.Param))
 
@@ -77,6 +84,15 @@ class TrainProgram:
     def num_parts(self) -> int:
         """Number of parts of a batch that is evaluated: the microbatches of a pipeline, 1 without one."""
         return 1 if self.pipeline is None else self.recipe.pipeline.num_microbatches
+
+
+class _Traceable(Protocol):
+    def eval_shape(self, state: TrainState, batch: PyTree) -> PyTree: ...
+
+
+def eval_shape(function: Callable[..., object], layout: TrainState, batch: PyTree) -> PyTree:
+    """The abstract result of a step or an evaluation."""
+    return cast(_Traceable, function).eval_shape(layout, batch)
 
 
 @check_types
@@ -192,7 +208,7 @@ def _check_functions(program: TrainProgram) -> None:
     has_held_out = bool(every) and recipe.user_batches is None
     if program.pipeline is None and has_held_out:
         with user_code("loss_fn of a model in eval mode", place):
-            _check_real_scalars(program.evaluate.eval_shape(program.layout, batch))
+            _check_real_scalars(eval_shape(program.evaluate, program.layout, batch))
     if recipe.flops_per_token is not None:
         with user_code("flops_per_token", place_of(recipe.flops_per_token)):
             flops = recipe.flops_per_token(program.num_parameters)
@@ -204,14 +220,14 @@ def _check_functions(program: TrainProgram) -> None:
     _check_best_metric(recipe.checkpoint, every, of_loss, evaluated)
 
 
-def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
+def _metrics_of_loss(program: TrainProgram, batch: PyTree) -> dict[str, Shaped]:
     """Traces the step, and returns the metrics of `loss_fn`, abstract. ConfigError if rows cannot have them."""
     recipe, pipeline, of_step = program.recipe, program.pipeline, {*RESERVED}
     if pipeline is None and recipe.step_options.skip_nonfinite:
         of_step |= {"skipped"}
     with user_code("loss_fn", place_of(recipe.loss_fn)):
         if pipeline is None:
-            metrics = program.step.eval_shape(program.layout, batch)[1]
+            metrics = eval_shape(program.step, program.layout, batch)[1]
         else:
             part = microbatch_shapes(batch, recipe.pipeline.num_microbatches)
             metrics = pipeline.staged.cut(part, seed=recipe.step_options.seed).sums
@@ -223,7 +239,7 @@ def _metrics_of_loss(program: TrainProgram, batch: Any) -> dict[str, Any]:
     return of_loss
 
 
-def _check_real_scalars(metrics: Mapping[str, Any]) -> None:
+def _check_real_scalars(metrics: Mapping[str, Shaped]) -> None:
     """Raises a ValueError for metrics, abstract, that a row or an `eval_fn` cannot have as numbers."""
     wrong = [
         f"{name!r} is {array_text(x)}"
@@ -241,10 +257,10 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> lis
     """Calls `eval_fns` with sums that are all 1, and returns the names of their metrics."""
     recipe, pipeline, parts = program.recipe, program.pipeline, program.num_parts
 
-    def trace(batch: Any) -> Sequence[str]:
+    def trace(batch: PyTree) -> Sequence[str]:
         with user_code("loss_fn of a model in eval mode", place_of(recipe.loss_fn)):
             if pipeline is None:
-                sums = program.evaluate.eval_shape(program.layout, batch)
+                sums = eval_shape(program.evaluate, program.layout, batch)
             else:
                 sums = pipeline.staged.cut(microbatch_shapes(batch, parts), train=False).sums
             _check_real_scalars(sums)

@@ -1,6 +1,11 @@
 """`resolve`: from the settings of a recipe and a target to the parts that a run, a plan or a report needs."""
 
-from collections.abc import Callable, Mapping
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -11,6 +16,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.data.config import DataConfig
+from flax_mesh.data.evaluation import EvalFns
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
@@ -35,8 +41,10 @@ from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.rules import PartitionRules, group_findings, idle_axes, match_partition_rules
+from flax_mesh.step.loss import LossFn
 from flax_mesh.step.options import Attention, StateLayout, StepOptions
 from flax_mesh.text import at_most, count_text
+from flax_mesh.tree import PyTree
 from flax_mesh.user_code import place_of, user_code
 
 ModelConfig = Any  # a dataclass of the user
@@ -76,17 +84,17 @@ class Recipe:
     model: ModelConfig
     make_model: MakeModel
     make: Callable[[], tuple[nnx.Module, nnx.Optimizer]]
-    loss_fn: Callable[..., Any]
+    loss_fn: LossFn
     rules: PartitionRules
     layout: StateLayout
     optimizer: RecipeOptimizer
     step_options: StepOptions
     schedule: Schedule | None
     user_batches: UserBatches | None
-    batch: Any
+    batch: PyTree
     tokens_per_step: int | None
     flops_per_token: Callable[[int], float] | None
-    eval_fns: Mapping[str, Callable[..., Any]]
+    eval_fns: EvalFns
     sample: Callable[..., jax.Array] | None
     chip: Chip | None
     data: DataConfig
@@ -120,7 +128,7 @@ class Recipe:
 
 
 @check_types
-def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
+def resolve(config: TrainConfig, target: Target, batch: PyTree = None) -> Recipe:
     """Check a recipe and derive its parts: the mesh, the rules, the optimizer, the schedule, the shapes of a batch.
 
     The model is traced to find its rules, and `make_batches` is called for its first batch. Nothing is compiled but
@@ -150,7 +158,7 @@ def resolve(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
     return resolve_checked(config, target, batch)
 
 
-def resolve_checked(config: TrainConfig, target: Target, batch: Any = None, *, tries_options: bool = True) -> Recipe:
+def resolve_checked(config: TrainConfig, target: Target, batch: PyTree = None, *, tries_options: bool = True) -> Recipe:
     """`resolve` after `check`, which must precede whatever reads a setting, such as the mesh of a target.
 
     `tries_options`: whether XLA options are tried on the devices. Layouts do not depend on them.
@@ -171,7 +179,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(problems)
 
 
-def derive(config: TrainConfig, target: Target, batch: Any = None) -> Recipe:
+def derive(config: TrainConfig, target: Target, batch: PyTree = None) -> Recipe:
     """`resolve`, for reports that list the dims which the mesh does not divide.
 
     `batch` are the shapes of a batch if they are known, or {} if nothing needs them: `make_batches` is not called then.
@@ -189,7 +197,7 @@ def mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
 
 
 def _recipe(
-    config: TrainConfig, target: Target, mesh: Mesh | AbstractMesh, rules: PartitionRules, batch: Any
+    config: TrainConfig, target: Target, mesh: Mesh | AbstractMesh, rules: PartitionRules, batch: PyTree
 ) -> Recipe:
     make = maker(config, mesh)
     optimizer = optimizer_of_recipe(config, rules)
@@ -278,7 +286,7 @@ def _make_modules(make: MakeModel, optimizer: RecipeOptimizer) -> tuple[nnx.Modu
     return model, optimizer_of(model, transformation, optimizer.trained)
 
 
-def _flops_of(flops: Callable[[Any, int, int], float], model: Any, sequence_length: int) -> Callable[[int], float]:
+def _flops_of(flops: Callable[..., float], model: object, sequence_length: int) -> Callable[[int], float]:
     @wraps(flops)  # so that errors name the line of the user's function
     def flops_per_token(num_parameters: int) -> float:
         return flops(model, num_parameters, sequence_length)
@@ -291,7 +299,7 @@ def token_shapes(data: DataConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {"inputs": rows, "targets": rows}
 
 
-def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRules, text: Any) -> list[str]:
+def _rules_note(make: MakeModel, mesh: Mesh | AbstractMesh, rules: PartitionRules, text: object) -> list[str]:
     """For mesh axes as rules, the `text`: how many arrays are split, which stay replicated, and axes without work."""
     if not text or not isinstance(text, str):
         return []

@@ -6,7 +6,8 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, cast
 
 from flax_mesh.axes import dims_text
 from flax_mesh.checkpoint.checksums import read_metadata
@@ -23,6 +24,7 @@ from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import version_of
+from flax_mesh.tree import PyTree
 
 FORMAT = 1
 PACKAGES = ("flax-mesh", "jax", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -86,25 +88,31 @@ def is_trained_on_text(record: Mapping[str, Any]) -> bool:
     return re.search(r": [0-9,]+ files?, [0-9,]+ bytes; ", str(data.get("description", ""))) is not None
 
 
-def _is_table(value: Any, kind: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+def _is_table(value: object, kind: type | UnionType) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in cast(dict[str, object], value).values())
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_rows(value: Any) -> bool:
-    rows = value if isinstance(value, list) else [None]
-    return all(isinstance(row, list) and len(row) == 3 and all(map(is_number, row)) for row in rows)
+def _is_rows(value: object) -> bool:
+    rows = cast(list[object], value) if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(cast(list[object], row)) == 3 for row in rows) and all(
+        is_number(x) for row in cast(list[list[object]], rows) for x in row
+    )
 
 
-def _is_last_batch(value: Any) -> bool:
-    return isinstance(value, dict) and _is_text(value, "checksum") and is_state(value.get("state", {"json": 0}))
+def _is_data(value: object) -> bool:
+    data = cast(dict[str, object], value) if isinstance(value, dict) else {}
+    is_last_batch = _has_state(data.get("last_batch", {"checksum": ""}), "checksum")
+    return _has_state(data, "content_hash") and is_last_batch and is_hashes(data.get("rows", ""))
 
 
-def _is_text(value: dict[str, Any], name: str) -> bool:
-    return isinstance(value.get(name), str)
+def _has_state(value: object, checksum: str) -> bool:
+    """Whether a record has a checksum and, of an iterator, its state."""
+    record = cast(dict[str, object], value) if isinstance(value, dict) else {}
+    return isinstance(record.get(checksum), str) and is_state(record.get("state", {"json": 0}))
 
 
 # Fields of the metadata that a resumed run uses -> the requirement as text, and as a function of the value.
@@ -113,13 +121,7 @@ RUN_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "config": ("settings as text", lambda value: _is_table(value, str)),
     "data": (
         "an object with content_hash, the checksum of the last batch and, of an iterator, its states",
-        lambda value: (
-            _is_table(value, object)
-            and _is_text(value, "content_hash")
-            and is_state(value.get("state", {"json": 0}))
-            and _is_last_batch(value.get("last_batch", {"checksum": ""}))
-            and is_hashes(value.get("rows", ""))
-        ),
+        _is_data,
     ),
     "mesh": ("an object", lambda value: _is_table(value, list)),
     "layout": ("an object of text", lambda value: value is None or _is_table(value, str)),
@@ -164,7 +166,7 @@ def layout_record(sizes: Mapping[str, int], rules: PartitionRules, layout: Mappi
 STORED_REPLICATED = "whole"  # since the first version: records of different versions are compared as text
 
 
-def layout_of(state: Any, layers: Sequence[str]) -> dict[str, str]:
+def layout_of(state: PyTree, layers: Sequence[str]) -> dict[str, str]:
     """Path on disk -> the mesh axes of every dim, as "fsdp+dp, -, tp", or STORED_REPLICATED."""
     specs = {path: leaf.sharding.spec for path, leaf in arrays_on_disk(state, layers).items()}
     return {path: dims_text(spec) if any(spec) else STORED_REPLICATED for path, spec in specs.items()}

@@ -1,7 +1,7 @@
 """The schedule of a recipe's pipeline, and how its layers are split into stages."""
 
 from functools import cache
-from typing import Any
+from typing import Literal, TypedDict
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.search import SEARCH
@@ -10,7 +10,14 @@ from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule
 from flax_mesh.recipe.config import PipelineConfig
 
 
-def parse_cut(text: str) -> dict[str, Any]:
+class Cut(TypedDict, total=False):
+    """Arguments of `split_stages`."""
+
+    balance: Literal["flops", "count"]
+    cuts: list[int]
+
+
+def parse_cut(text: str) -> Cut:
     """Convert `pipeline.cut` ("flops", "count", or first layers, "2,5") to arguments of `split_stages`."""
     if text in ("flops", "count"):
         return {"balance": text}

@@ -1,9 +1,11 @@
 """The mesh of a recipe, on devices or without them."""
 
+# JAX has no types for devices.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh
@@ -13,6 +15,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.hardware import Chip
 from flax_mesh.mesh.create import create_mesh, normalize_axis_types
 from flax_mesh.mesh.shape import parse_mesh_shape, resolve_dims
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.recipe.config import MeshConfig
 from flax_mesh.text import listed, mesh_text
 
@@ -34,7 +37,7 @@ class Target:
     """
 
     sizes: Mapping[str, int]
-    devices: Sequence[Any] | None = None
+    devices: Sequence[DeviceLike] | None = None
     platform: str | None = None
     kind: str = ""
     given: Mesh | AbstractMesh | None = None
@@ -104,7 +107,8 @@ def local_target(mesh: MeshConfig, platform: str) -> Target:
         >>> len(local_target(MeshConfig("fsdp:-1,tp:2"), "cpu").devices)
         8
     """
-    sizes, devices, notes = without_groups(axis_sizes(mesh)), jax.devices(), []
+    sizes, notes = without_groups(axis_sizes(mesh)), list[str]()
+    devices: Sequence[DeviceLike] = jax.devices()
     if platform == "auto":
         fitted = fit_sizes(sizes, len(devices))
         if any(size not in (-1, fitted[name]) for name, size in sizes.items()):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.extend import core as jex
@@ -17,7 +16,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
-from flax_mesh.sharding.explicit import made_on_auto_axes
+from flax_mesh.sharding.explicit import made_on_auto_axes, normalize
 from flax_mesh.sharding.follow import followers, with_followers
 from flax_mesh.sharding.memory import optimizer_memory_kinds, placed
 from flax_mesh.sharding.optimizer import match_optimizer
@@ -33,7 +32,7 @@ from flax_mesh.sharding.rules import (
     match_leaves,
 )
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import PyTree, model_state, named_leaves, path_of
+from flax_mesh.tree import PyTree, model_state, named_leaves
 from flax_mesh.user_code import check_arguments
 
 Model = TypeVar("Model", bound=type[nnx.Pytree])
@@ -357,43 +356,11 @@ def _made(make: Make, mesh: Mesh | AbstractMesh | None) -> PyTree:
         )
     check_variables(modules)
     try:
-        _normalize(modules, eager_sharding)
+        normalize(modules, eager_sharding)
     except TraceContextError:  # make() returned a module that exists already, which no trace may change
         modules = nnx.merge(*nnx.split(modules, graph=True), copy=True)
-        _normalize(modules, eager_sharding)
+        normalize(modules, eager_sharding)
     return modules
-
-
-def _normalize(modules: PyTree, eager_sharding: bool) -> None:
-    """Give modules created in a trace the attributes and metadata that they would have outside of a trace."""
-    problems = []
-    for path, node in nnx.iter_graph(modules, graph=True):
-        if isinstance(node, nnx.Variable):
-            for name, value in node.get_metadata().items():
-                # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
-                if isinstance(value, nnx.Rngs | nnx.RngStream):
-                    node.del_metadata(name)
-                elif _has_array(value):
-                    problems.append((path_of(path), f"its metadata {name!r} contains an array"))
-            node.set_metadata(eager_sharding=eager_sharding)
-        elif isinstance(node, nnx.Pytree):
-            for name, value in list(vars(node).items()):
-                if _has_array(value):  # Flax 0.12 treats a traced array as a static attribute, unless it is nnx.data
-                    setattr(node, name, nnx.data(value))
-    if problems:
-        raise ShardingError(
-            "\n".join(path_lines(f"{path}: {problem}" for path, problem in problems))
-            + "\nMetadata is static. Make the array a Variable of the module instead."
-        )
-
-
-def _has_array(value: object) -> bool:
-    """Whether `value` is an array, or a list, tuple or dict that contains one."""
-    if isinstance(value, list | tuple):
-        return any(map(_has_array, value))
-    if isinstance(value, dict):
-        return any(map(_has_array, value.values()))
-    return isinstance(value, jax.Array | np.ndarray)
 
 
 def check_same_arrays(abstract: nnx.State, state: nnx.State) -> None:

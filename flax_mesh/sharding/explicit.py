@@ -1,4 +1,4 @@
-"""Models on meshes with Explicit axes, where the sharding of an array is part of its type."""
+"""Models in a trace: how they are made, and how they run on Explicit axes, where types contain shardings."""
 
 import contextlib
 import linecache
@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -18,7 +19,7 @@ from flax_mesh.jax_compat import LIBRARIES, sharding_type_errors
 from flax_mesh.mesh.context import current_mesh, in_mesh
 from flax_mesh.modes import promotions
 from flax_mesh.sharding.constrain import spec_in_mesh
-from flax_mesh.text import says
+from flax_mesh.text import path_lines, says
 from flax_mesh.tree import PyTree, path_of
 
 _Result = TypeVar("_Result")
@@ -66,6 +67,38 @@ def made_on_auto_axes(make: Callable[[], _Result], mesh: Mesh | AbstractMesh | N
             except Exception as second:
                 # Either error may be the one to repair. If `second` has a cause, the context of this cause is `first`.
                 raise second from second.__cause__ or first
+
+
+def normalize(modules: PyTree, eager_sharding: bool) -> None:
+    """Give modules created in a trace the attributes and metadata that they would have outside of a trace."""
+    problems = []
+    for path, node in nnx.iter_graph(modules, graph=True):
+        if isinstance(node, nnx.Variable):
+            for name, value in node.get_metadata().items():
+                # Random streams are equal only to themselves and contain arrays of this trace: nothing can use them.
+                if isinstance(value, nnx.Rngs | nnx.RngStream):
+                    node.del_metadata(name)
+                elif _has_array(value):
+                    problems.append((path_of(path), f"its metadata {name!r} contains an array"))
+            node.set_metadata(eager_sharding=eager_sharding)
+        elif isinstance(node, nnx.Pytree):
+            for name, value in list(vars(node).items()):
+                if _has_array(value):  # Flax 0.12 treats a traced array as a static attribute, unless it is nnx.data
+                    setattr(node, name, nnx.data(value))
+    if problems:
+        raise ShardingError(
+            "\n".join(path_lines(f"{path}: {problem}" for path, problem in problems))
+            + "\nMetadata is static. Make the array a Variable of the module instead."
+        )
+
+
+def _has_array(value: object) -> bool:
+    """Whether `value` is an array, or a list, tuple or dict that contains one."""
+    if isinstance(value, list | tuple):
+        return any(map(_has_array, value))
+    if isinstance(value, dict):
+        return any(map(_has_array, value.values()))
+    return isinstance(value, jax.Array | np.ndarray)
 
 
 @contextlib.contextmanager

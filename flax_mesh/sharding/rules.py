@@ -1,6 +1,5 @@
 """Rule tables: the first pattern found in the path of a leaf defines how its dims are split."""
 
-import re
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,18 +12,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import check_types, require_types
+from flax_mesh.sharding.table import CompiledRule, Dims, checked_table, compile_table, kinds_of_paths
 from flax_mesh.stacks import ranks_in, without_single_layers
 from flax_mesh.text import at_most, axes_text, group_lines, group_paths, shown
 from flax_mesh.tree import PyTree, in_stack, named_leaves
 
-Dims = PartitionSpec | LargestDim | tuple[str | None, ...] | None  # tuple: logical axes; None: replicated
-_CompiledRule = tuple[re.Pattern[str], PartitionSpec, tuple[Lost, ...]]  # Lost: mesh axes that an earlier dim has taken
 Policy = Literal["error", "warn", "drop"]
 _MATCHES_KEPT = 8
-# A pattern distinguishes digits only by a digit, a character by its name, or a back-reference.
-_DISTINGUISHES_DIGITS = re.compile(r"[0-9]|\\N|\(\?P=")
-# Words, groups and a few classes, in which digits appear only behind the letters of a word.
-_WORDS = re.compile(r"(?:[A-Za-z_]\w*+|\((?:\?[:=!]|(?!\?))|[)|/$^.*+?-]|\\[.dw]|\[\^/\]|\[0-9\])*+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class PartitionRules:
     table: tuple[tuple[str, Dims], ...]
     axes: PartitionAxis = DEFAULT_AXES
     layers: tuple[str, ...] = ()
-    _compiled: tuple[_CompiledRule, ...] = field(init=False, repr=False, compare=False)
+    _compiled: tuple[CompiledRule, ...] = field(init=False, repr=False, compare=False)
     # Matches of the trees seen last: a state of the same structure is matched again without a look at its paths.
     _matches: dict[Hashable, "RuleMatch"] = field(init=False, repr=False, compare=False)
 
@@ -68,10 +62,10 @@ class PartitionRules:
         layers: str | Sequence[str] = (),
     ):
         require_types(PartitionRules.__init__, axes=axes, layers=layers)
-        object.__setattr__(self, "table", _frozen(table))
+        object.__setattr__(self, "table", checked_table(table))
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "layers", (layers,) if isinstance(layers, str) else tuple(layers))
-        object.__setattr__(self, "_compiled", _compile(self.table, axes))
+        object.__setattr__(self, "_compiled", compile_table(self.table, axes))
         object.__setattr__(self, "_matches", {})
 
     def find(self, path: str) -> int | None:
@@ -205,17 +199,14 @@ def match_leaves(
     """Specs for (path, leaf) pairs. Unmatched leaves raise; axes that do not fit are left out and listed."""
     rules = rules.without_single_layers(leaves)
     specs, findings, kept, unmatched = [], [], [], []
-    # Equal layers get equal specs, so each kind of layer is matched once: arrays with the same shape, the same path
-    # except for numbers, and the same first match among the rules that distinguish numbers.
     replicated, decided = PartitionSpec(), {}
-    alike = str if any(map(has_numbers, rules.layers)) else without_numbers
-    numbered = [(i, p) for i, (p, _, _) in enumerate(rules._compiled) if not ignores_numbers(p.pattern)]
+    kind_of = kinds_of_paths(rules._compiled, rules.layers)  # each kind of layer is matched once
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if not shape or not isinstance(shape, tuple):  # objects that are not arrays may have any `shape`
             specs.append(replicated)
             continue
-        key = (alike(path), shape, next((i for i, p in numbered if p.search(path)), None) if numbered else None)
+        key = (kind_of(path), shape)
         if key in decided:
             specs.append(decided[key])
             continue
@@ -351,11 +342,10 @@ def fit_spec(
                 where = "twice" if axis in kept else "that an earlier dim uses already"
                 problem = f"{in_rule} uses mesh axis {axis!r} {where}"
                 findings.append(Finding(path, problem, f"Map {in_rule} to another axis or to None"))
-            elif mesh is not None and axis not in mesh.axis_names and axis in optional:
-                continue
             elif mesh is not None and axis not in mesh.axis_names:
-                problem = f"{in_rule} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
-                findings.append(Finding(path, problem, f"Add {axis!r} to the mesh, with size 1 if need be"))
+                if axis not in optional:
+                    problem = f"{in_rule} names mesh axis {axis!r}, which the mesh {dict(mesh.shape)} lacks"
+                    findings.append(Finding(path, problem, f"Add {axis!r} to the mesh, with size 1 if need be"))
             else:
                 kept.append(axis)
                 taken.add(axis)
@@ -407,73 +397,3 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 def lost_finding(path: str, lost: Lost) -> Finding:
     problem = f"dim {lost.dim} ({lost.logical!r}) resolves to mesh axis {lost.mesh_axis!r}, which an earlier dim uses"
     return Finding(path, problem, f"Map one of the two to None, or {lost.logical!r} to another axis")
-
-
-def ignores_numbers(pattern: str) -> bool:
-    """Whether `pattern` has the same result for any two paths with the same `without_numbers`; False if unsure.
-
-    A pattern compares characters through literals, sets and back-references. A pattern without a digit, a `\\N{...}`
-    and a back-reference treats all digits alike. A digit inside a word, as in `block_0/kernel`, cannot match a number
-    either: it follows a letter, and a number contains no letters.
-    """
-    return not _DISTINGUISHES_DIGITS.search(pattern) or _WORDS.fullmatch(pattern) is not None
-
-
-def has_numbers(path: str) -> bool:
-    return any(map(_is_number, path.split("/")))
-
-
-def without_numbers(path: str) -> str:
-    """`path` with zeros for the digits of its numbers: "layers/12/block_0/kernel" -> "layers/00/block_0/kernel"."""
-    return "/".join(["0" * len(part) if _is_number(part) else part for part in path.split("/")])
-
-
-def _compile(table: tuple[tuple[str, Dims], ...], axes: PartitionAxis) -> tuple[_CompiledRule, ...]:
-    compiled, problems = [], []
-    for number, (pattern, dims) in enumerate(table, start=1):
-        try:
-            if isinstance(dims, LargestDim):
-                spec, lost = PartitionSpec(), ()
-            else:
-                spec, lost = (dims, ()) if isinstance(dims, PartitionSpec) else axes.resolve_and_report(dims or ())
-            compiled.append((re.compile(pattern), spec, lost))
-        except re.error as error:
-            problems.append(f"rule {number}: {pattern!r} is not a regular expression: {error}.")
-        except ShardingError as error:
-            problems.append(f"rule {number}, {pattern!r} -> {dims!r}: {error}")
-    if problems:
-        raise ShardingError("\n".join(problems))
-    return tuple(compiled)
-
-
-def _frozen(table: str | Iterable[object]) -> tuple[tuple[str, Dims], ...]:
-    if isinstance(table, str):
-        names = tuple(name.strip() for name in table.split("+"))
-        if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):
-            raise ShardingError(f"rules={table!r} must name mesh axes joined by '+', each once, such as 'fsdp+dp'.")
-        return ((".*", LargestDim(names)),)
-    if not isinstance(table, Iterable) or getattr(table, "ndim", 1) == 0:
-        raise ShardingError(f"rules must be axis names such as 'fsdp', or a list of (pattern, dims), got {table!r}.")
-    rules, problems = [], []
-    for number, rule in enumerate(table, start=1):
-        pattern, dims = rule if isinstance(rule, tuple | list) and len(rule) == 2 else (None, None)
-        if not isinstance(pattern, str):
-            problems.append(f"rule {number} is {rule!r}: write (pattern, dims).")
-        elif not isinstance(dims, PartitionSpec | LargestDim | tuple | list | None):
-            problems.append(f"rule {number}, {pattern!r}: dims must be a tuple or a PartitionSpec, got {dims!r}.")
-        elif not isinstance(dims, PartitionSpec | LargestDim) and any(
-            not isinstance(d, str | None) for d in dims or ()
-        ):
-            problems.append(
-                f"rule {number}, {pattern!r} -> {dims!r}: each dim must be one logical axis or None. For mesh axes, "
-                "of which several may split one dim, write a PartitionSpec."
-            )
-        else:
-            rules.append((pattern, tuple(dims) if isinstance(dims, list) else dims))
-    if problems:
-        raise ShardingError("\n".join(problems))
-    return tuple(rules)
-
-
-def _is_number(part: str) -> bool:
-    return part.isdigit() and part.isascii()

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import require_types
@@ -74,8 +74,7 @@ def shard(
     check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
     layouts = [_layout(x, mesh, memory_kind) for x in _aligned(tree, leaves, treedef, specs)]
-    shardings, findings = _fitting(tree, leaves, layouts)
-    apply_policy(findings, on_mismatch, dropped, stacklevel=3)
+    shardings = _fitting(tree, leaves, layouts, on_mismatch, dropped)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
@@ -116,8 +115,7 @@ def reshard(
         )
     requested = current if specs is None else _aligned(tree, leaves, treedef, specs)
     layouts = [_layout(x, mesh, memory_kind, sharding) for x, sharding in zip(requested, current, strict=True)]
-    shardings, findings = _fitting(tree, leaves, layouts)
-    apply_policy(findings, on_mismatch, dropped, stacklevel=3)
+    shardings = _fitting(tree, leaves, layouts, on_mismatch, dropped)
     del tree
     return jax.tree.unflatten(treedef, _place(leaves, shardings, dtype, donate, may_alias))
 
@@ -168,27 +166,33 @@ def make_shard_and_gather_fns(
         >>> gather_fns["kernel"](kernel).shape
         (64, 256)
     """
-
     require_types(make_shard_and_gather_fns, dtype=dtype, dropped=dropped)
     check_dtype(dtype)
-
-    def shard_fn(path: str, spec: object) -> Callable[[Any], jax.Array]:
-        layout = _layout(spec, mesh, None)
-        fitting: dict[tuple[int, ...], Sharding] = {}  # by shape; usually there is only one
-
-        def place(x: Any) -> jax.Array:
-            shape = np.shape(x)
-            if shape not in fitting:
-                sharding, findings = _sharding(path, shape, layout)
-                apply_policy(findings, on_mismatch, dropped, stacklevel=3)
-                fitting[shape] = sharding
-            return _place([x], [fitting[shape]], dtype, may_alias=may_alias)[0]
-
-        return place
-
-    layouts = iter(_aligned(specs, *jax.tree.flatten(specs), specs))
-    shard_fns = map_named(lambda path, _: shard_fn(path, next(layouts)), specs)
+    layouts = (_layout(spec, mesh, None) for spec in _aligned(specs, *jax.tree.flatten(specs), specs))
+    options = dtype, may_alias, on_mismatch, dropped
+    shard_fns = map_named(lambda path, _: _shard_fn(path, next(layouts), *options), specs)
     return shard_fns, map_named(lambda path, spec: lambda x: gather_leaf(x, dtype), specs)
+
+
+def _shard_fn(
+    path: str,
+    layout: _UnfittedSharding | Sharding,
+    dtype: DTypeLike | None,
+    may_alias: bool | None,
+    on_mismatch: Policy,
+    dropped: list[Finding] | None,
+) -> Callable[[ArrayLike], jax.Array]:
+    fitting: dict[tuple[int, ...], Sharding] = {}  # by shape; usually there is only one
+
+    def place(x: ArrayLike) -> jax.Array:
+        shape = np.shape(x)
+        if shape not in fitting:
+            sharding, findings = _sharding(path, shape, layout)
+            apply_policy(findings, on_mismatch, dropped, stacklevel=3)
+            fitting[shape] = sharding
+        return _place([x], [fitting[shape]], dtype, may_alias=may_alias)[0]
+
+    return place
 
 
 def _aligned(tree: PyTree, leaves: list[Any], treedef: object, specs: PyTree) -> list[Any]:
@@ -236,8 +240,12 @@ def _layout(
 
 
 def _fitting(
-    tree: PyTree, leaves: Sequence[object], layouts: Sequence[_UnfittedSharding | Sharding]
-) -> tuple[list[Sharding], list[Finding]]:
+    tree: PyTree,
+    leaves: Sequence[object],
+    layouts: Sequence[_UnfittedSharding | Sharding],
+    on_mismatch: Policy,
+    dropped: list[Finding] | None,
+) -> list[Sharding]:
     cache: dict[object, Sharding] = {}
     shardings: list[Sharding] = []
     findings: list[Finding] = []
@@ -253,7 +261,8 @@ def _fitting(
             else:
                 cache[shape, layout] = sharding
         shardings.append(sharding)
-    return shardings, findings
+    apply_policy(findings, on_mismatch, dropped)
+    return shardings
 
 
 def _sharding(

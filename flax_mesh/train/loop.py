@@ -46,35 +46,28 @@ def train(
     """Run a recipe, resuming from the newest valid checkpoint in `config.run.folder` if there is one.
 
     A step is a pure function of the seed and the step number: a run that was stopped and resumed computes the same
-    losses, bit for bit, as one that was not. The run folder contains metrics.jsonl (one row per step), config.txt and
-    checkpoints/.
-
-    With several processes, all of them call `train` with the same arguments. `hooks` and `on_start` run in every
-    process; only process 0 calls `say` and writes files. All processes stop after the same step once `should_stop` is
-    true in one.
+    losses, bit for bit, as one that was not. With several processes, all of them call `train` with the same arguments;
+    only process 0 calls `say` and writes files, and all stop after the same step once `should_stop` is true in one.
 
     Args:
         config: The config of the run, from `load_recipe` and `apply_overrides` or constructed directly.
         recipe: Name of the recipe, stored in the metadata of the checkpoints.
         restart: Start a new run in a new folder beside `run.folder`.
-        allow_changes: Resume, or start from `checkpoint.start_from`, although settings that change the result differ
-            from the settings of the checkpoint.
+        allow_changes: Resume, or start from `checkpoint.start_from`, although settings that change the result differ.
         say: Called with every line of output. By default the run prints nothing.
-        hooks: Called with every row of metrics, a dict with step, loss, grad_norm, tokens_per_s and others.
-        on_start: Called with the program and the run folder once the settings are checked, before the step compiles.
+        hooks: Called in every process with every row of metrics, a dict with step, loss, grad_norm and others.
+        on_start: Called in every process with the program and the run folder, before the step compiles.
         should_stop: Polled after every step. Once true, the step is saved and the run ends.
-        trace: Write the times of all actions of the third step of a pipeline to this JSON file (Chrome trace format),
-            and a picture of them beside it.
+        trace: Write the times of all actions of the third step of a pipeline to this JSON file, and a picture of them.
         watch: A watchdog that reports the transfer that a pipeline waits for.
 
     Returns:
         A `TrainResult`: status, step, run folder, last row of metrics and sampled text.
 
     Raises:
-        ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's. All mistakes
-            are reported in one error, before anything compiles. Or a memory-mapped file of `data.source` was rewritten
-            or shortened under the run; this is compared before every save and every read. Or a batch of `make_batches`
-            differs from the first one in its tree, shapes or dtypes.
+        ConfigError: A setting is invalid, or one that changes the result differs from the checkpoint's: all mistakes
+            in one error, before anything compiles. Or a file of `data.source` changed under the run, or a batch of
+            `make_batches` differs from the first one in its tree, shapes or dtypes.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
         SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
 
@@ -83,40 +76,41 @@ def train(
         >>> from flax_mesh.train import apply_overrides, load_recipe, train
         >>> settings = ["run.steps=2", "model.num_layers=1", "run.eval_every=0", "run.sample_tokens=0"]
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     config = apply_overrides(load_recipe("recipes/tiny.py"), [*settings, f"run.folder={folder}"])
-        ...     result = train(config)
+        ...     result = train(apply_overrides(load_recipe("recipes/tiny.py"), [*settings, f"run.folder={folder}"]))
         >>> result.status, result.step
         ('finished', 2)
     """
     say = say if is_first() else lambda text: None
-    should_stop = stop_together(should_stop)
     trace = None if trace is None else user_path(trace)
     program = build_program(config, say)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
-    factories = find_hooks(config.run.hooks, config.hooks)
-    data = load_data(program)
+    factories, data = find_hooks(config.run.hooks, config.hooks), load_data(program)
     _watch_pipeline(watch, program)
     with folder_of_run(user_path(config.run.folder), restart) as folder:
         record = run_record(recipe, program, data)
         check_agreement(record)
         program = _with_search(program, folder, say)
         evaluate = evaluation_of(program, data)
-        run = Run(program, data, evaluate, record, folder, say, hooks, factories, should_stop, trace)
+        run = Run(program, data, evaluate, record, folder, say, hooks, factories, stop_together(should_stop), trace)
         describe(run)
         on_start(program, folder)
-        with _checkpointer(config.checkpoint, folder / CHECKPOINTS, program.rules.layers) as checkpointer:
-            step = latest_step(checkpointer)
-            for damaged, problems in checkpointer.damaged.items():
-                others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-                say(
-                    f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{others}); "
-                    f"the next save renames it to {damaged}.damaged"
-                )
-            check_recording(run, step or 0)
-            if step is None:
-                return _begin(run, checkpointer, allow_changes)
-            return _resume(run, checkpointer, step, allow_changes)
+        return _begin_or_resume(run, allow_changes)
+
+
+def _begin_or_resume(run: Run, allow_changes: bool) -> TrainResult:
+    with _checkpointer(run.recipe.checkpoint, run.folder / CHECKPOINTS, run.program.rules.layers) as checkpointer:
+        step = latest_step(checkpointer)
+        for damaged, problems in checkpointer.damaged.items():
+            others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+            run.say(
+                f"warning: the checkpoint of step {damaged} is damaged and was skipped ({problems[0]}{others}); "
+                f"the next save renames it to {damaged}.damaged"
+            )
+        check_recording(run, step or 0)
+        if step is None:
+            return _begin(run, checkpointer, allow_changes)
+        return _resume(run, checkpointer, step, allow_changes)
 
 
 def _begin(run: Run, checkpointer: Checkpointer, allow_changes: bool) -> TrainResult:

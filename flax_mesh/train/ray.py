@@ -74,10 +74,21 @@ def ray_trainer(
         raise TypeError(f"ray_trainer: make_config must return a TrainConfig, got {shown(config)}")
     if problems := [*check_config(config), *_problems(config.run, num_workers, resources, report_every)]:
         raise ConfigError(problems)
+    return _trainer(config.run, lambda: _work(make_config, report_every), num_workers, resources, run_config, scaling)
+
+
+def _trainer(
+    run: RunConfig,
+    work: Callable[[], TrainResult],
+    num_workers: int,
+    resources: Mapping[str, float],
+    run_config: Any,
+    scaling: Mapping[str, object],
+) -> Any:
     from ray import train as of_ray  # pyright: ignore[reportMissingImports]
     from ray.train.v2.jax import JaxConfig, JaxTrainer  # pyright: ignore[reportMissingImports]
 
-    kind, devices = _kind(resources), config.run.platform.partition(":")[2]
+    kind, devices = _kind(resources), run.platform.partition(":")[2]
     variables = {"JAX_PLATFORMS": PLATFORMS[kind]}
     if devices:
         variables["JAX_NUM_CPU_DEVICES"] = str(int(devices) // num_workers)
@@ -86,7 +97,7 @@ def ray_trainer(
     environment = {**environment, "env_vars": variables | environment.get("env_vars", {})}
     uses = {"use_tpu": kind == "TPU", "use_gpu": kind == "GPU"}
     return JaxTrainer(
-        lambda: _work(make_config, report_every),
+        work,
         # If neither is used, Ray initializes no JAX, and every worker would train alone.
         jax_config=JaxConfig(use_tpu=kind == "TPU", use_gpu=kind != "TPU"),
         scaling_config=of_ray.ScalingConfig(

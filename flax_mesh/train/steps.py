@@ -1,11 +1,11 @@
 """The steps of a run: train, write rows of metrics, evaluate, save checkpoints."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.step.loss import Limits
+from flax_mesh.step.loss import Limits, Metrics
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import count_text
 from flax_mesh.train.checks import TRACED
@@ -31,7 +31,11 @@ from flax_mesh.train.metadata import config_lines, repeats_rows, step_record
 from flax_mesh.train.metrics import Row, Rows, StepCheck
 from flax_mesh.train.report import Run
 from flax_mesh.train.run_folder import MetricsFile, is_first
+from flax_mesh.tree import PyTree
 from flax_mesh.user_code import place_of, user_code
+
+Status: TypeAlias = Literal["finished", "already finished", "stopped", "diverged"]
+_Batch: TypeAlias = tuple[int, PyTree, float]  # step, batch, seconds waited for it
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class TrainResult:
         sample: Sampled text; "" if the recipe samples none.
     """
 
-    status: Literal["finished", "already finished", "stopped", "diverged"]
+    status: Status
     step: int
     folder: Path
     last_row: Row = field(default_factory=dict)
@@ -64,104 +68,135 @@ def run_steps(
     _say_base(run, checkpointer.base)
     settings, config = run.recipe.run, run.recipe.config
     is_recorded = is_first() and not profile_problem(settings.profile, start, settings.steps)
-    profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
     check = StepCheck(settings, saved)
-    own_hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
+    hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     repeats = partial(repeats_rows, run.record, config)
+    file = MetricsFile(run.folder, config_lines(run.record), start, run.say, repeats) if is_first() else None
     rows = Rows(
-        MetricsFile(run.folder, config_lines(run.record), start, run.say, repeats) if is_first() else None,
-        run.program,
-        start,
-        check,
-        hooks=[*run.hooks, own_hooks],
-        say=run.say,
-        warn_or_raise=run.warn_or_raise,
+        file, run.program, start, check, hooks=[*run.hooks, hooks], say=run.say, warn_or_raise=run.warn_or_raise
     )
-    step, saved_step, status = start, start, "finished"
+    profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
+    with closing(rows), closing(hooks), closing(profile):
+        steps = _Steps(run, checkpointer, state, start, check, rows, profile)
+        status = steps.train()
+        sample = _sample(run, steps.state) if status == "finished" else ""
+    checkpointer.wait()
+    if status != "diverged":
+        return TrainResult(status, steps.step, run.folder, rows.last, sample)
+    run.say(f"stopped: {check.stopped}; {newest_finite_text(checkpointer)} (run.on_nonfinite)")
+    return TrainResult(status, rows.last["step"], run.folder, rows.last)
 
-    def check_callbacks() -> None:
-        _wait_for(state, ())  # the metrics may be known before the callbacks of other devices have ended
-        run.program.check()
 
-    def save(*, final: bool) -> None:
-        nonlocal saved_step
-        rows.finish()
-        if not check.stopped:
-            check_callbacks()
-            run.data.check_unchanged()
-            record = step_record(run.record, step, rows.last, check.record(), run.data)
-            _save(run, checkpointer, step, state, record, final=final)
-            saved_step = step
+class _Steps:
+    """The loop over the steps of a run: `state` is the state after `step` steps."""
+
+    def __init__(
+        self,
+        run: Run,
+        checkpointer: Checkpointer,
+        state: TrainState,
+        start: int,
+        check: StepCheck,
+        rows: Rows,
+        profile: Profile,
+    ):
+        self.state, self.step = state, start
+        self._run, self._checkpointer = run, checkpointer
+        self._check, self._rows, self._profile = check, rows, profile
+        self._traced = start + TRACED + 1
+        self._saved = start  # the last step that was saved
+
+    def train(self) -> Status:
+        """All steps that remain."""
+        status: Status = "finished"
+        with closing(prefetch(self._run.data.batch, self.step, self._run.recipe.run.steps)) as batches:
+            for index, batch, waited in self._made(batches):
+                if ended := self._train_step(index + 1, batch, waited):
+                    status = ended
+                    break
+        self._rows.finish()
+        return "diverged" if self._check.stopped else status
+
+    def _train_step(self, step: int, batch: PyTree, waited: float) -> Status | None:
+        """One step, its row, evaluation and checkpoint. Returns a status if the run ends with it."""
+        run, settings, self.step = self._run, self._run.recipe.run, step
+        limits = [self._check.limits(step)] if self._check.limits_are_used else []
+        with self._profile.step(step):
+            if run.trace is not None and step == self._traced:
+                self.state, metrics = _traced_step(run, self.state, batch, *limits)
+            else:
+                self.state, metrics = run.program.step(self.state, batch, *limits)
+        self._rows.finish()  # the row of the previous step, while the device computes this one
+        if self._check.stopped:
+            # Other processes may wait for values of this step, so it must not end with this process.
+            _wait_for(self.state, metrics)
+            return "diverged"
+        self._rows.begin(step, metrics, waited)
+        if self._profile.ends_after(step):
+            _wait_for(self.state, metrics)
+            self._profile.close()
+        is_last, is_stopped = step == settings.steps, run.should_stop()
+        if run.evaluate and (is_last or step % settings.eval_every == 0):
+            self._rows.finish(partial(self._evaluated, run.evaluate))
+        if is_last or is_stopped or step % run.recipe.checkpoint.every == 0:
+            self._save(final=is_last or is_stopped)
+        if self._check.stopped:
+            return "diverged"
+        return "finished" if is_last else "stopped" if is_stopped else None
+
+    def _made(self, batches: Iterator[_Batch]) -> Iterator[_Batch]:
+        with self._saving_before_failure("the next batch cannot be made"):
+            yield from batches
+
+    def _evaluated(self, evaluate: Callable[[TrainState], Row]) -> Row:
+        self._check_callbacks()
+        with self._saving_before_failure("its evaluation failed"):
+            row = evaluate(self.state)
+            self._run.program.check()
+            return row
+
+    def _check_callbacks(self) -> None:
+        _wait_for(self.state)  # the metrics may be known before the callbacks of other devices have ended
+        self._run.program.check()
 
     @contextmanager
-    def saving_before_failure(reason: str) -> Iterator[None]:
+    def _saving_before_failure(self, reason: str) -> Iterator[None]:
         try:
             yield
         except Exception:  # whatever it is: code of the recipe may raise anything
             # One of several processes must not wait for the others, which may not have failed.
-            if saved_step < step and jax.process_count() == 1:
-                save(final=False)
-                if not check.stopped:
-                    run.say(f"the state after step {step} is saved, since {reason}")
+            if self._saved < self.step and jax.process_count() == 1:
+                self._save(final=False)
+                if not self._check.stopped:
+                    self._run.say(f"the state after step {self.step} is saved, since {reason}")
             raise
 
-    def made(batches: Iterator[Any]) -> Iterator[Any]:
-        with saving_before_failure("the next batch cannot be made"):
-            yield from batches
+    def _save(self, *, final: bool) -> None:
+        """Start an asynchronous save, unless the row of the step stops the run.
 
-    def evaluated(evaluate: Callable[[TrainState], Row], state: TrainState) -> Row:
-        check_callbacks()
-        with saving_before_failure("its evaluation failed"):
-            row = evaluate(state)
-            run.program.check()
-            return row
-
-    with ExitStack() as stack:
-        stack.callback(rows.close)
-        stack.callback(own_hooks.close)
-        stack.callback(profile.close)
-        batches = stack.enter_context(closing(prefetch(run.data.batch, start, settings.steps)))
-        for index, batch, waited in made(batches):
-            step = index + 1
-            limits = [check.limits(step)] if check.limits_are_used else []
-            with profile.step(step):
-                if run.trace is not None and index == start + TRACED:
-                    state, metrics = _traced_step(run, state, batch, *limits)
-                else:
-                    state, metrics = run.program.step(state, batch, *limits)
-            rows.finish()  # the row of the previous step, while the device computes this one
-            if check.stopped:
-                # Other processes may wait for values of this step, so it must not end with this process.
-                _wait_for(state, metrics)
-                break
-            rows.begin(step, metrics, waited)
-            if profile.ends_after(step):
-                _wait_for(state, metrics)
-                profile.close()
-            last = step == settings.steps
-            stop = run.should_stop()
-            if run.evaluate and (last or step % settings.eval_every == 0):
-                rows.finish(partial(evaluated, run.evaluate, state))
-            if last or stop or step % run.recipe.checkpoint.every == 0:
-                save(final=last or stop)
-                if check.stopped:
-                    break
-            if stop and not last:
-                status = "stopped"
-                break
-        rows.finish()
-        status = "diverged" if check.stopped else status
-        sample = _sample(run, state) if status == "finished" else ""
-    checkpointer.wait()
-    if check.stopped:
-        run.say(f"stopped: {check.stopped}; {newest_finite_text(checkpointer)} (run.on_nonfinite)")
-        step = rows.last["step"]
-    return TrainResult(status, step, run.folder, rows.last, sample)
+        A failure of this save or of the previous one is handled according to `checkpoint.on_failure`, except that a
+        failure of the final save is always raised.
+        """
+        self._rows.finish()
+        if self._check.stopped:
+            return
+        self._check_callbacks()
+        self._run.data.check_unchanged()
+        record = step_record(self._run.record, self.step, self._rows.last, self._check.record(), self._run.data)
+        save = partial(self._checkpointer.save, self.step, self.state, record)
+        for call in (self._checkpointer.wait, save):  # a failure of the previous save does not prevent this one
+            try:
+                call()
+            except SaveError as error:
+                if final and call is save:
+                    raise
+                self._run.warn_or_raise(error)
+        self._saved = self.step
 
 
-def _wait_for(state: TrainState, metrics: Any) -> None:
+def _wait_for(*trees: PyTree) -> None:
     """Wait until the devices of this process have finished a step."""
-    jax.block_until_ready([x for x in jax.tree.leaves((state, metrics)) if x.addressable_shards])
+    jax.block_until_ready([x for x in jax.tree.leaves(trees) if x.addressable_shards])
 
 
 def _say_base(run: Run, base: Base | None) -> None:
@@ -182,25 +217,7 @@ def newest_finite_text(checkpointer: Checkpointer) -> str:
     )
 
 
-def _save(
-    run: Run, checkpointer: Checkpointer, step: int, state: TrainState, record: dict[str, Any], *, final: bool
-) -> None:
-    """Start an asynchronous save.
-
-    A failure of this save or of the previous one is handled according to `checkpoint.on_failure`, except that a failure
-    of the final save is always raised.
-    """
-    save = partial(checkpointer.save, step, state, record)
-    for call in (checkpointer.wait, save):  # a failure of the previous save does not prevent this one
-        try:
-            call()
-        except SaveError as error:
-            if final and call is save:
-                raise
-            run.warn_or_raise(error)
-
-
-def _traced_step(run: Run, state: TrainState, batch: Any, *limits: Limits) -> tuple[TrainState, Any]:
+def _traced_step(run: Run, state: TrainState, batch: PyTree, *limits: Limits) -> tuple[TrainState, Metrics]:
     assert run.program.pipeline is not None and run.trace is not None
     state, metrics, timeline = trace_step(run.program.pipeline, state, batch, *limits)
     try:

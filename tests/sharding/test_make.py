@@ -37,6 +37,12 @@ class Attributes(nnx.Module):
         return self.normed(self.linear(shifted + jax.random.normal(self.key, x.shape)))
 
 
+class Empty(nnx.Module):
+    def __init__(self, **metadata):
+        self.kernel, self.bias = nnx.Param(jnp.ones((8, 8))), nnx.Param(jnp.ones(8))
+        self.rows, self.columns = nnx.Param(jnp.ones((0, 8)), **metadata), nnx.BatchStat(jnp.ones((8, 0)), **metadata)
+
+
 def make():
     return Attributes(nnx.Rngs(0))
 
@@ -114,10 +120,10 @@ def test_the_mesh_is_in_context_while_make_is_traced(mesh):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: {"generator": make(), "critic": nnx.Linear(8, 1, rngs=nnx.Rngs(1))},
-        lambda: [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))],
-        lambda: (nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))),
-        lambda: {"model": nnx.Linear(8, 8, rngs=nnx.Rngs(0)), "other": {"array": jnp.ones(8)}},
+        lambda: {"generator": Empty(), "critic": nnx.Dict(kernel=nnx.Param(jnp.ones((8, 1))))},
+        lambda: [Empty(), Empty()],
+        lambda: (Empty(), Empty()),
+        lambda: {"model": Empty(), "other": {"array": jnp.ones(8)}},
         lambda: {"a": jnp.ones((8, 8)), "b": [jnp.ones(8)]},
     ],
 )
@@ -153,19 +159,19 @@ def test_a_state_without_shardings_is_no_layout(mesh):
         fm.init_model(make, nnx.state(make()))
 
 
-class Empty(nnx.Module):
-    def __init__(self, rngs, **metadata):
-        self.linear = nnx.Linear(8, 8, rngs=rngs)
-        self.rows, self.columns = nnx.Param(jnp.ones((0, 8)), **metadata), nnx.BatchStat(jnp.ones((8, 0)), **metadata)
-
-
-@pytest.mark.parametrize("over", [(), "tp"])
 @pytest.mark.parametrize(
-    "rules", ["fsdp", "fsdp+tp", [(".*", ("embed", "mlp"))], [("bias", ()), (".*", P(AXES))], None]
+    ("rules", "over"),
+    [
+        ("fsdp", "tp"),
+        ("fsdp+tp", ()),
+        ([(".*", ("embed", "mlp"))], ()),
+        ([("bias", ()), (".*", P(AXES))], "tp"),
+        (None, ()),
+    ],
 )
 def test_arrays_of_size_0_have_every_layout(rules, over, mesh):
     def make():
-        model = Empty(nnx.Rngs(0), **({} if rules else {"out_sharding": AXES}))
+        model = Empty(**({} if rules else {"out_sharding": AXES}))
         return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 
     abstract = fm.abstract_state(make, mesh, rules, on_mismatch="drop", shard_optimizer_over=over)

@@ -1,14 +1,20 @@
 """The moving average of the parameters, `optimizer.ema`, as part of the optimizer's state."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, named_leaves
 
 AVERAGE = re.compile(r"optimizer/opt_state/[0-9]+/average/(.+)")
 COUNT = re.compile(r"optimizer/opt_state/[0-9]+/averaged_steps")
@@ -17,8 +23,8 @@ COUNT = re.compile(r"optimizer/opt_state/[0-9]+/averaged_steps")
 class AverageState(NamedTuple):
     """`average` is the sum over steps t of (1 - d) d^(n - t) times the parameters after step t, n = averaged_steps."""
 
-    averaged_steps: Any  # int32 scalar
-    average: Any
+    averaged_steps: ArrayLike  # int32 scalar
+    average: PyTree
 
 
 def average_parameters(decay: float) -> optax.GradientTransformation:
@@ -29,11 +35,11 @@ def average_parameters(decay: float) -> optax.GradientTransformation:
     wider.
     """
 
-    def init(params: Any) -> AverageState:
+    def init(params: PyTree) -> AverageState:
         zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), params)
         return AverageState(jnp.zeros([], jnp.int32), zeros)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, AverageState]:
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, x: decay * a + (1 - decay) * x.astype(a.dtype), state.average, new)
         return updates, AverageState(optax.safe_increment(state.averaged_steps), average)
@@ -57,7 +63,7 @@ def with_average(state: TrainState, decay: float) -> TrainState:
         return state
     factor = average_factor(decay, steps)
 
-    def leaf(path: str, x: Any) -> Any:
+    def leaf(path: str, x: jax.Array) -> jax.Array:
         average = averages.get(path.removeprefix("model/")) if path.startswith("model/") else None
         if average is None or not x.addressable_shards:  # of a group of other processes
             return x

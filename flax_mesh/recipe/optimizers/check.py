@@ -1,9 +1,13 @@
 """Calls a recipe's make_optimizer, and traces the init and the update of the result: optax checks neither."""
 
-from collections.abc import Callable, Iterator
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +17,14 @@ from flax import nnx
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.optimizer import call_update
 from flax_mesh.text import array_text, first_line, listed, path_lines, shortened
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, Shaped, named_leaves
 from flax_mesh.user_code import joined, place_of, user_code
 
 NAME = "make_optimizer"
 REPAIR = "make_optimizer(config, parameters) must return an optax transformation for these parameters"
 
 
-def own_optimizer(make: Callable[[nnx.State], Any], parameters: nnx.State) -> optax.GradientTransformation:
+def own_optimizer(make: Callable[[PyTree], object], parameters: PyTree) -> optax.GradientTransformation:
     """The result of `make(parameters)`, which are ShapeDtypeStructs.
 
     A state that is one array, for which an nnx.Optimizer has no place, becomes a tuple of one array. Raises a
@@ -38,21 +42,21 @@ def own_optimizer(make: Callable[[nnx.State], Any], parameters: nnx.State) -> op
     pure = nnx.as_pure(parameters)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     with _errors_of("the update of its optimizer", place):
-        result: Any = jax.eval_shape(partial(call_update, optimizer), pure, state, pure, loss)
+        result: PyTree = jax.eval_shape(partial(call_update, optimizer), pure, state, pure, loss)
     if problems := _problems(pure, state, result):
         head = "the update of its optimizer must return (updates, state), like the parameters and like the state before"
         raise ConfigError(joined(NAME, place, f"{head}: {listed(path_lines(problems))}; {REPAIR}"))
     return optax.chain(optimizer) if jax.tree.structure(state) == jax.tree.structure(0) else optimizer
 
 
-def _problems(parameters: Any, state: Any, result: Any) -> list[str]:
+def _problems(parameters: PyTree, state: PyTree, result: PyTree) -> list[str]:
     if not isinstance(result, tuple) or len(result) != 2:
         return [f"it returns an object of type {type(result).__name__}"]
     updates = _differences("updates", parameters, result[0], lambda x: str(x.shape))  # optax casts them
     return updates + _differences("arrays of the state", state, nnx.as_pure(result[1]), array_text)
 
 
-def _differences(what: str, before: Any, after: Any, text: Callable[[Any], str]) -> list[str]:
+def _differences(what: str, before: PyTree, after: PyTree, text: Callable[[Shaped], str]) -> list[str]:
     """One text for every array whose `text` changes, or one for trees of another structure."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         return [f"the {what} have another structure"]
@@ -62,7 +66,7 @@ def _differences(what: str, before: Any, after: Any, text: Callable[[Any], str])
 
 
 @contextmanager
-def _errors_of(part: str, place: str) -> Iterator[None]:
+def _errors_of(part: str, place: str) -> Generator[None]:
     """Report errors of libraries as well, such as optax's errors for arguments of another kind."""
     try:
         with user_code(joined(NAME, part), place):

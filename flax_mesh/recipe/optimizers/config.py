@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.recipe.optimizers.groups import parse_groups, parse_matrices, pattern_problem
@@ -136,7 +135,7 @@ def momentum_of(config: OptimizerConfig) -> float:
     return MOMENTUM[config.name] if config.momentum is None else config.momentum
 
 
-def _unused_text(name: str, value: Any, of: str, chosen: str, users: Sequence[str]) -> str:
+def _unused_text(name: str, value: object, of: str, chosen: str, users: Sequence[str]) -> str:
     text = " ".join(str(value).split())  # without line breaks
     problem = f"optimizer.{name}={text} has no effect with optimizer.{of}={chosen}"
     return f"{problem}, only with {' or '.join(users)}; remove it"

@@ -4,9 +4,11 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 from flax import nnx
+from flax.nnx.filterlib import Filter
+from flax.typing import PathParts
 
 from flax_mesh.tree import path_of
 
@@ -31,6 +33,9 @@ class Matrices(NamedTuple):
     outputs: tuple[int, ...] = ()
 
 
+_Row = TypeVar("_Row", Group, Matrices)
+
+
 def pattern_problem(pattern: str) -> str:
     """Why a text is not a pattern of paths, "" if it is one."""
     try:
@@ -43,22 +48,24 @@ def pattern_problem(pattern: str) -> str:
 
 def parse_groups(text: str) -> tuple[list[Group], list[str]]:
     """The groups of `optimizer.groups`, and one line for every mistake."""
-    groups, problems = [], []
+    groups: list[Group] = []
+    problems: list[str] = []
     for part in filter(None, map(str.strip, text.split(";"))):
         pattern, *words = part.split()
-        fields: dict[str, Any] = {}
+        factors: dict[str, float] = {}
         wrong = [] if words else [f"{pattern!r} has no words"]
         for word in words:
             factor = FACTOR.fullmatch(word)
             value = _factor(factor[2]) if factor else None
-            name = "is_frozen" if word == "frozen" else factor[1] if factor and value is not None else ""
-            if not name:
+            if word == "frozen" and words.count(word) == 1:
+                continue
+            if word != "frozen" and (factor is None or value is None):
                 wrong.append(f"{word!r} of {pattern!r} is neither frozen nor a factor that is at least 0")
-            elif name in fields:
+            elif factor is None or value is None or factor[1] in factors:
                 wrong.append(f"{pattern!r} has {word!r} twice or after another value")
             else:
-                fields[name] = True if word == "frozen" else value
-        if fields.get("is_frozen") and len(fields) > 1:
+                factors[factor[1]] = value
+        if factors and "frozen" in words:
             wrong.append(f"{pattern!r} is frozen, so its factors have no effect")
         if problem := pattern_problem(pattern):
             wrong.append(problem)
@@ -67,7 +74,7 @@ def parse_groups(text: str) -> tuple[list[Group], list[str]]:
             "weight_decay*0 or frozen"
             for line in wrong
         ]
-        groups.append(Group(pattern, **fields))
+        groups.append(Group(pattern, **factors, is_frozen="frozen" in words))
     return groups, problems
 
 
@@ -81,7 +88,8 @@ def _factor(text: str) -> float | None:
 
 def parse_matrices(text: str) -> tuple[list[Matrices], list[str]]:
     """The matrices of `optimizer.matrices`, and one line for every mistake."""
-    rows, problems = [], []
+    rows: list[Matrices] = []
+    problems: list[str] = []
     for part in filter(None, map(str.strip, text.split(";"))):
         pattern, *words = part.split()
         dims = DIMS.fullmatch(words[0]) if len(words) == 1 else None
@@ -95,7 +103,7 @@ def parse_matrices(text: str) -> tuple[list[Matrices], list[str]]:
     return rows, problems
 
 
-def first_match(path: str, rows: Sequence[Any]) -> Any:
+def first_match(path: str, rows: Sequence[_Row]) -> _Row | None:
     """The first of `rows` whose pattern is found in the path, None without one."""
     return next((row for row in rows if re.search(row.pattern, path)), None)
 
@@ -104,10 +112,10 @@ def first_match(path: str, rows: Sequence[Any]) -> Any:
 class Trained:
     """Filter of NNX: variables that `wrt` selects and that are in no frozen group."""
 
-    wrt: Any
+    wrt: Filter
     groups: tuple[Group, ...]
 
-    def __call__(self, path: Sequence[Any], value: Any) -> bool:
+    def __call__(self, path: PathParts, value: object) -> bool:
         group = first_match(path_of(path), self.groups)
         return nnx.filterlib.to_predicate(self.wrt)(tuple(path), value) and not (group and group.is_frozen)
 
@@ -115,7 +123,7 @@ class Trained:
         return f"{getattr(self.wrt, '__name__', self.wrt)} without the frozen groups of optimizer.groups"
 
 
-def trained_filter(wrt: Any, text: str) -> Any:
+def trained_filter(wrt: Filter, text: str) -> Filter:
     """The filter of the trained parameters: `wrt` without the frozen groups of `optimizer.groups`."""
     groups = tuple(parse_groups(text)[0])
     return Trained(wrt, groups) if any(group.is_frozen for group in groups) else wrt

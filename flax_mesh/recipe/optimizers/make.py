@@ -1,13 +1,18 @@
 """The optimizer of a config, by name, as an optax transformation."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from optax import GradientTransformation, Schedule
 from optax.contrib import MuonDimensionNumbers
 
 from flax_mesh.recipe.optimizers.config import OptimizerConfig, momentum_of
@@ -15,15 +20,15 @@ from flax_mesh.recipe.optimizers.groups import Group, first_match, parse_groups,
 from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.step.optimizer import wide
 from flax_mesh.text import group_paths, listed
-from flax_mesh.tree import in_stack, map_named, named_leaves
+from flax_mesh.tree import PyTree, in_stack, map_named, named_leaves
 
 MATRICES = r"^(?!.*(embed|head)).*kernel$"
 MUON_RMS = 0.2  # of an update; equal to AdamW's, so that both use one learning rate (Liu et al. 2025, arXiv:2502.16982)
 
 
 def make_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule | None = None, layers: Sequence[str] = ()
-) -> optax.GradientTransformation:
+    config: OptimizerConfig, schedule: Schedule | None = None, layers: Sequence[str] = ()
+) -> GradientTransformation:
     """The clip of the global norm, then the optimizer `config.name` on every parameter group.
 
     `schedule` replaces the learning rate schedule of the config. `layers` are the paths of layer lists or scanned
@@ -38,7 +43,7 @@ def make_optimizer(
     parts = {f"group_{at}": build(_scaled(rate, settings), config.weight_decay * settings.weight_decay)
              for at, settings in enumerate(groups)}  # fmt: skip
 
-    def label(path: str, _: Any) -> str:
+    def label(path: str, _: object) -> str:
         group = first_match(path, groups)
         return "rest" if group is None else f"group_{groups.index(group)}"
 
@@ -46,10 +51,10 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(config.clip_norm), every)
 
 
-def clip_by_global_norm(most: float) -> optax.GradientTransformation:
+def clip_by_global_norm(most: float) -> GradientTransformation:
     """`optax.clip_by_global_norm`, with its sums and products in float32 or wider also for gradients in half types."""
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         norm = optax.tree.norm(jax.tree.map(wide, updates))
 
         def clip(x: jax.Array) -> jax.Array:
@@ -58,10 +63,10 @@ def clip_by_global_norm(most: float) -> optax.GradientTransformation:
 
         return jax.tree.map(clip, updates), state
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def parameter_problems(config: OptimizerConfig, parameters: Any, layers: Sequence[str]) -> list[str]:
+def parameter_problems(config: OptimizerConfig, parameters: PyTree, layers: Sequence[str]) -> list[str]:
     """One line for every pattern that selects no parameter, and for every matrix whose dims are not known.
 
     `parameters` are the trained ones, abstract or not.
@@ -95,7 +100,7 @@ def parameter_problems(config: OptimizerConfig, parameters: Any, layers: Sequenc
     return problems
 
 
-def _paths(named: Sequence[tuple[str, Any]]) -> str:
+def _paths(named: Sequence[tuple[str, object]]) -> str:
     return listed([path for path, _ in named[:3]] or ["(none)"])
 
 
@@ -103,14 +108,16 @@ def _fits(num_dims: int, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> b
     return max((*inputs, *outputs)) < num_dims if inputs else num_dims == 2
 
 
-def _scaled(rate: optax.Schedule, group: Group) -> optax.Schedule:
+def _scaled(rate: Schedule, group: Group) -> Schedule:
     return lambda count: group.learning_rate * rate(count)
 
 
 # --- one function per name: (config, layers, learning rate schedule, weight decay) -> transformation ---
 
 
-def _adamw(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
+def _adamw(
+    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
+) -> GradientTransformation:
     return optax.adamw(
         rate,
         b1=config.b1,
@@ -122,10 +129,12 @@ def _adamw(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule,
     )
 
 
-def _muon(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
+def _muon(
+    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
+) -> GradientTransformation:
     rows = parse_matrices(config.matrices or MATRICES)[0]
 
-    def dims(path: str, _: Any) -> MuonDimensionNumbers:
+    def dims(path: str, _: object) -> MuonDimensionNumbers:
         row, first = first_match(path, rows), int(bool(in_stack(path, layers)))
         inputs, outputs = (row.inputs, row.outputs) if row and row.inputs else ((0,), (1,))
         return MuonDimensionNumbers(tuple(i + first for i in inputs), tuple(i + first for i in outputs))
@@ -144,7 +153,9 @@ def _muon(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, 
     return optax.partition({"muon": muon, "adamw": _adamw(config, layers, rate, weight_decay)}, label)
 
 
-def _adafactor(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
+def _adafactor(
+    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
+) -> GradientTransformation:
     return optax.adafactor(
         rate,
         momentum=momentum_of(config) or None,  # for 0, optax would store a momentum
@@ -154,7 +165,7 @@ def _adafactor(config: OptimizerConfig, layers: Sequence[str], rate: optax.Sched
     )
 
 
-def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, weight_decay: float) -> Any:
+def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> GradientTransformation:
     # For 0, optax.trace would store the gradients. With the identity, the paths of the other states are the same.
     momentum = momentum_of(config)
     trace = optax.trace(momentum, accumulator_dtype=_moment_dtype(config)) if momentum else optax.identity()
@@ -165,13 +176,18 @@ def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: optax.Schedule, w
     )
 
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor, "sgd": _sgd}
+OPTIMIZERS: Mapping[str, Callable[..., GradientTransformation]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "adafactor": _adafactor,
+    "sgd": _sgd,
+}
 
 
-def _moment_dtype(config: OptimizerConfig) -> Any:
+def _moment_dtype(config: OptimizerConfig) -> jnp.dtype | None:
     return None if config.moment_dtype == "parameter" else jnp.dtype(config.moment_dtype)
 
 
-def _decayed(config: OptimizerConfig) -> Callable[[Any], Any]:
+def _decayed(config: OptimizerConfig) -> Callable[[PyTree], PyTree]:
     pattern = config.no_decay
     return partial(map_named, lambda path, _: not (pattern and re.search(pattern, path)))

@@ -1,14 +1,19 @@
 """The optimizer and the learning rate of a recipe."""
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.optimizers.average import average_parameters, with_average
@@ -19,7 +24,7 @@ from flax_mesh.recipe.optimizers.make import make_optimizer, parameter_problems
 from flax_mesh.recipe.optimizers.schedule_free import schedule_free_sources, with_evaluated
 from flax_mesh.recipe.optimizers.schedules import make_learning_rate_schedule
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, named_leaves
 from flax_mesh.user_code import joined, place_of, user_code
 
 
@@ -38,18 +43,18 @@ class RecipeOptimizer:
     """
 
     settings: OptimizerConfig
-    wrt: Any
+    wrt: Filter
     layers: Sequence[str]
     matrices: str = ""
-    make: Callable[[nnx.State], Any] | None = None
+    make: Callable[[PyTree], object] | None = None
     make_schedule: Callable[[], optax.Schedule] | None = None
 
     @property
-    def trained(self) -> Any:
+    def trained(self) -> Filter:
         """A filter of NNX: the variables that are trained."""
         return trained_filter(self.wrt, self.settings.groups)
 
-    def transformation(self, model: nnx.State) -> optax.GradientTransformation:
+    def transformation(self, model: PyTree) -> optax.GradientTransformation:
         """The optimizer of a model with this state, of which only shapes and dtypes are used.
 
         Raises a ConfigError with one line for every pattern of a setting that selects no parameter.
@@ -108,7 +113,7 @@ class RecipeOptimizer:
         return schedule
 
 
-def _check_one_average(chosen: optax.GradientTransformation, parameters: nnx.State, ema: float) -> None:
+def _check_one_average(chosen: optax.GradientTransformation, parameters: PyTree, ema: float) -> None:
     """ConfigError for optimizer.ema with a schedule-free optimizer, whose state has an average already."""
     state = {"optimizer": nnx.as_pure(jax.eval_shape(chosen.init, parameters))}
     if schedule_free_sources(path for path, _ in named_leaves(state)):

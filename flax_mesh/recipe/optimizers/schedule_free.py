@@ -4,8 +4,12 @@ Training moves y, at which the gradients are computed; the state has z, and the 
 both. The state is found by the paths of its arrays, which are the same inside of other transformations.
 """
 
+# JAX, Flax and optax have no types for trees, states and transformations.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
@@ -20,7 +24,8 @@ SCALARS = ("b1", "weight_sum", "step_count", "max_lr")
 def schedule_free_sources(paths: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Path of a parameter -> the paths of its z and of b1, from the paths of a state; {} without schedule-free."""
     known = [path for path in paths if path.startswith("optimizer/")]
-    every, sources = set(known), {}
+    every = set(known)
+    sources: dict[str, tuple[str, str]] = {}
     for b1 in (path for path in known if path.endswith("/b1")):
         prefix = b1.removesuffix("b1")
         if all(prefix + name in every for name in SCALARS):
@@ -37,7 +42,7 @@ def with_evaluated(state: TrainState) -> TrainState:
     if not sources:
         return state
 
-    def leaf(path: str, y: Any) -> Any:
+    def leaf(path: str, y: jax.Array) -> jax.Array:
         paths = sources.get(path.removeprefix("model/")) if path.startswith("model/") else None
         if paths is None or not y.addressable_shards:  # of a group of other processes
             return y

@@ -1,5 +1,7 @@
 """Learning rate schedules by name."""
 
+# pyright: reportMissingTypeStubs=false
+
 import optax
 
 from flax_mesh.recipe.optimizers.config import OptimizerConfig

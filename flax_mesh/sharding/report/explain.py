@@ -28,7 +28,7 @@ from flax_mesh.sharding.report.fingerprint import sharding_fingerprint
 from flax_mesh.sharding.report.report import ArrayReport, ShardingReport, report_page
 from flax_mesh.sharding.rules import Finding, PartitionRules, Rules, as_rules, group_findings, needs_no_rule
 from flax_mesh.text import Table, count_text, plain_data
-from flax_mesh.tree import model_state, named_leaves, owners_of
+from flax_mesh.tree import PyTree, model_state, named_leaves, owners_of
 
 
 class Explanation(NamedTuple):
@@ -145,6 +145,20 @@ def explain_sharding(
     """
     graphdef, state = abstract_split(make, mesh)
     modules = nnx.merge(graphdef, state)
+    over = as_tuple(shard_optimizer_over)
+    return _explain(modules, state, mesh, rules, axes, over, optimizer_memory, large)
+
+
+def _explain(
+    modules: PyTree,
+    state: nnx.State,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules | None,
+    axes: PartitionAxis | None,
+    over: tuple[str, ...],
+    memory: str,
+    large: int,
+) -> Explanation:
     model, optimizer = (modules["model"], modules["optimizer"]) if has_optimizer(modules) else (modules, None)
     arrays = model_state(state) if optimizer is not None else state
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(arrays):
@@ -155,9 +169,9 @@ def explain_sharding(
         audit = audit_rules(table, arrays, mesh, large=large, unused=rules is not None)
     parts, findings = {"model": lay_out(arrays, audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
-        over, fallback = as_tuple(shard_optimizer_over), complete(table or PartitionRules([]))
+        fallback = complete(table or PartitionRules([]))
         match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over)
-        kinds = optimizer_memory_kinds(state, mesh, optimizer_memory)[-len(match.specs) :]
+        kinds = optimizer_memory_kinds(state, mesh, memory)[-len(match.specs) :]
         parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds)
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *without_parameter])

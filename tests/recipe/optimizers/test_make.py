@@ -13,16 +13,19 @@ import pytest
 from flax import nnx
 from optax.contrib import ScheduleFreeState
 
+from flax_mesh import abstract_state, create_mesh
 from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import open_trained
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.modes import optimizer_of
 from flax_mesh.recipe.explain import explain
-from flax_mesh.recipe.optimizers.average import with_average
+from flax_mesh.recipe.optimizers.average import average_parameters, with_average
+from flax_mesh.recipe.optimizers.check import own_optimizer
 from flax_mesh.recipe.optimizers.make import make_optimizer
-from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED
+from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, with_evaluated
 from flax_mesh.recipe.program import build_program
-from flax_mesh.train import PipelineConfig, apply_overrides, load_recipe
+from flax_mesh.train import PipelineConfig, TrainState, apply_overrides, init_train_state, load_recipe
 from flax_mesh.train.export import export, read_values
 from flax_mesh.train.report import rounding_notes
 from flax_mesh.tree import map_named, named_leaves
@@ -115,17 +118,45 @@ def test_an_optimizer_a_schedule_and_a_filter_of_the_recipe(mesh):
     assert "learning_rate" not in trained(config_of(mesh, recipe=recipe), steps=1)[2][0], "it is made up"
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("mesh", ["mesh", "pp"])
-def test_the_state_of_an_optimizer_may_be_one_array(mesh):
+def one_array() -> optax.GradientTransformation:
+    """An optimizer whose state is the number of updates."""
+
     def update(updates, state, params=None):
         return jax.tree.map(lambda x: -0.1 / (1 + state) * x, updates), state + 1
 
-    by_hand = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
-    expected, _ = plain(by_hand)
-    _, state, _ = trained(config_of(mesh, recipe=replace(CONFIG, make_optimizer=lambda config, given: by_hand)))
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+def updated_linear(optimizer, num_updates, dtype=None) -> TrainState:
+    """The state of a linear layer on two devices after updates by gradients of 1."""
+
+    def make():
+        model = nnx.Linear(4, 8, rngs=nnx.Rngs(0), param_dtype=dtype)
+        return model, optimizer_of(model, optimizer, nnx.Param)
+
+    mesh = create_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    state = init_train_state(make, abstract_state(make, mesh, "fsdp"))
+    for _ in range(num_updates):
+        model, own = state.merge()
+        own.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+        state = state.replace(model, own)
+    return state
+
+
+def test_an_optimizer_whose_state_is_one_array_is_a_tuple_of_one():
+    abstract = nnx.state(nnx.eval_shape(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0))))
+    chosen = own_optimizer(lambda given: one_array(), abstract)
+    first, last = (updated_linear(chosen, steps) for steps in (0, 2))
+    assert_close(parameters(last), {path: x - 0.15 for path, x in parameters(first).items()})
+    assert [float(x) for path, x in named_leaves(last.to_nnx()["optimizer"]) if path == "opt_state/0"] == [2.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_a_recipe_trains_with_an_optimizer_whose_state_is_one_array(mesh):
+    expected, _ = plain(one_array())
+    _, state, _ = trained(config_of(mesh, recipe=replace(CONFIG, make_optimizer=lambda config, given: one_array())))
     assert_close(parameters(state), expected[-1])
-    assert [float(x) for path, x in named_leaves(state.to_nnx()["optimizer"]) if path == "opt_state/0"] == [3.0]
 
 
 @pytest.mark.slow
@@ -227,7 +258,7 @@ def test_the_average_equals_optax_over_the_history(mesh):
 
 
 def test_before_the_first_step_the_average_is_the_parameters():
-    first = build_program(config_of("mesh", ema=DECAY)).init()
+    first = updated_linear(optax.chain(optax.sgd(0.1), average_parameters(DECAY)), 0)
     assert with_average(first, DECAY) is first
 
 
@@ -253,27 +284,35 @@ def by_kernels(optimizer):
 WRAPPERS = {"alone": lambda one: one, "chain": lambda one: optax.chain(CLIP, one), "partition": by_kernels}
 
 
+def schedule_free(wrap, dtype=None):
+    return WRAPPERS[wrap](optax.contrib.schedule_free_sgd(0.5, b1=0.8, state_dtype=dtype))
+
+
 def recipe_of(wrap, dtype=None):
-    one = optax.contrib.schedule_free_sgd(0.5, b1=0.8, state_dtype=dtype)
-    return replace(CONFIG, make_optimizer=lambda config, parameters: WRAPPERS[wrap](one))
+    return replace(CONFIG, make_optimizer=lambda config, parameters: schedule_free(wrap, dtype))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    ("wrap", "mesh"),
-    [("partition", "mesh"), ("alone", "mesh"), ("chain", "mesh"), ("chain", "pp"), ("bfloat16", "mesh")],
-)
-def test_a_schedule_free_optimizer_is_evaluated_at_the_parameters_of_optax(wrap, mesh):
-    model = replace(MODEL, param_dtype="bfloat16" if wrap == "bfloat16" else "float32")
-    recipe = recipe_of("alone", "float32") if wrap == "bfloat16" else recipe_of(wrap)
-    program, state, _ = trained(config_of(mesh, recipe=recipe, model=model))
-    found, before = (parameters(x) for x in (program.recipe.optimizer.evaluated(state), state))
+@pytest.mark.parametrize(("wrap", "dtype"), [("partition", None), ("chain", None), ("alone", "bfloat16")])
+def test_a_schedule_free_optimizer_is_evaluated_at_the_parameters_of_optax(wrap, dtype):
+    state = updated_linear(schedule_free(wrap, dtype and "float32"), 2, dtype)
+    assert_evaluated_as_optax(state, with_evaluated(state), "kernel" if wrap == "partition" else "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["mesh", "pp"])
+def test_a_recipe_evaluates_its_schedule_free_optimizer(mesh):
+    program, state, _ = trained(config_of(mesh, recipe=recipe_of("partition")))
+    assert_evaluated_as_optax(state, program.recipe.optimizer.evaluated(state), "kernel")
+
+
+def assert_evaluated_as_optax(state, evaluated, trained_by):
+    """The parameters whose paths end with `trained_by` differ from `state`, and equal the result of optax."""
+    found, before = parameters(evaluated), parameters(state)
     pure = nnx.as_pure(state.merge()[1].opt_state)
     states = jax.tree.leaves(pure, is_leaf=lambda x: isinstance(x, ScheduleFreeState))
     (free,) = (jax.tree.map(np.asarray, x) for x in states if isinstance(x, ScheduleFreeState))
     z = dict(named_leaves(free.z))
-    chosen = {path for path in before if wrap != "partition" or path.endswith("kernel")}
-    assert z.keys() == chosen
+    assert z.keys() == {path for path in before if path.endswith(trained_by)}
     expected = optax.contrib.schedule_free_eval_params(free._replace(z=z), {path: before[path] for path in z})
     for path, value in before.items():
         wanted = jnp.asarray(expected[path]).astype(value.dtype) if path in z else value

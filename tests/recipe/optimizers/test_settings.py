@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
@@ -24,6 +24,7 @@ def test_groups_are_patterns_and_words_and_matrices_patterns_and_dims():
     )
 
 
+@settings(max_examples=30)
 @given(st.text())
 def test_any_text_is_groups_or_problems(text):
     for parse in (parse_groups, parse_matrices):

@@ -13,10 +13,10 @@ from flax_mesh.recipe.optimizers.make import clip_by_global_norm, make_optimizer
 from flax_mesh.tree import named_leaves, nest
 from tests.recipe.optimizers.plain import MODEL, PLAIN, SETTINGS, assert_close, average_of, config_of
 
-SHAPES = {
-    "embed/embedding": (32, 16),
-    "layers/0/attention/o/kernel": (4, 8, 16),
-    "layers/0/mlp/up/kernel": (16, 32),
+SHAPES = {  # few different ones, because each is compiled
+    "embed/embedding": (16, 16),
+    "layers/0/attention/o/kernel": (4, 4, 16),
+    "layers/0/mlp/up/kernel": (16, 16),
     "layers/0/norm/scale": (16,),
 }
 
@@ -42,10 +42,11 @@ def test_updates_of_an_optimizer_by_name_equal_plain_optax(name):
     settings, make = PLAIN[name]
     matrices = MODEL.matrices() if name == "muon" else ""
     config = config_of("one", **settings, matrices=matrices).optimizer
-    (found, _), (wrong, _) = (updated(make_optimizer(x)) for x in (config, replace(config, momentum=0.79)))
+    found, _ = updated(make_optimizer(config))
     expected, _ = updated(optax.chain(optax.clip_by_global_norm(SETTINGS.clip_norm), make()))
     assert_close(found[-1], expected[-1])
     if config.name != "adamw":  # the oracle itself: a wrong momentum must be found
+        wrong, _ = updated(make_optimizer(replace(config, momentum=0.79)))
         with pytest.raises(AssertionError):
             assert_close(wrong[-1], expected[-1])
 
