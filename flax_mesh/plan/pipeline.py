@@ -12,7 +12,7 @@ from flax_mesh.mpmd.runtime.compile import StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.plan.forecast import Estimate, estimate, memory_of, parts_of, traffic_of
-from flax_mesh.plan.program.read import Array
+from flax_mesh.plan.program.program import Array
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic, summed
 from flax_mesh.plan.stages import MakeProgram, Stages
 from flax_mesh.plan.topology import Topology, network_of
