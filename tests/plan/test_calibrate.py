@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE
-from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
 from flax_mesh.hlo.collectives import read_collectives
@@ -36,7 +35,7 @@ from flax_mesh.plan.calibrate import (
     unit_network,
 )
 from flax_mesh.plan.topology import topology_of_devices
-from flax_mesh.train import DataConfig, build_program
+from flax_mesh.train import DataConfig
 from tests.plan.ranking import LAYOUTS, config_of, rank
 
 SMALL = Sizes((64, 128), (1 << 20,), (1 << 14, 1 << 20))
@@ -215,7 +214,7 @@ def test_a_plan_uses_the_file(measured, tmp_path):
 # --- the command ---
 
 
-def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monkeypatch, tmp_path, capsys):
+def test_the_command_writes_the_file(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "cpu_sizes", lambda count: SMALL)
     monkeypatch.setattr(module, "measure", lambda *_: measured.samples)
     file = tmp_path / "chip.toml"
@@ -226,13 +225,6 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monke
     assert re.search(r"^memory_bandwidth +1e\+10 +\d", out, re.MULTILINE)
     assert out.endswith(f"{file}: written; use it with run.hardware={file}\n")
     assert load_chip(file).platform == jax.default_backend()
-    for setting, timed in (("", False), (str(file), True)):
-        lines: list[str] = []
-        config = config_of("fsdp:8", "none", MODEL, DATA)
-        Forecast(lines.append).start(build_program(replace(config, run=replace(config.run, hardware=setting))))
-        (line,) = lines
-        assert line.startswith("forecast: ") and "none" not in line
-        assert ("per step" in line) == timed
 
 
 # --- the benchmark ---
