@@ -87,9 +87,9 @@ def in_this_process(monkeypatch, tmp_path):
 def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys, in_this_process):
     hardware = tmp_path / "small.toml"
     hardware.write_text('base = "cpu"\nname = "small"\nmemory = 1e6\n')
-    pipeline = ["mesh.shape=pp:2,fsdp:2", "pipeline.num_microbatches=4", "pipeline.schedule=zb-h1"]
+    pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", "pipeline.schedule=zb-h1"]
     settings = [*pipeline, f"run.hardware={hardware}", *SMALL]
-    code = main(["plan", TINY, *settings, "--topology", "small:4", "--compile", "--json"])
+    code = main(["plan", TINY, *settings, "--topology", "small:8", "--compile", "--json"])
     printed = json.loads(capsys.readouterr().out)
     found = printed["compiled"]
     assert code == 3 and found["fits"] is False and printed["fits"] is False
