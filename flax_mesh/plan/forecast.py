@@ -24,6 +24,7 @@ from flax_mesh.plan.program.program import PHASES, Program
 from flax_mesh.plan.program.read import read_program
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic, summed
 from flax_mesh.plan.topology import Topology, network_of
+from flax_mesh.tree import PyTree
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's lowering
 SMALL = 2**20  # bytes of a collective that is combined with others
@@ -57,7 +58,7 @@ class Estimate:
 
 def estimate(
     step: Any,
-    arguments: Sequence[Any],
+    arguments: Sequence[PyTree],
     axis_sizes: Mapping[str, int],
     platform: str,
     *,

@@ -29,7 +29,6 @@ from flax_mesh.plan.calibrate import (
     base_of,
     calibrate,
     chip_of_samples,
-    deviations,
     fit_links,
     forecast,
     unit_network,
@@ -120,12 +119,11 @@ def test_the_figures_of_a_chip_are_recovered_from_its_times(trusted):
     assert [getattr(found, n) for n in names] == pytest.approx([getattr(true, n) for n in names], rel=1e-3)
 
 
-def test_products_faster_than_the_peak_of_the_base_are_a_finding():
+def test_products_faster_than_the_peak_of_the_base_are_its_peak():
     base = CHIP["cpu"]
     network = lambda chip: unit_network(jax.devices()[:2], chip)  # noqa: E731
     samples = made(replace(base, peak_flops={"bfloat16": 9e10, "float32": 9e10}), network(base))
-    found, (finding,) = chip_of_samples(samples, base, network, trusted=True)
-    assert "more than the peak of cpu" in finding
+    found, _ = chip_of_samples(samples, base, network, trusted=True)
     assert found.matmul_fraction == 1 and found.peak("bfloat16") == pytest.approx(9e10)
 
 
@@ -134,14 +132,6 @@ def test_one_device_has_the_links_of_the_base():
     found, (finding,) = chip_of_samples(samples, CHIP["cpu"], lambda chip: unit_network([], chip), trusted=False)
     assert "one device has no collectives" in finding
     assert found.link_bandwidth == CHIP["cpu"].link_bandwidth
-
-
-def test_measurements_that_contradict_the_figures_are_findings():
-    samples = [Sample("copy", "float32", 1 << 20, 3e-3), Sample("copy", "float32", 1 << 20, 1e-3, spread=0.6)]
-    slow, unsteady = deviations(samples, [1e-3, 1e-3])
-    assert slow == "copy, 1.00 MiB: takes 3.00 times what the figures forecast"
-    assert unsteady.endswith("repetitions differ by 60%; measure again")
-    assert not deviations(samples[:1], [2e-3])
 
 
 def test_an_unknown_gpu_has_a_base_and_an_unknown_tpu_is_refused():
@@ -168,8 +158,8 @@ def test_all_kinds_and_sizes_are_measured_and_the_file_of_positive_figures_is_re
     base = chip_of("cpu")
     assert base is not None and found.memory == base.memory
     assert found.link_bandwidth != base.link_bandwidth and found.memory_bandwidth != base.memory_bandwidth
-    comments = [line for line in measured.to_toml().splitlines() if line.startswith("# ")]
-    assert len(comments) == 1 + len(measured.samples) + len(measured.findings)
+    comments = [line for line in measured.to_toml().splitlines() if line.startswith("#")]
+    assert [line[2:] for line in comments[1:]] == measured.to_text().splitlines()
 
 
 def test_the_work_of_a_sample():
