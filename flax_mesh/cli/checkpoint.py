@@ -42,83 +42,103 @@ class Output:
     unreadable: Sequence[str] = ()  # lines on files that the system refused to read
 
 
+Argument = tuple[str, dict[str, Any]]  # name, and keywords of `add_argument`
+FOLDER: Argument = ("folder", {"metavar": "DIR", "help": DIR})
+OUT: Argument = ("out", {"metavar": "OUT", "help": "the output folder; it must not exist"})
+OVERRIDES: Argument = (
+    "overrides",
+    {"nargs": "*", "default": [], "metavar": "section.key=value", "help": "settings of the recipe"},
+)
+
+
+def _step(help: str) -> Argument:
+    return "--step", {"metavar": "N", "type": int, "help": help}
+
+
+def _flag(name: str, help: str) -> Argument:
+    return name, {"action": "store_true", "help": help}
+
+
+NEWEST_VALID = _step("this step (default: the newest valid one)")
+# Name -> (help, arguments)
+KINDS: dict[str, tuple[str, Sequence[Argument]]] = {
+    "list": (
+        "list the steps with size, date, validity, metrics and mesh",
+        [FOLDER, _flag("--quick", "do not verify the files")],
+    ),
+    "inspect": (
+        "show the arrays (shapes, not values), settings, mesh, rules and versions of one step",
+        [FOLDER, _step("this step (default: the newest)"), _flag("--all", "list every layer separately")],
+    ),
+    "verify": ("verify all bytes of every step against their checksums", [FOLDER, _step("only this step")]),
+    "diff": (
+        "compare two checkpoints, or a checkpoint and a recipe",
+        [
+            ("folder", {"metavar": "A", "help": DIR}),
+            ("other", {"metavar": "B", "help": "another checkpoint, or RECIPE.py followed by its settings"}),
+            OVERRIDES,
+            _flag("--values", "also compare the values of the arrays"),
+        ],
+    ),
+    "export": (
+        "write the parameters as safetensors or as a plain Orbax checkpoint, or the adapters for PEFT",
+        [
+            *(FOLDER, OUT, NEWEST_VALID),
+            _flag("--no-average", "write the parameters themselves, not their moving average (optimizer.ema)"),
+            (
+                "--to",
+                {
+                    "choices": ("safetensors", "orbax", "peft"),
+                    "required": True,
+                    "help": "safetensors with Hugging Face names, a plain Orbax checkpoint, or the adapters alone for "
+                    "PEFT",
+                },
+            ),
+            (
+                "--dtype",
+                {
+                    "choices": ("float32", "bfloat16", "float16"),
+                    "help": "cast floating-point arrays to this dtype",
+                },
+            ),
+        ],
+    ),
+    "import": (
+        "write a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
+        [
+            ("folder", {"metavar": "HF_FOLDER", "help": "a folder with config.json and *.safetensors"}),
+            OUT,
+            (
+                "--ignore",
+                {
+                    "metavar": "NAME",
+                    "action": "append",
+                    "default": [],
+                    "help": "ignore a key of config.json, or the arrays whose names match a regular expression; may be "
+                    "repeated",
+                },
+            ),
+        ],
+    ),
+    "reshard": (
+        "save a step in the layout of a recipe, on the available devices",
+        [
+            *(FOLDER, OUT, ("recipe", {"metavar": "RECIPE", "help": "FILE.py or FILE.py:function"})),
+            *(OVERRIDES, NEWEST_VALID),
+        ],
+    ),
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Inspect, verify, compare and convert checkpoints. Existing checkpoints are never changed."
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 damage or differences found."
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
-
-    def kind(name: str, help: str, *arguments: tuple[str, dict[str, Any]], fails: str = "") -> None:
-        codes = f"Exit codes: 0 success, 1 unexpected error, 2 invalid input{fails}."
-        parser = kinds.add_parser(name, help=help, description=help, epilog=codes, allow_abbrev=False)
+    for name, (help, arguments) in KINDS.items():
+        kind = kinds.add_parser(name, help=help, description=help, epilog=parser.epilog, allow_abbrev=False)
         for flag, options in arguments:
-            parser.add_argument(flag, **options)
-        parser.add_argument("--json", action="store_true", help="print JSON")
-
-    folder = ("folder", {"metavar": "DIR", "help": DIR})
-    step = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest)"})
-    valid_step = ("--step", {"metavar": "N", "type": int, "help": "this step (default: the newest valid one)"})
-    out = ("out", {"metavar": "OUT", "help": "the output folder; it must not exist"})
-    settings = {"nargs": "*", "default": [], "metavar": "section.key=value", "help": "settings of the recipe"}
-    damage = ", 3 damage found"
-    kind(
-        "list",
-        "list the steps with size, date, validity, metrics and mesh",
-        folder,
-        ("--quick", {"action": "store_true", "help": "do not verify the files"}),
-        fails=damage,
-    )
-    kind(
-        "inspect",
-        "show the arrays (shapes, not values), settings, mesh, rules and versions of one step",
-        folder,
-        step,
-        ("--all", {"action": "store_true", "help": "list every layer separately"}),
-        fails=damage,
-    )
-    only = {"metavar": "N", "type": int, "help": "only this step"}
-    kind("verify", "verify all bytes of every step against their checksums", folder, ("--step", only), fails=damage)
-    kind(
-        "diff",
-        "compare two checkpoints, or a checkpoint and a recipe",
-        ("folder", {"metavar": "A", "help": DIR}),
-        ("other", {"metavar": "B", "help": "another checkpoint, or RECIPE.py followed by its settings"}),
-        ("overrides", settings),
-        ("--values", {"action": "store_true", "help": "also compare the values of the arrays"}),
-        fails=", 3 differences or damage found",
-    )
-    dtype = {"choices": ("float32", "bfloat16", "float16"), "help": "cast floating-point arrays to this dtype"}
-    to = {
-        "choices": ("safetensors", "orbax", "peft"),
-        "required": True,
-        "help": "safetensors with Hugging Face names, a plain Orbax checkpoint, or the adapters alone for PEFT",
-    }
-    no_average = {
-        "action": "store_true",
-        "help": "write the parameters themselves, not their moving average (optimizer.ema)",
-    }
-    kind(
-        "export",
-        "write the parameters as safetensors or as a plain Orbax checkpoint, or the adapters for PEFT",
-        *(folder, out, ("--to", to), valid_step, ("--dtype", dtype), ("--no-average", no_average)),
-        fails=damage,
-    )
-    ignored = "ignore a key of config.json, or the arrays whose names match a regular expression; may be repeated"
-    ignore = {"metavar": "NAME", "action": "append", "default": [], "help": ignored}
-    kind(
-        "import",
-        "write a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
-        ("folder", {"metavar": "HF_FOLDER", "help": "a folder with config.json and *.safetensors"}),
-        out,
-        ("--ignore", ignore),
-        fails=damage,
-    )
-    kind(
-        "reshard",
-        "save a step in the layout of a recipe, on the available devices",
-        *(folder, out, ("recipe", {"metavar": "RECIPE", "help": "FILE.py or FILE.py:function"})),
-        *(("overrides", settings), valid_step),
-        fails=damage,
-    )
+            kind.add_argument(flag, **options)
+        kind.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

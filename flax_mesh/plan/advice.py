@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from flax_mesh.plan.forecast import Estimate, seconds_of
 from flax_mesh.plan.program.collectives import Exchange
-from flax_mesh.plan.program.read import Array, Operation
+from flax_mesh.plan.program.program import Array, Operation
 from flax_mesh.plan.results import Memory, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.recipe.config import shard_over

@@ -8,7 +8,7 @@ for the slowest of them: the share `SLICES` of the step for every doubling of th
 """
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,15 @@ from flax_mesh.hlo.collectives import ring_bytes
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
 from flax_mesh.plan.program.cost import Cost, costs
-from flax_mesh.plan.program.fusion import Buffer, Kernel, fuse
+from flax_mesh.plan.program.fusion import fuse
+from flax_mesh.plan.program.kernels import Buffer, Kernel
 from flax_mesh.plan.program.memory import Profile, profile
 from flax_mesh.plan.program.normalize import normalize
-from flax_mesh.plan.program.read import PHASES, Program, read_program
+from flax_mesh.plan.program.program import PHASES, Program
+from flax_mesh.plan.program.read import read_program
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Time, Traffic, summed
 from flax_mesh.plan.topology import Topology, network_of
+from flax_mesh.tree import PyTree
 
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}  # of a chip -> of JAX's lowering
 SMALL = 2**20  # bytes of a collective that is combined with others
@@ -55,7 +58,7 @@ class Estimate:
 
 def estimate(
     step: Any,
-    arguments: Sequence[Any],
+    arguments: Sequence[PyTree],
     axis_sizes: Mapping[str, int],
     platform: str,
     *,
@@ -161,15 +164,15 @@ class Roles:
     shapes: frozenset[tuple[int, ...]]  # of parameters, and of one layer of a stack
     vocabulary: int = 0
 
-    def of(self, buffer: Buffer, phase: str, residuals: Set[int]) -> str:
-        """The category of a temporary buffer while a kernel of a phase runs; `residuals`: ids of buffers."""
+    def of(self, buffer: Buffer, residuals: Set[int], is_update: bool) -> str:
+        """The category of a temporary buffer, during the update or before it; `residuals`: ids of buffers."""
         shape = buffer.array.shape
         if buffer.gathered:
             return "collectives"
         if (producer := buffer.array.producer) is not None and producer.kind == "to_device":
             return "optimizer" if buffer.phase == "update" else "residuals"
         if tuple(sorted(shape)) in self.shapes:
-            return "gradients" if buffer.phase in ("backward", "update") or phase == "update" else "collectives"
+            return "gradients" if is_update or buffer.phase in ("backward", "update") else "collectives"
         if self.vocabulary and shape and shape[-1] == self.vocabulary:
             return "logits"
         if id(buffer) in residuals:
@@ -184,22 +187,26 @@ def timeline(estimated: Estimate, roles: Roles) -> list[Moment]:
         kinds = ["parameters" if index in estimated.program.donated else "batch" for index in range(len(given))]
     for kind, x in zip(kinds, given, strict=True):
         fixed[kind] += x.bytes
-    moments: list[Moment] = []
-    _moments(estimated.profile, estimated.program.platform, roles, fixed, moments)
-    return moments or [Moment("", fixed)]
+    return list(_moments(estimated.profile, roles, fixed)) or [Moment("", fixed)]
 
 
-def _moments(memory: Profile, platform: str, roles: Roles, before: Mapping[str, int], into: list[Moment]) -> None:
-    later = [read.buffer for kernel, _ in memory.steps if kernel.phase != "forward" for read in kernel.reads.values()]
+def _moments(memory: Profile, roles: Roles, before: Mapping[str, int]) -> Iterator[Moment]:
+    """The sums of bytes by category change by the buffers of each kernel; a category may change with the update."""
+    later = [
+        read.buffer for step in memory.steps if step.kernel.phase != "forward" for read in step.kernel.reads.values()
+    ]
     residuals = {id(buffer) for buffer in later if buffer.phase == "forward"}
-    for kernel, alive in memory.steps:
-        now = dict(before)
-        for buffer in alive.values():
-            now[roles.of(buffer, kernel.phase, residuals)] += buffer.bytes
-        if kernel.body:
-            _moments(profile(kernel.body, kernel.results, platform), platform, roles, now, into)
+    sums = {is_update: dict(before) for is_update in (False, True)}
+    for step in memory.steps:
+        for is_update, now in sums.items():
+            for sign, buffers in ((-1, step.freed), (1, step.written)):
+                for buffer in buffers:
+                    now[roles.of(buffer, residuals, is_update)] += sign * buffer.bytes
+        now = sums[step.kernel.phase == "update"]
+        if step.body is not None:
+            yield from _moments(step.body, roles, now)
         else:
-            into.append(Moment(kernel.source or kernel.phase, now))
+            yield Moment(step.kernel.source or step.kernel.phase, dict(now))
 
 
 def thinned(moments: Sequence[Moment], most: int = MOMENTS) -> tuple[Moment, ...]:

@@ -3,20 +3,20 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from flax_mesh.mpmd.runtime.compile import StageFunctions
+from flax_mesh.mpmd.runtime.compile import Jitted, StageFunctions
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.plan.forecast import Estimate, estimate, memory_of, parts_of, traffic_of
-from flax_mesh.plan.program.read import Array
+from flax_mesh.plan.program.program import Array
 from flax_mesh.plan.results import CATEGORIES, Memory, Moment, Part, Traffic, summed
 from flax_mesh.plan.stages import MakeProgram, Stages
 from flax_mesh.plan.topology import Topology, network_of
-from flax_mesh.tree import shard_bytes
+from flax_mesh.tree import PyTree, shard_bytes
 
 
 class StageEstimate(NamedTuple):
@@ -39,7 +39,7 @@ class StageEstimate(NamedTuple):
 
 
 def estimate_stages(
-    visit: Callable[[MakeProgram], Stages],
+    visit: Callable[[MakeProgram[Estimate]], Stages[Estimate]],
     mesh: AbstractMesh,
     shape: Mapping[str, int],
     platform: str,
@@ -51,7 +51,7 @@ def estimate_stages(
     stage that sends it computes it with.
     """
 
-    def make(kind: str, number: int, function: Any, arguments: tuple[Any, ...]) -> tuple[Estimate, Any]:
+    def make(kind: str, number: int, function: Jitted, arguments: tuple[PyTree, ...]) -> tuple[Estimate, PyTree]:
         estimated = estimate(function, arguments, dict(mesh.shape), platform, **options)
         types, tree = jax.tree.flatten(jax.eval_shape(function, *arguments))
         results = [_abstract(x, t.dtype, mesh) for x, t in zip(estimated.program.block.results, types, strict=True)]
@@ -62,7 +62,7 @@ def estimate_stages(
     return [_stage_estimate(stage, stages) for stage in stages.functions]
 
 
-def _stage_estimate(stage: StageFunctions, stages: Stages) -> StageEstimate:
+def _stage_estimate(stage: StageFunctions, stages: Stages[Estimate]) -> StageEstimate:
     forward, backward = (stages.programs[kind, stage.stage] for kind in "FB")
     *_, received, residuals, _, grads = stages.arguments["B", stage.stage]
     out, back = ([x.bytes for x in estimated.program.block.results] for estimated in (forward, backward))
@@ -81,7 +81,7 @@ def _stage_estimate(stage: StageFunctions, stages: Stages) -> StageEstimate:
     )
 
 
-def _abstract(x: Array, dtype: Any, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
+def _abstract(x: Array, dtype: jax.typing.DTypeLike, mesh: AbstractMesh) -> jax.ShapeDtypeStruct:
     """A result of a program. Parts of axes have no name that a spec could contain."""
     spec = PartitionSpec(*(None if any(":" in axis for axis in axes) else axes or None for axes in x.spec))
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=NamedSharding(mesh, spec))

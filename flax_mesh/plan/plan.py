@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from flax_mesh.html import html_findings, html_frame, html_page, html_tiles
 from flax_mesh.plan import html, report
@@ -67,7 +66,7 @@ class Plan:
         ]
         return "\n\n".join(filter(None, sections))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The same as plain data for `json.dumps`: bytes, seconds, FLOPs, numbers per second."""
         return {
             "topology": report.topology_dict(self.topology),

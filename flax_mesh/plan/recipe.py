@@ -45,7 +45,7 @@ from flax_mesh.plan.pipeline import (
 )
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.results import Time
-from flax_mesh.plan.stages import MakeProgram, Stages, visit_stages
+from flax_mesh.plan.stages import MakeProgram, Program, Stages, visit_stages
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.program.program import flops, trace
 from flax_mesh.recipe.config import TrainConfig
@@ -55,7 +55,7 @@ from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, witho
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.tree import named_leaves, shard_bytes
+from flax_mesh.tree import PyTree, named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
 
@@ -87,7 +87,7 @@ def plan(config: TrainConfig, topology: Topology | str | None = None) -> Plan:
 
 
 def plan_for(
-    config: TrainConfig, topology: Topology, sizes: Mapping[str, int], limit: int | None = None, batch: Any = None
+    config: TrainConfig, topology: Topology, sizes: Mapping[str, int], limit: int | None = None, batch: PyTree = None
 ) -> Plan:
     """`plan` of a checked config with these sizes of the mesh axes. `batch` as in `derive`."""
     return plan_recipe(resolve_checked(config, chip_target(sizes, topology.chip), batch), topology, limit)
@@ -108,26 +108,26 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 
-def _options(compiler_options: Mapping[str, Any] | None) -> dict[str, bool]:
+def _options(compiler_options: Mapping[str, object] | None) -> dict[str, bool]:
     """The options of XLA that an estimate depends on, as keywords of `estimate`."""
     allows = (compiler_options or {}).get("xla_allow_excess_precision", True)
     return {"excess_precision": str(allows).lower() not in ("false", "0")}  # as XLA reads them
 
 
-def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[Any, ...]]:
+def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[PyTree, ...]]:
     """The program of a recipe, whose mesh may be abstract, and the abstract arguments of its step."""
     program = train_program(recipe)
     return program, (program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
 
 
 def plan_step(
-    step: Callable[..., Any],
-    arguments: Sequence[Any],
+    step: Callable[..., PyTree],
+    arguments: Sequence[PyTree],
     hardware: Topology | str | None = None,
     *,
     tokens: int | None = None,
     flops: float | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, object] | None = None,
 ) -> Plan:
     """Forecast a jitted function, such as the step of a custom training loop.
 
@@ -198,11 +198,11 @@ def _stated(recipe: Recipe, num_parameters: int) -> Stated:
     return tokens, None if tokens is None or count is None else tokens * count(num_parameters)
 
 
-def _vocabulary(model: Any) -> int:
+def _vocabulary(model: object) -> int:
     return int(getattr(model, "vocab_size", 0) or 0)
 
 
-def _roles(arguments: Any, vocabulary: int) -> Roles:
+def _roles(arguments: Sequence[PyTree], vocabulary: int) -> Roles:
     """The category of every argument, in the order of the leaves."""
     kinds: list[str] = []
     shapes: set[tuple[int, ...]] = set()
@@ -226,7 +226,7 @@ def _roles(arguments: Any, vocabulary: int) -> Roles:
     return Roles(tuple(kinds), frozenset(shapes), vocabulary)
 
 
-def _kind(path: str, leaf: Any) -> str:
+def _kind(path: str, leaf: jax.ShapeDtypeStruct) -> str:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return "other state"
     if path.startswith(OPTIMIZER):
@@ -319,7 +319,7 @@ class Split(NamedTuple):
     update_flops: int  # of the products of the optimizer's update, over all groups
     num_parameters: int
 
-    def visit(self, mesh: Mesh | AbstractMesh, make: MakeProgram) -> Stages:
+    def visit(self, mesh: Mesh | AbstractMesh, make: MakeProgram[Program]) -> Stages[Program]:
         """`visit_stages` on the mesh of one group."""
         recipe = self.recipe
         return visit_stages(

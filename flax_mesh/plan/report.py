@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology
@@ -261,7 +261,7 @@ def traffic_table(traffic: Sequence[Traffic]) -> Table:
 # --- plain data ---
 
 
-def topology_dict(topology: Topology) -> dict[str, Any]:
+def topology_dict(topology: Topology) -> dict[str, object]:
     return {
         "text": topology.text,
         "chip": topology.chip.name,
@@ -271,12 +271,12 @@ def topology_dict(topology: Topology) -> dict[str, Any]:
     }
 
 
-def memory_dict(memory: Memory) -> dict[str, Any]:
+def memory_dict(memory: Memory) -> dict[str, object]:
     names = ("capacity", "reserve", "arguments", "host", "peak", "at_peak", "groups", "timeline")
     return {name: plain_data(getattr(memory, name)) for name in names}
 
 
-def time_dict(time: Time, num_devices: int) -> dict[str, Any]:
+def time_dict(time: Time, num_devices: int) -> dict[str, object]:
     """`schedule` is the text that `Schedule.parse` reads."""
     return {
         "seconds": time.seconds,

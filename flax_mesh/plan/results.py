@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.simulate import Simulation
@@ -78,8 +78,8 @@ def summed(traffic: Iterable[Traffic]) -> list[Traffic]:
     """The sums per kind and axes, those with the most seconds first."""
     sums: list[Traffic] = []
     for (kind, axes), group in grouped(traffic, lambda each: (each.kind, each.axes)).items():
-        amounts: Any = map(sum, zip(*(each[2:] for each in group), strict=True))
-        sums.append(Traffic(kind, axes, *amounts))
+        times, operand, ici, dcn, seconds = (sum(column) for column in list(zip(*group, strict=True))[2:])
+        sums.append(Traffic(kind, axes, times, operand, ici, dcn, seconds))
     return sorted(sums, key=lambda each: -each.seconds)
 
 

@@ -36,7 +36,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE, check_types
@@ -46,7 +46,7 @@ from flax_mesh.mesh.shape import resolve_dims
 from flax_mesh.mesh.slices import find_granules, preferred_splits
 from flax_mesh.mesh.torus.assign import CORE_LINKS, choose_assignment
 from flax_mesh.mesh.torus.shapes import side_problem, without_cloud_name
-from flax_mesh.mesh.torus.torus import Assignment, Torus, physical_mesh
+from flax_mesh.mesh.torus.torus import Assignment, DeviceLike, Torus, physical_mesh
 from flax_mesh.text import count_text, listed, shortened
 
 EXAMPLES = "v5p:4x4x8, v5p:16x16x16*2 (two slices), v6e-8, h100:2x8 (hosts x GPUs) or cpu:8"
@@ -176,7 +176,7 @@ def parse_topology(text: str, chip: Chip | None = None) -> Topology:
     return _topology(kind, (1, *dims) if len(dims) == 1 else dims, slices)
 
 
-def topology_of_devices(devices: Sequence[Any], chip: Chip | None = None) -> Topology:
+def topology_of_devices(devices: Sequence[DeviceLike], chip: Chip | None = None) -> Topology:
     """The topology of the devices that are here. `chip` (of `run.hardware`) replaces the figures of their kind.
 
     Raises a ConfigError if no figures are known, or the devices do not form equal slices, domains or a torus.

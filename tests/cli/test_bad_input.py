@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from flax_mesh.cli import main
-from flax_mesh.cli.common import BAD_INPUT, DONE, output_problems
+from flax_mesh.cli.common import BAD_INPUT, output_problems
 from flax_mesh.cli.main import COMMANDS as SUBCOMMANDS
 from flax_mesh.cli.train import trace_problems
+from tests.inference.small_run import TOKENS, save_run
 
 VALID_RECIPE = """
 import dataclasses
@@ -76,7 +77,7 @@ COMMANDS = """
 2 | generate {hf_list} --prompt a | must be a JSON object
 2 | generate {hf_huge} --prompt a | no safetensors files
 2 | generate {run} --prompts {text} --out {text} | uses for nothing else, got
-2 | generate {run} --prompt a --out {run}/checkpoints/2/out.jsonl | is in the model
+2 | generate {run} --prompt a --out {run}/checkpoints/3/out.jsonl | is in the model
 2 | generate {run} --prompt a --out '' | --out must name a file, got an empty text; name one, or leave out --out
 2 | evaluate {run} --data {no_files} | text files
 2 | evaluate {run} --data {matrix} | 1-D array
@@ -133,10 +134,10 @@ COMMANDS = """
 2 | schedule zb-v --stages 2 --microbatches 4 --virtual 3 | zb-v has 2 stages per group
 2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
 2 | schedule 1f1b --measure {nothing} | no such file
-3 | checkpoint list {damaged} | step 2: damaged
+3 | checkpoint list {damaged} | step 3: damaged
 3 | checkpoint inspect {not_json} | metadata cannot be read
 3 | checkpoint verify {no_metadata} | metadata/metadata: missing
-3 | checkpoint verify {damaged} | 2 of 2 checkpoints damaged
+3 | checkpoint verify {damaged} | 1 of 1 checkpoint damaged
 3 | checkpoint diff {run} {truncated} | metadata cannot be read
 3 | checkpoint export {damaged} {out} --to orbax | damaged within bytes
 2 | checkpoint export {run} {run}/checkpoints/9 --to orbax | must not be a step beside
@@ -226,14 +227,13 @@ INVALID += [pytest.param(*case, id=case[1], marks=pytest.mark.slow) for case in 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, str]:
-    """Name -> path of the files that the commands name, among them the folder of a run of two steps."""
+    """Name -> path of the files that the commands name, among them the folder of a run."""
     if jax.default_backend() != "cpu":
         pytest.skip("the recipe requires CPU devices")
     root = tmp_path_factory.mktemp("files")
-    recipe, run = write_recipe(root), root / "run"
-    settings = ("run.steps=2", "checkpoint.every=1", "run.eval_every=0", "run.sample_tokens=0")
-    settings += ("run.platform=auto", "mesh.shape=dp:1")  # a program that compiles faster
-    assert main(["train", str(recipe), f"run.folder={run}", *settings]) == DONE
+    write_recipe(root)
+    run = root / "run"
+    save_run(run, description=TOKENS)
     write_files(root, run)
     named = {path.stem: str(path) for path in root.iterdir() if path.name != "__pycache__"}
     missing = {"out": str(root / "out"), "nothing": str(root / "nothing"), "long": str(root / ("x/" * 2500))}

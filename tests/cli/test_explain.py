@@ -44,7 +44,7 @@ model.num_heads=128 model.num_kv_heads=8 model.head_dim=128 model.mlp_size=53248
 
 def test_attention_in_blocks_is_reported_for_the_batch_of_the_recipe():
     config = apply_overrides(
-        load_recipe(str(ROOT / "recipes" / "tiny.py")), ["run.platform=cpu:8", "data.sequence_length=1024"]
+        load_recipe(str(ROOT / "recipes" / "tiny.py")), ["run.platform=cpu:8", "data.sequence_length=1024", ONE_LAYER]
     )
     notes = [explain(apply_overrides(config, [f"run.attention={x}"])).note for x in ("blockwise", "as_written")]
     assert [", q 1024 k 1024, 3 of 4 blocks, dim 1 over" in note for note in notes] == [True, False]
@@ -187,26 +187,25 @@ def test_a_recipe_that_does_not_fit_its_mesh_has_findings_for_settings_and_array
     assert any("matches no array" in str(finding) for finding in explain(with_rules).findings)
 
 
-def test_a_pipeline_is_explained_as_one_of_its_groups(capsys, tmp_path):
-    page = tmp_path / "page.html"
+ATTENTION = "attention: xla, because the devices are CPUs (model.attention=auto)"
+
+
+def test_a_pipeline_is_explained_as_one_of_its_groups(capsys):
     settings = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4"]
-    note, attention = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches", "attention: xla, because the "
-    assert main(["explain", TINY, *settings]) == DONE
-    first, kernel, second, *lines = capsys.readouterr().out.splitlines()[:8]
+    note = "pipeline: 1f1b over 2 groups of this mesh (pp), 4 microbatches"
+    explained = explain(apply_overrides(load_recipe(TINY), settings))
+    first, kernel, second, *lines = explained.to_text().splitlines()[:8]
     assert first.startswith("mesh fsdp:2,tp:2, 4 devices;") and second.startswith(note)
-    assert kernel == f"{attention}devices are CPUs (model.attention=auto)"
+    assert kernel == ATTENTION
     assert [line.split(" stores ")[0] for line in lines[:2]] == ["group 0", "group 1"]
     stored = [float(line.split()[3]) for line in lines[:2]]
     unsplit = explain(apply_overrides(load_recipe(TINY), ["mesh.shape=fsdp:2,tp:2"])).report
     assert sum(stored) == pytest.approx(max(unsplit.memory_per_device.values()) / 2**20, abs=0.02)
     stages = ["stage 0: layers/0 .. layers/1", "stage 1: layers/2 .. layers/3"]
     assert [line.split(";")[0] for line in lines[2:4]] == stages
+    assert note in explained.to_html()
     assert main(["explain", TINY, ONE_LAYER, "mesh.shape=pp:8"]) == FINDINGS
     assert "too few for 8 stages" in capsys.readouterr().out
-    assert main(["explain", TINY, *settings, "--html", str(page)]) == DONE
-    assert note in page.read_text(encoding="utf-8")
-    assert explain(apply_overrides(load_recipe(TINY), [ONE_LAYER])).note == kernel
-    assert not explain(apply_overrides(load_recipe(TINY), [ONE_LAYER, "model.attention=xla"])).note
 
 
 @pytest.mark.sampled
@@ -237,12 +236,14 @@ def test_the_mesh_is_the_one_of_the_recipe():
 
 def test_exit_codes_distinguish_clean_from_findings(capsys, tmp_path):
     assert main(["explain", TINY, ONE_LAYER]) == DONE
-    assert capsys.readouterr().out.endswith("no findings\n")
-    page, settings = tmp_path / "page.html", [ONE_LAYER, "mesh.shape=tp:8"]
-    count = len(explain(apply_overrides(load_recipe(TINY), settings)).findings)
+    out = capsys.readouterr().out
+    assert f"\n{ATTENTION}\n" in out and out.endswith("no findings\n")
+    page, settings = tmp_path / "page.html", [ONE_LAYER, "mesh.shape=tp:8", "model.attention=xla"]
+    assert main(["explain", TINY, *settings, "--json"]) == FINDINGS
+    found = json.loads(capsys.readouterr().out)
+    count = len(found["findings"])
     assert count >= 2
     assert main(["explain", TINY, *settings, "--html", str(page)]) == FINDINGS
     assert capsys.readouterr().out == f"{page}: {count} findings\n"
-    assert f"<h2>{count} findings</h2>" in page.read_text(encoding="utf-8")
-    assert main(["explain", TINY, *settings, "--json"]) == FINDINGS
-    assert len(json.loads(capsys.readouterr().out)["findings"]) == count
+    text = page.read_text(encoding="utf-8")
+    assert f"<h2>{count} findings</h2>" in text and "attention: " not in text

@@ -46,8 +46,6 @@ def test_streamed_text_equals_the_json_and_ends_before_a_stop_token(run, command
     assert f"model: {run}/checkpoints/3, step 3" in errors and "tokenizer: bytes" in errors
     assert "note: 18 tokens of a prompt and its text are more than the 16 of the sequences of the trai" in errors
     assert "1 prompt, 12 tokens: first token after " in errors and "with compilation; then " in errors
-    code, text, errors = command(run, "--prompt", "é and", *options, "--json")
-    assert (code, rows(text)) == (DONE, [row])
     token = row["tokens"][4]
     stopped_at = row["tokens"].index(token)
     (stopped,) = rows(command(run, "--prompt", "é and", *options, "--json", "--stop", token)[1])
@@ -65,10 +63,10 @@ def test_lines_of_json_are_written_after_each_batch(run, command, tmp_path, monk
 
     out.write_text("of a run before\n")
     options = ("--max-tokens", 12, "--batch-size", 2, MESH, "--json", *("--prompt", "a", "--prompt", "b") * 2)
-    expected = command(run, *options)[1].splitlines()
     monkeypatch.setattr(Printer, "token", interrupt)
     code, text, _ = command(run, *options, "--out", out)
-    assert code == INTERRUPTED and text.splitlines() == out.read_text().splitlines() == expected[:2]
+    assert code == INTERRUPTED and text == out.read_text()
+    assert [(row["prompt"], len(row["tokens"])) for row in rows(text)] == [("a", 12), ("b", 12)]
 
 
 @pytest.mark.slow
@@ -94,10 +92,6 @@ def test_a_hugging_face_folder_with_a_tokenizer(command, tmp_path):
     (row,) = rows(text)
     assert code == DONE and row["prompt_tokens"][0] == 1 and isinstance(row["text"], str)
     assert f"tokenizer: {folder}/tokenizer.json" in errors and "llama" in errors
-    stop = row["tokens"][2]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
-    (stopped,) = rows(command(folder, "--prompt", "hello world", MESH, "--max-tokens", 6, "--json")[1])
-    assert stopped["stopped"] and stopped["tokens"][-1] == stop
     (folder / "tokenizer.json").write_text("{}")
     code, _, errors = command(folder, "--prompt", "hello", MESH)
     assert (code, errors.count("\n")) == (BAD_INPUT, 1) and "is not a tokenizer" in errors

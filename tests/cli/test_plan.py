@@ -26,7 +26,6 @@ from tests.train.bigram import count_compilations
 
 TINY = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 SMALL = ("model.num_layers=1", "model.hidden_size=32", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8")
-TOO_LARGE = ("mesh.shape=fsdp:4", "model.hidden_size=16384", "model.mlp_size=131072", "model.num_layers=1")
 
 
 pytestmark = pytest.mark.usefixtures("on_eight_cpu_devices")
@@ -56,13 +55,11 @@ def test_plan_writes_its_text_json_and_page_by_default_for_the_local_devices(cap
 
 
 def test_a_plan_that_does_not_fit_the_chip_is_exit_code_3(capsys, tmp_path):
-    assert main(["plan", TINY, *TOO_LARGE, "--topology", "v5e:2x2"]) == FINDINGS
-    assert re.search(r"^does not fit: \S+ of 14\.\d GiB per device, \S+ GiB too much", capsys.readouterr().out, re.M)
     chip = tmp_path / "chip.toml"
     chip.write_text('base = "v5e"\nname = "small"\nmemory = 1e5\n')
-    assert main(["plan", TINY, *SMALL, f"run.hardware={chip}", "--json", "--topology", "small:2x4"]) == FINDINGS
-    found = json.loads(capsys.readouterr().out)
-    assert found["topology"]["chip"] == "small" and found["memory"]["capacity"] <= 10**5
+    assert main(["plan", TINY, *SMALL, f"run.hardware={chip}", "--topology", "small:2x4"]) == FINDINGS
+    pattern = r"^small:2x4: .*\ndoes not fit: [\d.]+ MiB of 95\.7 KiB per device, [\d.]+ MiB too much"
+    assert re.search(pattern, capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters import partial_eval
 
 from flax_mesh.plan.forecast import Estimate
-from flax_mesh.plan.program.fusion import Kernel
+from flax_mesh.plan.program.kernels import Kernel
 
 SENDS = {"all_gather": "all-gather", "psum": "all-reduce", "psum_invariant": "all-reduce"}
 SENDS |= {"reduce_scatter": "reduce-scatter", "ppermute": "collective-permute", "all_to_all": "all-to-all"}

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from flax_mesh.cli import main
 from flax_mesh.cli.common import DONE
-from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import CHIPS, chip_of, load_chip
 from flax_mesh.hlo.collectives import read_collectives
@@ -30,13 +29,12 @@ from flax_mesh.plan.calibrate import (
     base_of,
     calibrate,
     chip_of_samples,
-    deviations,
     fit_links,
     forecast,
     unit_network,
 )
 from flax_mesh.plan.topology import topology_of_devices
-from flax_mesh.train import DataConfig, build_program
+from flax_mesh.train import DataConfig
 from tests.plan.ranking import LAYOUTS, config_of, rank
 
 SMALL = Sizes((64, 128), (1 << 20,), (1 << 14, 1 << 20))
@@ -121,12 +119,11 @@ def test_the_figures_of_a_chip_are_recovered_from_its_times(trusted):
     assert [getattr(found, n) for n in names] == pytest.approx([getattr(true, n) for n in names], rel=1e-3)
 
 
-def test_products_faster_than_the_peak_of_the_base_are_a_finding():
+def test_products_faster_than_the_peak_of_the_base_are_its_peak():
     base = CHIP["cpu"]
     network = lambda chip: unit_network(jax.devices()[:2], chip)  # noqa: E731
     samples = made(replace(base, peak_flops={"bfloat16": 9e10, "float32": 9e10}), network(base))
-    found, (finding,) = chip_of_samples(samples, base, network, trusted=True)
-    assert "more than the peak of cpu" in finding
+    found, _ = chip_of_samples(samples, base, network, trusted=True)
     assert found.matmul_fraction == 1 and found.peak("bfloat16") == pytest.approx(9e10)
 
 
@@ -135,14 +132,6 @@ def test_one_device_has_the_links_of_the_base():
     found, (finding,) = chip_of_samples(samples, CHIP["cpu"], lambda chip: unit_network([], chip), trusted=False)
     assert "one device has no collectives" in finding
     assert found.link_bandwidth == CHIP["cpu"].link_bandwidth
-
-
-def test_measurements_that_contradict_the_figures_are_findings():
-    samples = [Sample("copy", "float32", 1 << 20, 3e-3), Sample("copy", "float32", 1 << 20, 1e-3, spread=0.6)]
-    slow, unsteady = deviations(samples, [1e-3, 1e-3])
-    assert slow == "copy, 1.00 MiB: takes 3.00 times what the figures forecast"
-    assert unsteady.endswith("repetitions differ by 60%; measure again")
-    assert not deviations(samples[:1], [2e-3])
 
 
 def test_an_unknown_gpu_has_a_base_and_an_unknown_tpu_is_refused():
@@ -169,8 +158,8 @@ def test_all_kinds_and_sizes_are_measured_and_the_file_of_positive_figures_is_re
     base = chip_of("cpu")
     assert base is not None and found.memory == base.memory
     assert found.link_bandwidth != base.link_bandwidth and found.memory_bandwidth != base.memory_bandwidth
-    comments = [line for line in measured.to_toml().splitlines() if line.startswith("# ")]
-    assert len(comments) == 1 + len(measured.samples) + len(measured.findings)
+    comments = [line for line in measured.to_toml().splitlines() if line.startswith("#")]
+    assert [line[2:] for line in comments[1:]] == measured.to_text().splitlines()
 
 
 def test_the_work_of_a_sample():
@@ -215,7 +204,7 @@ def test_a_plan_uses_the_file(measured, tmp_path):
 # --- the command ---
 
 
-def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monkeypatch, tmp_path, capsys):
+def test_the_command_writes_the_file(measured, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "cpu_sizes", lambda count: SMALL)
     monkeypatch.setattr(module, "measure", lambda *_: measured.samples)
     file = tmp_path / "chip.toml"
@@ -226,13 +215,6 @@ def test_the_command_writes_the_file_and_a_forecast_prints_times(measured, monke
     assert re.search(r"^memory_bandwidth +1e\+10 +\d", out, re.MULTILINE)
     assert out.endswith(f"{file}: written; use it with run.hardware={file}\n")
     assert load_chip(file).platform == jax.default_backend()
-    for setting, timed in (("", False), (str(file), True)):
-        lines: list[str] = []
-        config = config_of("fsdp:8", "none", MODEL, DATA)
-        Forecast(lines.append).start(build_program(replace(config, run=replace(config.run, hardware=setting))))
-        (line,) = lines
-        assert line.startswith("forecast: ") and "none" not in line
-        assert ("per step" in line) == timed
 
 
 # --- the benchmark ---

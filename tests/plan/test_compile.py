@@ -24,7 +24,7 @@ from flax_mesh.hlo.collectives import read_collectives
 from flax_mesh.hlo.live import walk
 from flax_mesh.hlo.program import read_hlo
 from flax_mesh.plan.compile import Compiled, compile_recipe, recipe, worker
-from flax_mesh.plan.compile.child import first_message, how_it_ended
+from flax_mesh.plan.compile.child import ask, first_message, how_it_ended
 from flax_mesh.plan.compile.read import gathers, operation_text, rematerialized
 from flax_mesh.plan.compile.target import GPU_TARGETS, check_target, environment, group_topology
 from flax_mesh.plan.topology import parse_topology
@@ -87,7 +87,7 @@ def in_this_process(monkeypatch, tmp_path):
 def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys, in_this_process):
     hardware = tmp_path / "small.toml"
     hardware.write_text('base = "cpu"\nname = "small"\nmemory = 1e6\n')
-    pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", "pipeline.schedule=search"]
+    pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", "pipeline.schedule=zb-h1"]
     settings = [*pipeline, f"run.hardware={hardware}", *SMALL]
     code = main(["plan", TINY, *settings, "--topology", "small:8", "--compile", "--json"])
     printed = json.loads(capsys.readouterr().out)
@@ -152,8 +152,8 @@ def test_rematerialized_and_gathered_activations_are_findings_with_their_module(
 
 
 def test_a_compile_over_its_limit_is_an_error_in_one_line():
-    with pytest.raises(ConfigError, match=r"^compiling took longer than the limit of 0.5 s and was stopped while \w+"):
-        compile_recipe(TINY, SMALL, "cpu:8", limit=0.5)
+    with pytest.raises(ConfigError, match=r"^compiling took longer than the limit of 0.2 s and was stopped while \w+"):
+        ask({}, parse_topology("cpu:8"), 0.2, print)
 
 
 PARENT = """

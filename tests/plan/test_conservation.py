@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.program.cost import costs
-from flax_mesh.plan.program.fusion import Kernel
+from flax_mesh.plan.program.kernels import Kernel
 from tests.plan.cases import CASES, Case
 from tests.plan.compiled import MICROBATCHES, estimates
 from tests.plan.conservation import Counted, in_jaxpr, in_kernels

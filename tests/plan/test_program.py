@@ -1,8 +1,8 @@
 """The parts of the estimate, by formulas that can be checked by hand. Nothing is compiled but two small models."""
 
-import dataclasses
 import math
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ def test_a_chain_of_many_partial_sums_is_reduced_once():
 
     def chain(x):
         total = x @ x.T
-        for i in range(1, 600):
+        for i in range(1, 400):
             total += (x * i) @ x.T
         return total
 
@@ -287,17 +287,29 @@ def test_grouped_products_take_the_tiles_of_the_compiled_kernel(sizes, kind):
         assert memory == pytest.approx((2 * rows * inner * count + others) / chip.memory_bandwidth)
 
 
+def residual_stream(layers: int, platform: str, wrap: Callable[..., Any] = lambda layer: layer) -> Estimate:
+    """The gradients of layers that add to a value, from a norm, a product and tanh."""
+
+    def layer(x, w):
+        normed = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True))
+        return x + jnp.tanh(normed @ w)
+
+    def loss(x, *weights):
+        for w in weights:
+            x = wrap(layer)(x, w)
+        return (x**2).sum()
+
+    shapes = [(512, 64), *[(64, 64)] * layers]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return estimate(jax.jit(jax.grad(loss, tuple(range(len(shapes))))), arguments, {}, platform)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_the_bytes_of_a_layer_do_not_depend_on_the_number_of_layers(platform):
     """Sums of gradients along the residual stream are stored, not computed again in every layer."""
-
-    def backward_bytes(layers):
-        step, arguments = decoder(mesh_of({"dp": 1}), base=TINY, num_layers=layers, batch=BATCH, seq=SEQ)
-        costs = estimate(step, arguments, {"dp": 1}, platform).costs
-        return math.fsum(cost.bytes * cost.times for cost in costs if cost.phase == "backward")
-
-    two, three, four = map(backward_bytes, (2, 3, 4))
-    assert four - three == pytest.approx(three - two, rel=0.02)
+    estimates = [residual_stream(layers, platform) for layers in (2, 3, 4)]
+    two, three, four = [math.fsum(x.bytes for x in one.costs if x.phase == "backward") for one in estimates]
+    assert four - three == three - two
 
 
 @pytest.mark.parametrize(("platform", "reads"), [("tpu", [4]), ("gpu", [2, 2, 2])])
@@ -377,22 +389,17 @@ def test_cpus_write_the_zeros_of_each_loop_that_starts_from_them():
 
     x = jax.ShapeDtypeStruct((4, 8, 64), "float32")
     both = estimate(jax.jit(step), (x,), {}, "cpu")
-    last = [x.array.producer for x in both.profile.steps[-1][1].values()]
+    freed = {id(x) for step in both.profile.steps for x in step.freed}
+    last = [x.array.producer for step in both.profile.steps for x in step.written if id(x) not in freed]
     assert "broadcast_in_dim" in [producer.kind for producer in last if producer]  # the zeros that are a result
     estimated = estimate(jax.jit(lambda x: step(x)[0]), (x,), {}, "cpu")
-    filled = [kernel for kernel, _ in estimated.profile.steps if not kernel.reads and not kernel.computes]
+    filled = [step.kernel for step in estimated.profile.steps if not (step.kernel.reads or step.kernel.computes)]
     assert [x.array.local for kernel in filled for x in kernel.writes] == 3 * [(8, 64)]
     assert estimated.profile.peak >= 3 * 8 * 64 * 4
 
 
 def test_values_behind_a_barrier_are_computed_after_all_of_its_operands_on_cpus():
-    """The factors of the norms that are computed again are stored for one layer at a time, not from the start."""
-
-    def factors(num_layers: int) -> int:
-        base = dataclasses.replace(TINY, num_layers=num_layers)
-        step, arguments = decoder(mesh_of({"fsdp": 4}), base=base, batch=BATCH, seq=SEQ, remat="full")
-        alive = estimate(step, arguments, {"fsdp": 4}, "cpu").profile.alive
-        kinds = [x.array.producer.kind for x in alive if x.phase == "backward" and x.array.producer]
-        return kinds.count("broadcast_in_dim")
-
-    assert factors(4) <= factors(2) + 1
+    """The values that are computed again are stored for one layer at a time, not from the start."""
+    alive = residual_stream(4, "cpu", wrap=jax.checkpoint).profile.alive
+    kinds = [x.array.producer.kind for x in alive if x.phase == "backward" and x.array.producer]
+    assert kinds and "tanh" not in kinds

@@ -26,7 +26,7 @@ MOST = 400  # characters of an error
 
 
 def ask(
-    request: Mapping[str, Any], topology: Topology, limit: float, say: Callable[[str], None]
+    request: Mapping[str, object], topology: Topology, limit: float, say: Callable[[str], None]
 ) -> tuple[str, dict[str, Any]]:
     """("result" or "refused", its value). Raises a ConfigError in one line for everything else."""
     with tempfile.TemporaryDirectory(prefix="flax-mesh-") as folder:
@@ -58,7 +58,7 @@ def ask(
 
 
 def _answer(
-    child: "subprocess.Popen[str]", request: Mapping[str, Any], limit: float, say: Callable[[str], None]
+    child: "subprocess.Popen[str]", request: Mapping[str, object], limit: float, say: Callable[[str], None]
 ) -> tuple[str, Any]:
     """The last line of the process; ("ended", exit code) if it has ended without one."""
     assert child.stdin is not None and child.stdout is not None

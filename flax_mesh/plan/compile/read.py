@@ -5,11 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from flax_mesh.hlo.collectives import Collective, read_collectives
 from flax_mesh.hlo.instructions import OP_NAME, Array, source_of
 from flax_mesh.hlo.live import Buffer, largest, walk
 from flax_mesh.hlo.program import HloProgram, read_hlo
+from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
 from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import grouped, listed
@@ -27,15 +29,13 @@ NONE_HOSTED: Mapping[str, int] = {}
 
 
 class Reading(NamedTuple):
-    """`fields` are the fields of a CompiledProgram, as data for `json.dumps`."""
-
-    fields: dict[str, Any]
+    figures: CompiledProgram
     findings: list[Finding]
     program: HloProgram
 
 
 def read_program(
-    program: Any,
+    program: Compiled,
     name: str,
     times: int,
     mesh: Mesh,
@@ -51,16 +51,10 @@ def read_program(
     collectives = [*read_collectives(hlo, inner), *_over_slices(hlo, outer)]
     walked, host = walk(hlo), sum(hosted.values())
     live = [_live(group, size, hlo, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
-    fields = {
-        "name": name,
-        "times": times,
-        **memory_of(program, platform, host),
-        "walked": walked.peak - host,
-        "live": [each for each in live if each["operation"] not in hosted][:MOST_ARRAYS],
-        "sent": _sums(collectives),
-        "cycles": hlo.cycles,
-    }
-    return Reading(fields, gathers(collectives, walked.weights, hlo), hlo)
+    shown = tuple([each for each in live if each.operation not in hosted][:MOST_ARRAYS])
+    memory, sent = memory_of(program, platform, host), _sums(collectives)
+    figures = CompiledProgram(name, times, *memory, walked.peak - host, shown, sent, hlo.cycles)
+    return Reading(figures, gathers(collectives, walked.weights, hlo), hlo)
 
 
 def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
@@ -81,23 +75,23 @@ def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]
     return sends
 
 
-def memory_of(program: Any, platform: str, host: int = 0) -> dict[str, int]:
-    """Bytes of the arguments and at the peak.
+def memory_of(program: Compiled, platform: str, host: int = 0) -> tuple[int, int]:
+    """Bytes of the arguments, and at the peak.
 
     On TPUs XLA states the peak. Elsewhere its number lacks the allocations of loops, so all temporary bytes are added.
     For CPUs XLA counts the `host` bytes among the arguments; for others it counts them separately.
     """
-    memory = program.memory_analysis()
+    memory: Any = program.memory_analysis()
     separate = getattr(memory, "host_argument_size_in_bytes", 0)
     host = 0 if separate else host
     total = getattr(memory, "peak_memory_in_bytes", 0) if platform == "tpu" else 0
     if not total:
         written = memory.output_size_in_bytes - memory.alias_size_in_bytes
         total = memory.argument_size_in_bytes + written + memory.temp_size_in_bytes
-    return {"arguments": memory.argument_size_in_bytes - host, "peak": total - host}
+    return memory.argument_size_in_bytes - host, total - host
 
 
-def _live(group: Sequence[Buffer], size: int, program: HloProgram, paths: Paths) -> dict[str, Any]:
+def _live(group: Sequence[Buffer], size: int, program: HloProgram, paths: Paths) -> LiveArray:
     first = group[0]
     while first.maker is not None and not first.maker.source and first.origin is not None:  # a copy by the compiler
         first = first.origin
@@ -110,7 +104,7 @@ def _live(group: Sequence[Buffer], size: int, program: HloProgram, paths: Paths)
         operation, place = argument.source, "argument"
         if leaf := re.fullmatch(r"(.+?)\[(\d+)\](?:\[(\d+)\])?", operation):
             operation = paths(leaf[1], *(int(number) for number in leaf.groups()[1:] if number)) or operation
-    return {"bytes": size, "count": len(group), "array": first.array.text, "operation": operation, "place": place}
+    return LiveArray(size, len(group), first.array.text, operation, place)
 
 
 def operation_text(source: str) -> str:
@@ -122,16 +116,12 @@ def operation_text(source: str) -> str:
     return phase + re.sub(r"\.\d+$", "", last)  # `broadcast.92` is the compiler's
 
 
-def _sums(collectives: Sequence[Collective]) -> list[dict[str, Any]]:
-    return [
-        {
-            "kind": kind,
-            "axes": list(axes),
-            "times": sum(collective.times for collective in group),
-            "operand_bytes": float(sum(operand_bytes(collective) * collective.times for collective in group)),
-        }
-        for (kind, axes), group in grouped(collectives, lambda collective: (collective.kind, collective.axes)).items()
-    ]
+def _sums(collectives: Sequence[Collective]) -> tuple[Sent, ...]:
+    groups = grouped(collectives, lambda collective: (collective.kind, collective.axes))
+    return tuple(
+        Sent(*key, sum(x.times for x in group), float(sum(operand_bytes(x) * x.times for x in group)))
+        for key, group in groups.items()
+    )
 
 
 def operand_bytes(collective: Collective) -> float:

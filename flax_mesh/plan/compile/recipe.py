@@ -68,11 +68,11 @@ def compile_recipe(
     if not (math.isfinite(limit) and limit > 0):
         raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
     config = apply_overrides(load_recipe(recipe), overrides)
-    if getattr(config.model, "attention", "") == "auto" and topology_of(config, topology).chip.platform == "gpu":
+    check_target(hardware := topology_of(config, topology))
+    if getattr(config.model, "attention", "") == "auto" and hardware.chip.platform == "gpu":
         overrides = [text for text in overrides if setting_of(text) != ATTENTION] + [f"{ATTENTION}=xla"]
         config = apply_overrides(load_recipe(recipe), overrides)
-    estimated = plan(config, topology)
-    check_target(estimated.topology)
+    estimated = plan(config, hardware)
     request = {
         "recipe": recipe,
         "overrides": list(overrides),

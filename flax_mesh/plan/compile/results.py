@@ -1,6 +1,6 @@
 """The compiler's report of a program: memory, arrays, collectives and cycles."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -42,5 +42,5 @@ def program_of(fields: Mapping[str, Any]) -> CompiledProgram:
     return CompiledProgram(**{**fields, "live": live, "sent": sent_of(fields["sent"])})
 
 
-def sent_of(rows: Any) -> tuple[Sent, ...]:
+def sent_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Sent, ...]:
     return tuple(Sent(**{**row, "axes": tuple(row["axes"])}) for row in rows)

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def _devices(topology: Topology) -> Sequence[Any]:
         return topologies.get_topology_desc(platform="cuda", topology_name=name.lower(), **options).devices
     chips = (*topology.slice_shape, 1)[:3]
     hosts = tuple(math.gcd(side, most) for side, most in zip(chips, HOST_SIDES, strict=True))
-    options: dict[str, Any] = {"chips_per_host_bounds": hosts} if hosts != HOST_SIDES else {}
+    options: dict[str, object] = {"chips_per_host_bounds": hosts} if hosts != HOST_SIDES else {}
     name = _table_name(topology)
     if name == "v4":
         options["chip_config_name"] = "megacore"  # one device per chip
@@ -129,7 +130,7 @@ def _table_name(topology: Topology) -> str:
     return next((chip.name for chip in CHIPS if chip.kinds == topology.chip.kinds), topology.chip.name)
 
 
-def _spec(name: str) -> Any:
+def _spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:  # of the package

@@ -14,7 +14,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.read import Reading, read_program, rematerialized
+from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.compile.stages import compiled_stages
 from flax_mesh.plan.compile.target import devices_target
 from flax_mesh.plan.forecast import Estimate
@@ -38,9 +39,11 @@ from flax_mesh.recipe.overrides import apply_overrides
 from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.target import chip_target
 from flax_mesh.sharding.memory import is_on_host
-from flax_mesh.text import plural
+from flax_mesh.text import grouped, plain_data, plural
 from flax_mesh.tree import named_leaves, shard_bytes
 
+Progress = Callable[[str], None]
+Readings = tuple[list[Reading], dict[str, object]]  # the programs, and the figures of the step
 FRAMES = 40  # of the stack of each operation, so that the path of modules is complete
 OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED.*out of memory (on|in memory space) hbm", re.IGNORECASE | re.DOTALL)
 
@@ -49,7 +52,7 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # the output of a recipe is not part of the answer
 
-    def say(key: str, value: Any) -> None:
+    def say(key: str, value: object) -> None:
         print(json.dumps({key: value}), file=output, flush=True)
 
     request = json.loads(sys.stdin.readline())
@@ -73,7 +76,8 @@ def _end_with_input() -> None:
     os._exit(1)
 
 
-def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]:
+def compile_request(request: Mapping[str, Any], progress: Progress) -> dict[str, object]:
+    """The compiled programs and the figures of a step, as data for `json.dumps`."""
     jax.config.update("jax_traceback_in_locations_limit", FRAMES)
     config = apply_overrides(load_recipe(request["recipe"]), request["overrides"])
     chip = load_chip(config.run.hardware) if config.run.hardware else None
@@ -87,13 +91,11 @@ def compile_request(request: Mapping[str, Any], progress: Any) -> dict[str, Any]
     messages = Path(request["messages"]).read_text(encoding="utf-8", errors="replace")
     findings = rematerialized(messages, [reading.program for reading in readings])
     findings += [each for reading in readings for each in reading.findings]
-    return figures | {
-        "programs": [reading.fields for reading in readings],
-        "findings": list(dict.fromkeys(findings)),
-    }
+    programs = [reading.figures for reading in readings]
+    return plain_data({**figures, "programs": programs, "findings": [tuple(x) for x in dict.fromkeys(findings)]})
 
 
-def _usage(start: float) -> dict[str, Any]:
+def _usage(start: float) -> dict[str, float]:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "seconds": time.monotonic() - start,
@@ -102,7 +104,7 @@ def _usage(start: float) -> dict[str, Any]:
     }
 
 
-def _step(recipe: Recipe, topology: Topology, progress: Any) -> tuple[list[Reading], dict[str, Any]]:
+def _step(recipe: Recipe, topology: Topology, progress: Progress) -> Readings:
     progress("tracing")
     program, arguments = step_of(recipe)
     traced = program.step.trace(*arguments)
@@ -119,12 +121,11 @@ def _step(recipe: Recipe, topology: Topology, progress: Any) -> tuple[list[Readi
     layout = zip(leaves, program.layout.leaves, strict=True)
     hosted = {path: shard_bytes(x) for path, x in layout if is_on_host(x)}
     reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
-    fields = reading.fields
-    figures = {"peak": fields["peak"], "groups": [fields["peak"]], "sent": fields["sent"], "cycles": fields["cycles"]}
-    return [reading], figures
+    found = reading.figures
+    return [reading], {"peak": found.peak, "groups": [found.peak], "sent": found.sent, "cycles": found.cycles}
 
 
-def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Any) -> tuple[list[Reading], dict[str, Any]]:
+def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Progress) -> Readings:
     progress("tracing")
     split = split_recipe(recipe)
     estimates = split.estimates(topology.chip.platform)
@@ -143,18 +144,17 @@ def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Any) -> 
         )
         for key, names in names_of.items()
     }
-    fields = {name: readings[id(program)].fields for name, program in compiled.items()}
-    stages = [_with_xla(stage, k, fields) for k, stage in enumerate(estimates)]
+    programs = {name: readings[id(program)].figures for name, program in compiled.items()}
+    stages = [_with_xla(stage, k, programs) for k, stage in enumerate(estimates)]
     memory = pipeline_memory(topology, split.schedule, stages, split.sizes, None)
-    busiest = max(_groups(split, fields), key=lambda group: sum(x["operand_bytes"] for x in _sent(group, split)))
-    cycles = max(sum(each["cycles"] for each in group) for group in _groups(split, fields))
-    figures = {
+    sent = [_sent(group, split) for group in _groups(split, programs)]
+    cycles = max(sum(each.cycles for each in group) for group in _groups(split, programs))
+    return list(readings.values()), {
         "peak": memory.peak,
-        "groups": list(memory.groups),
-        "sent": _sent(busiest, split),
+        "groups": memory.groups,
+        "sent": max(sent, key=lambda rows: sum(row.operand_bytes for row in rows)),
         "cycles": cycles * split.schedule.num_microbatches,
     }
-    return list(readings.values()), figures
 
 
 def _named(names: Sequence[str], split: Split) -> tuple[str, int]:
@@ -178,12 +178,12 @@ def _argument_of_stage(kind: str, name: str, at: int, number: int = 0) -> str:
     return f"{ARGUMENTS[kind][at]} {number}" if name == "args" and at < len(ARGUMENTS[kind]) else ""
 
 
-def _with_xla(stage: StageEstimate, number: int, fields: Mapping[str, Any]) -> StageEstimate:
+def _with_xla(stage: StageEstimate, number: int, programs: Mapping[str, CompiledProgram]) -> StageEstimate:
     """The estimate of a stage with the temporary bytes of its compiled programs."""
 
     def corrected(kind: str, estimated: Estimate) -> Estimate:
-        compiled = fields[f"{kind}{number}"]
-        return replace(estimated, profile=replace(estimated.profile, peak=compiled["peak"] - compiled["arguments"]))
+        compiled = programs[f"{kind}{number}"]
+        return replace(estimated, profile=replace(estimated.profile, peak=compiled.peak - compiled.arguments))
 
     return stage._replace(
         forward=corrected("F", stage.forward),
@@ -192,26 +192,22 @@ def _with_xla(stage: StageEstimate, number: int, fields: Mapping[str, Any]) -> S
     )
 
 
-def _groups(split: Split, fields: Mapping[str, Any]) -> list[list[Any]]:
+def _groups(split: Split, programs: Mapping[str, CompiledProgram]) -> list[list[CompiledProgram]]:
     """The programs of every group, one entry for each of its stages."""
     owner = split.schedule.stage_to_group
     return [
-        [program for name, program in fields.items() if owner[int(name[1:])] == group]
+        [program for name, program in programs.items() if owner[int(name[1:])] == group]
         for group in range(split.schedule.num_groups)
     ]
 
 
-def _sent(programs: Sequence[Any], split: Split) -> list[dict[str, Any]]:
+def _sent(programs: Sequence[CompiledProgram], split: Split) -> list[Sent]:
     """The collectives of a group per step."""
-    keys = {(each["kind"], tuple(each["axes"])) for program in programs for each in program["sent"]}
-    count = split.schedule.num_microbatches
-    rows = []
-    for kind, axes in sorted(keys):
-        sends = [x for program in programs for x in program["sent"] if (x["kind"], tuple(x["axes"])) == (kind, axes)]
-        size = math.fsum(x["operand_bytes"] for x in sends) * count
-        times = sum(x["times"] for x in sends) * count
-        rows.append({"kind": kind, "axes": list(axes), "times": times, "operand_bytes": size})
-    return rows
+    sends, count = [x for program in programs for x in program.sent], split.schedule.num_microbatches
+    return [
+        Sent(*key, count * sum(x.times for x in group), count * math.fsum(x.operand_bytes for x in group))
+        for key, group in sorted(grouped(sends, lambda x: (x.kind, x.axes)).items())
+    ]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flax_mesh.hlo.collectives import axes_of
-from flax_mesh.plan.program.read import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
+from flax_mesh.plan.program.program import COLLECTIVES, Array, Block, Operation, Program, Spec, axis_size
 from flax_mesh.plan.program.rules import sharding_needs
 
 

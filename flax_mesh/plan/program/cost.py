@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from flax_mesh.hardware import Chip
 from flax_mesh.jax_compat import ATTENTION, KERNEL
-from flax_mesh.plan.program.fusion import Kernel
-from flax_mesh.plan.program.read import TRANSFERS, Operation, Program
+from flax_mesh.plan.program.kernels import Kernel
+from flax_mesh.plan.program.program import TRANSFERS, Operation, Program
 from flax_mesh.plan.program.rules import conv_labels, dims_of, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}

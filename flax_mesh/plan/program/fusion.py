@@ -15,70 +15,32 @@ a conversion of its result. On CPUs it reads operands whose last dims are not th
 transposed copy, and values behind an optimization barrier wait for all of its operands.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from flax_mesh.plan.program.collectives import Exchange
-from flax_mesh.plan.program.read import COLLECTIVES, TRANSFERS, Array, Block, Operation, Program, local_shape
-from flax_mesh.plan.program.rules import conv_labels, dot_dims
+from flax_mesh.plan.program.kernels import (
+    CHEAP_ON_ACCELERATORS,
+    CONSTANTS,
+    LARGE,
+    MOVES,
+    PARTS,
+    PRODUCTS,
+    ROOTS,
+    UPDATES,
+    VIEWS,
+    Buffer,
+    Kernel,
+    Read,
+    carried_inputs,
+    is_broadcast,
+    is_expensive,
+    is_filled,
+    matrix_order,
+    widens,
+)
+from flax_mesh.plan.program.program import Array, Block, Operation, Program, local_shape
 from flax_mesh.text import grouped
-
-EXPENSIVE = frozenset(
-    {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
-    | {"cbrt", "divide", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
-)
-CHEAP_ON_ACCELERATORS = frozenset({"tanh", "divide", "logistic", "erf"})
-PRODUCTS = frozenset({"dot_general", "convolution"})
-ROOTS = PRODUCTS | frozenset(
-    {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
-    | {"rng_bit_generator", *TRANSFERS, "cholesky", "triangular_solve", "fft", "top_k", "ragged_dot", *COLLECTIVES}
-)
-LARGE = 2**16  # bytes of a constant that is worth to be stored
-CONSTANTS = frozenset({"constant", "iota"})
-_UPDATES = frozenset({"scatter", "while"})  # they change an operand in place
-VIEWS = frozenset({"reshape", "shard", "bitcast_convert", "reshard"})
-PARTS = frozenset({"dynamic_slice", "slice", "gather"})  # they read a part of their operand
-MOVES = frozenset({"transpose", "reshape", "slice", "concatenate", "pad", "dynamic_update_slice", "reverse"})
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Buffer:
-    """The memory of one value. A `fixed` buffer exists before and after the block, so the block does not count it."""
-
-    bytes: int
-    array: Array
-    phase: str  # that writes it
-    fixed: bool = False
-    gathered: bool = False  # the result of a collective
-
-
-class Read(NamedTuple):
-    """A buffer that a kernel reads, and how many of its bytes."""
-
-    buffer: Buffer
-    bytes: int
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Kernel:
-    """One instruction of the compiled program. The result of an elementwise one may take the memory of an operand."""
-
-    source: str
-    phase: str
-    reads: dict[int, Read]  # by the id of the buffer
-    writes: list[Buffer]
-    computes: tuple[Operation, ...] = ()  # the product, the loop or another root
-    elementwise: bool = False
-    updates: Buffer | None = None  # that is changed in place
-    written_bytes: int = 0
-    body: "list[Kernel] | None" = None
-    results: list[Buffer] = field(default_factory=list)  # of the body
-
-    @property
-    def read_bytes(self) -> int:
-        return sum(read.bytes for read in self.reads.values())
-
 
 Leaves = tuple[tuple[Array, int], ...]  # stored values that a value is computed from, and how many bytes of each
 
@@ -112,6 +74,7 @@ class _Fusion:
         self.known = dict(outside)
         self.gathered: dict[object, Array] = {}
         self.results = set(map(id, block.results))
+        self.inside = set(block.operations)
         self.uses = self._uses()
         self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and the operations after it
         self.absorbed: set[int] = set()
@@ -133,7 +96,7 @@ class _Fusion:
         """The operations that use each value. CPUs store the inputs of loops; accelerators may compute them inside."""
         uses: dict[int, list[Operation]] = {}
         for operation in self.block.operations:
-            for array in _carried_inputs(operation) if operation.kind == "while" else operation.inputs:
+            for array in carried_inputs(operation) if operation.kind == "while" else operation.inputs:
                 uses.setdefault(id(self._narrow(operation, array)), []).append(operation)
             for body in operation.bodies:
                 for inner, _ in body.walk():
@@ -144,7 +107,7 @@ class _Fusion:
     def _narrow(self, use: Operation, array: Array) -> Array:
         """The value that is stored for a use. Without excess precision, it is the narrow value that the use widens."""
         producer = array.producer
-        if self.cpu or self.program.excess_precision or producer is None or not _widens(producer):
+        if self.cpu or self.program.excess_precision or producer is None or not widens(producer):
             return array
         return producer.inputs[0] if use.kind == "reduce" or not self._is_root(use) else array
 
@@ -157,12 +120,12 @@ class _Fusion:
         """Find the chain of elementwise operations after a product."""
         if product.kind not in PRODUCTS or self.exchanges.get(id(product)):
             return
-        chain, array, inside = [product], product.outputs[0], set(self.block.operations)
+        chain, array = [product], product.outputs[0]
         while len(uses := self.uses.get(id(array), [])) == 1 and id(array) not in self.results:
             (use,) = uses
-            if use not in inside or use.kind in CONSTANTS | MOVES or self._is_root(use):
+            if use not in self.inside or use.kind in CONSTANTS | MOVES or self._is_root(use):
                 break
-            if not self.tpu and (use.kind != "convert" or (_widens(use) and not self.program.excess_precision)):
+            if not self.tpu and (use.kind != "convert" or (widens(use) and not self.program.excess_precision)):
                 break
             if len(use.outputs) != 1 or use.outputs[0].size != array.size:
                 break
@@ -196,16 +159,16 @@ class _Fusion:
     def _is_expensive(self, operation: Operation) -> bool:
         """Accelerators compute some functions again that CPUs store, and CPUs also store products of two arrays."""
         if self.cpu and operation.kind == "multiply":
-            return not any(map(_is_broadcast, operation.inputs))
-        return _is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
+            return not any(map(is_broadcast, operation.inputs))
+        return is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce":
             return False
         if self.cpu and use.kind == "multiply" and self._is_reduced(use):
-            return array.producer is not None and (not _is_broadcast(array) or len(self.uses[id(array)]) > 1)
+            return array.producer is not None and (not is_broadcast(array) or len(self.uses[id(array)]) > 1)
         if use.kind in PRODUCTS:
-            return not self.tpu and (not self.cpu or _matrix_order(use, array) is None)
+            return not self.tpu and (not self.cpu or matrix_order(use, array) is None)
         return use.kind == "optimization_barrier" or self._is_root(use)
 
     def _is_reduced(self, factor: Operation) -> bool:
@@ -215,41 +178,42 @@ class _Fusion:
     # The values that a value is computed from
 
     def leaves(self, array: Array) -> Leaves:
-        waiting = [array]  # no recursion: a chain of cheap operations is as long as the model is deep
+        """Found from the value back, without recursion: a chain of cheap operations is as long as the model is deep."""
+        if id(array) in self.known:
+            return self.known[id(array)]
+        sizes: dict[int, tuple[Array, int]] = {}
+        reached: dict[int, int] = {}  # id of a value -> most bytes that are read of each of its leaves
+        waiting = [(array, sys.maxsize)]
         while waiting:
-            x = waiting[-1]
-            inputs = x.producer.inputs if x.producer and id(x) not in self.known and not self._is_leaf(x) else ()
-            if missing := [operand for operand in inputs if id(operand) not in self.known]:
-                waiting += missing
+            x, most = waiting.pop()
+            if most <= reached.get(id(x), -1):
                 continue
-            waiting.pop()
-            if id(x) not in self.known:
-                self.known[id(x)] = self._leaves(x)
+            reached[id(x)] = most
+            found, operands = self._origin(x)
+            for leaf, size in found:
+                before = sizes[id(leaf)][1] if id(leaf) in sizes else 0
+                sizes[id(leaf)] = leaf, max(before, min(size, most))
+            if x.producer is not None and x.producer.kind in PARTS:
+                most = min(most, x.bytes)
+            waiting += [(operand, most) for operand in reversed(operands)]
+        self.known[id(array)] = tuple(sizes.values())
         return self.known[id(array)]
 
-    def _is_leaf(self, array: Array) -> bool:
-        return id(array) in self.buffers or array.producer is None or self._is_root(array.producer)
-
-    def _leaves(self, array: Array) -> Leaves:
-        """From the leaves of the operands, which are known."""
+    def _origin(self, array: Array) -> tuple[Leaves, Sequence[Array]]:
+        """The leaves of a value that are known at once, and the values that have its other leaves."""
+        if id(array) in self.known:
+            return self.known[id(array)], ()
         producer = array.producer
-        if producer is None or self._is_leaf(array):
-            return ((array, array.bytes),)
-        if producer.kind in CONSTANTS:
-            return ()
-        if producer.kind == "optimization_barrier":
-            leaves = self.known[id(producer.inputs[producer.outputs.index(array)])]
-            if not self.cpu or any(x.producer is not None for x, _ in leaves):
-                return leaves
-            others = (x for operand in producer.inputs for x, _ in self.known[id(operand)])
-            return (*leaves, *((x, 0) for x in others if x.producer is not None))  # an argument waits for the others
-        most = array.bytes if producer.kind in PARTS else None
-        sizes: dict[int, tuple[Array, int]] = {}
-        for operand in self._gathered(producer):
-            for x, size in self.leaves(operand):
-                size = size if most is None else min(size, most)
-                sizes[id(x)] = (x, max(size, sizes[id(x)][1] if id(x) in sizes else 0))
-        return tuple(sizes.values())
+        if producer is None or id(array) in self.buffers or self._is_root(producer):
+            return ((array, array.bytes),), ()
+        if producer.kind != "optimization_barrier":
+            return (), self._gathered(producer)
+        operand = producer.inputs[producer.outputs.index(array)]
+        if not self.cpu or any(x.producer is not None for x, _ in self.leaves(operand)):
+            return (), (operand,)
+        others = (x for each in producer.inputs for x, _ in self.leaves(each))
+        # An argument waits for the others.
+        return (*self.leaves(operand), *((x, 0) for x in others if x.producer is not None)), ()
 
     def _gathered(self, operation: Operation) -> list[Array]:
         """The operands of a fused operation: an array that a collective changes is replaced by its result."""
@@ -321,7 +285,7 @@ class _Fusion:
             self.known.pop(id(array))
             return  # the zeros that a loop starts from are written where the loop updates them
         self.known.pop(id(array), None)
-        if self._is_filled(array) and any(use.kind in _UPDATES for use in self.uses[id(array)]):
+        if self._is_filled(array) and any(use.kind in UPDATES for use in self.uses[id(array)]):
             return  # each of these uses updates a separate array
         base = self.buffers.get(id(operation.inputs[0])) if operation.inputs else None
         if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
@@ -347,7 +311,7 @@ class _Fusion:
         return filled
 
     def _is_filled(self, array: Array) -> bool:
-        return self.cpu and id(array) not in self.results and _is_filled(array)
+        return self.cpu and id(array) not in self.results and is_filled(array)
 
     def _forget(self, filled: Sequence[Array]) -> None:
         for x in filled:
@@ -372,7 +336,7 @@ class _Fusion:
             if (exchange := gathered.get(id(array))) is not None:
                 copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
                 reads[id(copy)] = Read(copy, copy.bytes)
-            elif operation.kind in PRODUCTS and self.cpu and (order := _matrix_order(operation, array)) is not None:
+            elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
                 copy = self._copy(("transposed", id(array), order), array, array.bytes)
                 reads[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind == "gather" and array is operation.inputs[0]:
@@ -382,7 +346,7 @@ class _Fusion:
                 reads |= self.read(array)
         return reads
 
-    def _copy(self, key: tuple[Any, ...], array: Array, size: int) -> Buffer:
+    def _copy(self, key: tuple[Hashable, ...], array: Array, size: int) -> Buffer:
         """A copy of a value, made once. It is computed from the operands of the value, if that is cheap."""
         buffer = self.buffers.get(key)
         if buffer is None:
@@ -401,7 +365,7 @@ class _Fusion:
         given: dict[object, Buffer] = {
             key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()
         }
-        changed = set(map(id, _carried_inputs(operation)))
+        changed = set(map(id, carried_inputs(operation)))
         carried, inits = [], []
         for init, argument, out in zip(operation.inputs, body.arguments, operation.outputs, strict=True):
             if id(init) in changed:
@@ -435,51 +399,3 @@ class _Fusion:
                 buffer = self._copy(("hoisted", x.local, x.bits), x, x.bytes)
                 reads[id(buffer)] = Read(buffer, x.bytes)
         return reads
-
-
-def _is_broadcast(array: Array) -> bool:
-    return array.producer is not None and array.producer.kind in CONSTANTS | {"broadcast_in_dim"}
-
-
-def _is_filled(array: Array) -> bool:
-    """Whether it is a broadcast constant."""
-    producer = array.producer
-    if producer is None or producer.kind != "broadcast_in_dim":
-        return False
-    number = producer.inputs[0].producer
-    return number is not None and number.kind == "constant"
-
-
-def _widens(operation: Operation) -> bool:
-    return operation.kind == "convert" and operation.inputs[0].bits < operation.outputs[0].bits
-
-
-def _is_expensive(operation: Operation) -> bool:
-    """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value."""
-    if operation.kind == "divide":
-        producer = operation.inputs[1].producer
-        return producer is None or producer.kind != "broadcast_in_dim"
-    return operation.kind in EXPENSIVE
-
-
-def _matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
-    """The order of dims in which CPUs read an operand of a product: batch, rows, columns. None: the order it has."""
-    left = product.inputs[0] is array
-    if product.kind == "convolution":
-        labels = conv_labels(product)[0 if left else 1]
-        usual = (labels[0] == "b" and labels[-1] == "f") if left else labels[-1] == "o"
-        return None if usual else tuple(range(len(labels)))
-    batch_l, batch_r, contract_l, contract_r = dot_dims(product)
-    batch, contract = (batch_l, contract_l) if left else (batch_r, contract_r)
-    free = tuple(d for d in range(len(array.shape)) if d not in batch + contract)
-    order = (*batch, *free, *contract) if left else (*batch, *contract, *free)
-    moved = [d for d in order if array.local[d] > 1]
-    return None if moved == sorted(moved) else order
-
-
-def _carried_inputs(loop: Operation) -> list[Array]:
-    """The initial values of the arguments that a loop changes."""
-    body = loop.bodies[0]
-    computed = {id(x) for operation in body.operations for x in operation.outputs} | set(map(id, body.arguments))
-    triples = zip(loop.inputs, body.arguments, body.results, strict=True)
-    return [init for init, argument, result in triples if result is not argument and id(result) in computed]

@@ -6,10 +6,20 @@ memory of the initial values that it changes. Donated arguments are updated in p
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from flax_mesh.plan.program.fusion import Buffer, Kernel
+from flax_mesh.plan.program.kernels import Buffer, Kernel
+
+
+class Step(NamedTuple):
+    """One kernel: buffers that are freed before it runs, buffers that it writes, and the kernels of its body."""
+
+    kernel: Kernel
+    freed: tuple[Buffer, ...]
+    written: tuple[Buffer, ...]
+    body: "Profile | None"
 
 
 @dataclass(frozen=True)
@@ -18,7 +28,7 @@ class Profile:
 
     peak: int
     alive: tuple[Buffer, ...]  # at the peak, those inside of a loop included
-    steps: tuple[tuple[Kernel, Mapping[int, Buffer]], ...]  # kernel, buffers that are alive while it runs
+    steps: tuple[Step, ...]
 
 
 def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str) -> Profile:
@@ -33,25 +43,22 @@ def profile(kernels: Sequence[Kernel], results: Sequence[Buffer], platform: str)
             last[id(buffer)] = i
     last |= {id(buffer): len(ordered) for buffer in results}
     alive: dict[int, Buffer] = {}
-    total, peak, at_peak, steps = 0, 0, (), []
+    total, peak, at_peak, freed, steps = 0, 0, (), list[Buffer](), []
     for i, kernel in enumerate(ordered):
         dying = [r.buffer for r in kernel.reads.values() if last[id(r.buffer)] == i and id(r.buffer) in alive]
-        for buffer in kernel.writes:
-            if buffer.fixed:
-                continue
+        written = [buffer for buffer in kernel.writes if not buffer.fixed]
+        for buffer in written:
             if kernel.elementwise and (match := next((b for b in dying if b.bytes == buffer.bytes), None)):
                 dying.remove(match)
-                total -= alive.pop(id(match)).bytes
+                freed.append(alive.pop(id(match)))
             alive[id(buffer)] = buffer
-            total += buffer.bytes
+        total += sum(x.bytes for x in written) - sum(x.bytes for x in freed)
         inside = profile(kernel.body, kernel.results, platform) if kernel.body else None
+        steps.append(Step(kernel, tuple(freed), tuple(written), inside))
         now = total + (inside.peak if inside else 0)
-        steps.append((kernel, dict(alive)))
         if now > peak:
             peak, at_peak = now, (*alive.values(), *(inside.alive if inside else ()))
-        for buffer in _touched(kernel):
-            if last[id(buffer)] == i and id(buffer) in alive:
-                total -= alive.pop(id(buffer)).bytes
+        freed = [alive.pop(id(x)) for x in _touched(kernel) if last[id(x)] == i and id(x) in alive]
     return Profile(peak, at_peak, tuple(steps))
 
 

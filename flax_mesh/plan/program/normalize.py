@@ -1,27 +1,29 @@
 """Converts a StableHLO module to the form in which XLA propagates shardings, because they depend on it.
 
-`ir` is the module `jaxlib.mlir.ir`. Calls are inlined, values that a loop does not change are used directly in its
+Calls are inlined, values that a loop does not change are used directly in its
 body, operations that only move dims of size 1 become reshapes, and operations are ordered from the results back.
 """
 
 import re
 from collections.abc import Callable
-from typing import Any
 
+from jax.extend.mlir import ir
+
+Op = ir.Operation | ir.OpView
 MOVES = ("stablehlo.broadcast_in_dim", "stablehlo.transpose")
 
 
-def normalize(ir: Any, module: Any) -> None:
+def normalize(_: object, module: ir.Module) -> None:
     """Changes the module in place."""
     main = _inline(module)
     for loop in _matching(main, "stablehlo.while".__eq__):
-        _free_invariants(ir, loop, main)
+        _free_invariants(loop, main)
     for operation in _matching(main, lambda name: name.startswith("chlo.") or name in MOVES):
-        _replace(ir, operation)
+        _replace(operation)
     _order(main)
 
 
-def _order(operation: Any) -> None:
+def _order(operation: Op) -> None:
     """Order the operations of every block as XLA does: from the results back, operands first, in their order.
 
     Operations that no result depends on are erased.
@@ -29,8 +31,8 @@ def _order(operation: Any) -> None:
     for region in operation.regions:
         for block in region.blocks:
             *_, last = block.operations
-            placed: set[Any] = set()
-            stack = [(last.operation, False)]
+            placed: set[Op] = set()
+            stack: list[tuple[Op, bool]] = [(last.operation, False)]
             while stack:
                 item, ready = stack.pop()
                 if ready:
@@ -42,7 +44,7 @@ def _order(operation: Any) -> None:
                 placed.add(item)
                 stack.append((item, True))
                 owners = [value.owner for value in _operands(item)]
-                inside = [o for o in owners if hasattr(o, "regions") and o.parent is not None and o.parent == operation]
+                inside = [o for o in owners if not isinstance(o, ir.Block) and o.parent == operation]
                 stack += [(owner, False) for owner in reversed(inside)]
             for item in reversed(list(block.operations)):
                 if item.operation not in placed:
@@ -51,7 +53,7 @@ def _order(operation: Any) -> None:
                     _order(item.operation)
 
 
-def _operands(operation: Any) -> list[Any]:
+def _operands(operation: Op) -> list[ir.Value]:
     """Operands of an operation and of the operations inside of it."""
     operands = list(operation.operands)
     for region in operation.regions:
@@ -61,7 +63,7 @@ def _operands(operation: Any) -> list[Any]:
     return operands
 
 
-def _replace(ir: Any, operation: Any) -> None:
+def _replace(operation: ir.Operation) -> None:
     """Replace broadcasts and transposes that move only dims of size 1 by reshapes, and unary functions of CHLO.
 
     Shardy has no rule for the latter. A function of StableHLO stands for them, with their name in its attribute `chlo`.
@@ -69,15 +71,16 @@ def _replace(ir: Any, operation: Any) -> None:
     if len(operation.operands) != 1 or len(operation.results) != 1:
         return
     (value,), (result,) = operation.operands, operation.results
+    attributes: dict[str, ir.Attribute] = {}
     if operation.name in MOVES:
         before, after = ([size for size in array.type.shape if size > 1] for array in (value, result))
         dims = re.findall(r"\d+", str(operation.attributes["permutation"])) if operation.name == MOVES[1] else []
         order = [int(d) for d in dims[1:] if value.type.shape[int(d)] > 1]  # the first number is from i64
         if before != after or order != sorted(order) or not value.type.shape:
             return
-        name, attributes = "stablehlo.reshape", {}
+        name = "stablehlo.reshape"
     else:
-        name, attributes = "stablehlo.tanh", {"chlo": ir.StringAttr.get(operation.name.partition(".")[2])}
+        name, attributes["chlo"] = "stablehlo.tanh", ir.StringAttr.get(operation.name.partition(".")[2])
     new = ir.Operation.create(
         name,
         results=[result.type],
@@ -90,16 +93,20 @@ def _replace(ir: Any, operation: Any) -> None:
     operation.erase()
 
 
-def _inline(module: Any) -> Any:
+def _inline(module: ir.Module) -> ir.Operation:
     """Replace calls by the bodies of their functions, as XLA does before the pass: shardings then pass through them.
 
     Returns the function that is left.
     """
-    functions = {f.attributes["sym_name"].value: f for f in module.body.operations if f.operation.name == "func.func"}
+    functions = {
+        ir.StringAttr(f.attributes["sym_name"]).value: f
+        for f in module.body.operations
+        if f.operation.name == "func.func"
+    }
     calls = _matching(functions["main"].operation, "func.call".__eq__)
     while calls:
         call = calls.pop()
-        copy = functions[call.attributes["callee"].value].operation.clone()
+        copy = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].operation.clone()
         *body, last = copy.regions[0].blocks[0].operations
         for argument, operand in zip(copy.regions[0].blocks[0].arguments, call.operands, strict=True):
             argument.replace_all_uses_with(operand)
@@ -117,7 +124,7 @@ def _inline(module: Any) -> Any:
     return functions["main"].operation
 
 
-def _free_invariants(ir: Any, loop: Any, main: Any) -> None:
+def _free_invariants(loop: ir.Operation, main: ir.Operation) -> None:
     """Use values that a loop does not change directly in its body, as XLA does before the pass.
 
     A value with a sharding gets an open constraint, so that the body may choose another one. Otherwise the residuals
@@ -149,18 +156,22 @@ def _free_invariants(ir: Any, loop: Any, main: Any) -> None:
         loop.results[index].replace_all_uses_with(init)
 
 
-def _sharding_text(value: Any, main: Any) -> str:
+def _sharding_text(value: ir.Value, main: ir.Operation) -> str:
     """The sharding that a value has before propagation, or ""."""
     block = main.regions[0].blocks[0]
     if value.owner == block:
-        text = str(main.attributes["arg_attrs"][value.arg_number]) if "arg_attrs" in main.attributes else ""
+        text = (
+            str(ir.ArrayAttr(main.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
+            if "arg_attrs" in main.attributes
+            else ""
+        )
         return text[text.find("sdy.sharding") :] if "sdy.sharding" in text else ""
     attributes = getattr(value.owner, "attributes", {})
     names = [name for name in ("sharding", "sdy.sharding") if name in attributes]
     return str(attributes[names[0]]) if names else ""
 
 
-def _matching(operation: Any, wanted: Callable[[str], bool]) -> list[Any]:
+def _matching(operation: ir.Operation, wanted: Callable[[str], bool]) -> list[ir.Operation]:
     """The operations inside of `operation` whose names are `wanted`, at any depth."""
     matches = []
     for region in operation.regions:

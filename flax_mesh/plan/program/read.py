@@ -5,19 +5,16 @@ constraints to all other values (`jax_compat.propagated_module`), and `read_prog
 types. Operations that cannot affect a result, and repeated ones, are left out, as in XLA.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
+from jax.extend.mlir import ir
 
 from flax_mesh import jax_compat
 from flax_mesh.blockwise.loops import expected_trips
-
-Spec = tuple[tuple[str, ...], ...]  # per dim: the mesh axes that split it
+from flax_mesh.plan.program.program import COLLECTIVES, Array, Block, Operation, Program, Spec, local_shape
 
 BITS = {"i1": 8, "index": 32, "token": 0}
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
@@ -32,102 +29,6 @@ _NUMBER = re.compile(r"dense<(-?\d+)>")
 DISTINCT = frozenset({"custom_call", "optimization_barrier", "rng", "rng_bit_generator"})
 # Of an operand in the memory of the host, the result is there too.
 KEEP_MEMORY = frozenset({"dynamic_update_slice", "dynamic_slice", "slice", "reshape", "broadcast_in_dim", "transpose"})
-TRANSFERS = frozenset({"to_device", "to_host"})  # between the memory of the host and of the device
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "reduce_scatter", "collective_permute", "collective_broadcast")
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Array:
-    """A value of the program. `local` is the shape of the part that one device stores."""
-
-    shape: tuple[int, ...]
-    bits: int  # per element
-    kind: str  # "f", "i" or "c": float, integer or bool, complex
-    spec: Spec
-    local: tuple[int, ...]
-    producer: "Operation | None" = None
-    on_host: bool = False  # an argument, or a copy that is returned, in the memory of the host
-
-    @property
-    def size(self) -> int:
-        """Elements on one device."""
-        return math.prod(self.local)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes on one device: none in the memory of the host."""
-        return 0 if self.on_host else self.stored_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the part of one device, wherever it is stored."""
-        return -(-self.size * self.bits // 8)
-
-    @property
-    def axes(self) -> frozenset[str]:
-        return frozenset(axis for dim in self.spec for axis in dim)
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Operation:
-    """One operation, by its name in StableHLO, such as "dot_general". `times` is the trip count of a loop."""
-
-    kind: str
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
-    attributes: Mapping[str, str]
-    source: str  # of the traced function, such as "jit(step)/jvp(Decoder)/while/body/dot_general"
-    bodies: tuple["Block", ...] = ()
-    times: float = 1
-    times_known: bool = True
-    phase: str = "update"  # forward, backward or update
-
-    def dims(self, name: str) -> tuple[int, ...]:
-        """The numbers of an attribute such as `dimensions = array<i64: 0, 2>`."""
-        return _numbers(self.attributes.get(name, ""))
-
-
-@dataclass(eq=False, slots=True, repr=False)
-class Block:
-    """A list of operations with arguments and results: the program itself, or the body of a loop or a conditional."""
-
-    arguments: tuple[Array, ...]
-    operations: list[Operation] = field(default_factory=list)
-    results: tuple[Array, ...] = ()
-
-    def walk(self, times: float = 1) -> Iterator[tuple[Operation, float]]:
-        """Every operation, also those inside of loops, and how often it runs."""
-        for operation in self.operations:
-            yield operation, times
-            for body in operation.bodies:
-                yield from body.walk(times * operation.times)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Program:
-    """A step: its block, the sizes of the mesh axes, and the arguments whose memory a result takes over."""
-
-    block: Block
-    axis_sizes: Mapping[str, int]
-    names: tuple[str, ...]  # of the arguments
-    donated: Mapping[int, int]  # argument -> result
-    platform: str
-    excess_precision: bool = True  # XLA may store a value with more bits than the program rounds it to
-
-    def group_size(self, axes: Sequence[str]) -> int:
-        return math.prod(axis_size(axis, self.axis_sizes) for axis in axes)
-
-
-def axis_size(axis: str, sizes: Mapping[str, int]) -> int:
-    """The size of an axis, or of a part of one, which is written `tp:(1)2`."""
-    name, _, part = axis.partition(":")
-    return int(part.rpartition(")")[2]) if part else sizes[name]
-
-
-@lru_cache(4096)
-def _numbers(text: str) -> tuple[int, ...]:
-    before, _, after = text.partition(":")  # `array<i64: 0, 2>`, `array<i64>`, `3 : i64`
-    return tuple(map(int, re.findall(r"-?\d+", after if before.startswith("array") else before)))
 
 
 @lru_cache(65536)
@@ -159,16 +60,20 @@ def _parse_specs(text: str) -> tuple[Spec, ...]:
     return tuple(tuple(map(axes, _DIM.findall(spec))) for spec in _SPEC.findall(text))
 
 
+Values = dict[ir.Value, Array]
+Seen = dict[Hashable, Operation]  # what an operation computes, and of which values -> the first such operation
+
+
 class _Reader:
     """Copies a module. Equal operations on equal values are read once, as common subexpressions."""
 
-    def __init__(self, module: Any, axis_sizes: Mapping[str, int], platform: str):
+    def __init__(self, module: ir.Module, axis_sizes: Mapping[str, int], platform: str):
         self.sizes = dict(axis_sizes)
         self.widens: tuple[str, ...] = ()  # types that are stored as float32, except in arguments
         self.cpu = platform == "cpu"
         self.function = next(item for item in module.body.operations if item.operation.name == "func.func")
 
-    def array(self, value: Any, spec: Spec | None) -> Array:
+    def array(self, value: ir.Value, spec: Spec | None) -> Array:
         text = str(value.type)
         shape, bits, kind = _parse_type(text)
         if self.widens and _element_type(text) in self.widens:
@@ -179,7 +84,7 @@ class _Reader:
     def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
         function = self.function
         body = function.regions[0].blocks[0]
-        attributes = list(function.attributes["arg_attrs"]) if "arg_attrs" in function.attributes else []
+        attributes = list(ir.ArrayAttr(function.attributes["arg_attrs"])) if "arg_attrs" in function.attributes else []
         arguments, names, donated, values = [], [], {}, {}
         for index, value in enumerate(body.arguments):
             text = str(attributes[index]) if attributes else ""
@@ -198,7 +103,7 @@ class _Reader:
         block.results = tuple(self.block(body, values, block, {}))
         return block, tuple(names), donated
 
-    def block(self, body: Any, values: dict[Any, Array], into: Block, seen: dict[Any, Operation]) -> list[Array]:
+    def block(self, body: ir.Block, values: Values, into: Block, seen: Seen) -> list[Array]:
         """Append the operations of an MLIR block to `into`; returns the values that it returns."""
         for item in body.operations:
             operation = item.operation
@@ -213,7 +118,7 @@ class _Reader:
             values.update(zip(operation.results, outputs, strict=True))
         return []
 
-    def manual(self, item: Any, inputs: Sequence[Array], values: dict[Any, Array], into: Block) -> list[Array]:
+    def manual(self, item: ir.OpView, inputs: Sequence[Array], values: Values, into: Block) -> list[Array]:
         """The body of a shard_map: its values have the shapes of one device."""
         body = item.regions[0].blocks[0]
         inside = [self._on_shard(x, self.array(v, None), into) for x, v in zip(inputs, body.arguments, strict=True)]
@@ -228,17 +133,17 @@ class _Reader:
         into.operations.append(after.producer)
         return after
 
-    def specs(self, item: Any, name: str) -> Sequence[Spec | None]:
+    def specs(self, item: ir.OpView, name: str) -> Sequence[Spec | None]:
         return _parse_specs(str(item.attributes[name])) if name in item.attributes else [None] * len(item.results)
 
     def operation(
         self,
-        item: Any,
+        item: ir.OpView,
         name: str,
         inputs: Sequence[Array],
-        values: dict[Any, Array],
+        values: Values,
         into: Block,
-        seen: dict[Any, Operation],
+        seen: Seen,
     ) -> Sequence[Array]:
         regions = [region for region in item.regions if len(region.blocks)]
         attributes = {n: _attribute_text(name, item.attributes[n]) for n in item.attributes if n != "sdy.sharding"}
@@ -277,14 +182,14 @@ class _Reader:
         into.operations.append(operation)
         return outputs
 
-    def body(self, region: Any, values: dict[Any, Array], arguments: Sequence[Array]) -> Block:
+    def body(self, region: ir.Region, values: Values, arguments: Sequence[Array]) -> Block:
         body = region.blocks[0]
         given = tuple(arguments)
         block = Block(given)
         block.results = tuple(self.block(body, values | dict(zip(body.arguments, given, strict=True)), block, {}))
         return block
 
-    def loop(self, operation: Operation, regions: Sequence[Any], values: dict[Any, Array]) -> None:
+    def loop(self, operation: Operation, regions: Sequence[ir.Region], values: Values) -> None:
         """The body of a loop. Its arguments have the shardings of the results."""
         condition, body = (region.blocks[0] for region in regions)
         arguments = [self.array(v, o.spec) for v, o in zip(body.arguments, operation.outputs, strict=True)]
@@ -300,7 +205,7 @@ class _Reader:
         count = expected_trips(operation.source) or self.trip_count(condition, values)
         operation.times, operation.times_known = (count, True) if count is not None else (1, False)
 
-    def trip_count(self, condition: Any, values: dict[Any, Array]) -> int | None:
+    def trip_count(self, condition: ir.Block, values: Values) -> int | None:
         """n of the condition `i < n`, as loops of `jax.lax.scan` have it; None for others."""
         constants = {}
         for item in condition.operations:
@@ -318,16 +223,14 @@ class _Reader:
         return None
 
 
-def _attribute_text(name: str, attribute: Any) -> str:
+def _attribute_text(name: str, attribute: ir.Attribute) -> str:
     """The text of an attribute; large constants are not printed."""
-    if name in COLLECTIVES and hasattr(attribute, "is_splat") and getattr(attribute.type, "rank", 0) == 2:
+    dense = attribute if isinstance(attribute, ir.DenseElementsAttr) else None
+    if name in COLLECTIVES and dense is not None and ir.RankedTensorType(dense.type).rank == 2:
         return str(np.array(attribute)[0].tolist())  # the first group of devices
-    if name == "constant" and not getattr(attribute, "is_splat", False):
+    if name == "constant" and not (dense and dense.is_splat):
         return f"{hash(attribute)} : {attribute.type}"
     return str(attribute)
-
-
-PHASES = ("forward", "backward", "update")
 
 
 def _set_phases(block: Block, outer: str) -> None:
@@ -350,20 +253,13 @@ def _set_phases(block: Block, outer: str) -> None:
             _set_phases(body, operation.phase)
 
 
-def read_program(module: Any, axis_sizes: Mapping[str, int], platform: str, excess_precision: bool) -> Program:
+def read_program(module: ir.Module, axis_sizes: Mapping[str, int], platform: str, excess_precision: bool) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
     block, names, donated = _Reader(module, axis_sizes, platform).main()
     _remove_unused(block)
     _split_constants(block, axis_sizes)
     _set_phases(block, "")
     return Program(block, dict(axis_sizes), names, donated, platform, excess_precision)
-
-
-def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(
-        -(-size // math.prod(axis_size(axis, sizes) for axis in axes)) if axes else size
-        for size, axes in zip(shape, spec, strict=True)
-    )
 
 
 def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:

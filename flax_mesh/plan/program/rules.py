@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from flax_mesh.plan.program.read import Operation, Spec
+from flax_mesh.plan.program.program import Operation, Spec
 
 Axes = tuple[str, ...]
 

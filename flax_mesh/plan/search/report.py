@@ -3,7 +3,6 @@
 import math
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from flax_mesh.plan.report import VERDICTS, WIDTH, number, of_capacity, time_text
 from flax_mesh.plan.search.confirm import Confirmation
@@ -50,7 +49,7 @@ def fits(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> bool |
     return best_of(search, confirmed) is not None if confirmed else search.planned[0].plan.fits
 
 
-def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, Any]:
+def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, object]:
     """The same for `json.dumps`: bytes, seconds, tokens/s."""
     first = search.planned[0]
     return {
@@ -153,7 +152,7 @@ def _confirmation(confirmation: Confirmation) -> str:
     return f"compiled: {words}: {VERDICTS[confirmation.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
-def _layout_dict(planned: Planned, first: Planned) -> dict[str, Any]:
+def _layout_dict(planned: Planned, first: Planned) -> dict[str, object]:
     return {
         "settings": dict(planned.settings),
         "fits": planned.plan.fits,

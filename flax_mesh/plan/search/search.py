@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from flax_mesh.recipe.config import TrainConfig, tokens_per_step
 from flax_mesh.recipe.resolve import check
 from flax_mesh.recipe.target import axis_sizes, without_groups
 from flax_mesh.text import first_line, listed
+from flax_mesh.tree import PyTree
 
 Rows = NDArray[np.intp]
 PLANS = 24
@@ -233,7 +234,7 @@ class _Search:
         return True
 
 
-def plan_layout(config: TrainConfig, topology: Topology, batch: Any = None) -> Plan:
+def plan_layout(config: TrainConfig, topology: Topology, batch: PyTree = None) -> Plan:
     check(config)
     return plan_for(config, topology, resolve_mesh(topology, without_groups(axis_sizes(config.mesh))), batch=batch)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.sharding.memory import DEVICE
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.text import mesh_text
-from flax_mesh.tree import model_state
+from flax_mesh.tree import PyTree, model_state
 
 MESH, BATCH, MICROBATCHES = "mesh.shape", "data.batch_size", "pipeline.num_microbatches"
 SCHEDULE, STAGES, STAGE_REMAT = "pipeline.schedule", "pipeline.num_virtual_stages", "pipeline.remat"
@@ -82,7 +82,7 @@ class Space:
 
     config: TrainConfig
     topology: Topology
-    batch: Any
+    batch: PyTree
     fixed: frozenset[str]
     layouts: tuple[Layout, ...]
     excluded: Counter[str]
@@ -121,7 +121,7 @@ class Space:
     def apply(self, settings: Settings) -> TrainConfig:
         return apply_overrides(self.config, overrides(settings))
 
-    def batch_of(self, config: TrainConfig) -> Any:
+    def batch_of(self, config: TrainConfig) -> PyTree:
         """The shapes of a batch with other settings; None if they follow from these. `make_batches` is not called."""
         if config.make_batches is None:
             return None
@@ -346,6 +346,6 @@ class StateBytes:
         return (self.model * copies + self.optimizer * (1 if shard_over else copies)) / count
 
 
-def _bytes(tree: Any) -> int:
+def _bytes(tree: PyTree) -> int:
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.number)]
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves)
