@@ -64,7 +64,9 @@ class MpmdArray:
                 "This array has no MpmdMesh, which defines the indices of groups. Create it inside `with mpmd_mesh:` "
                 "for a mesh with its devices, or pass mpmd_mesh=."
             )
-        return _groups(self.sharding, self.mpmd_mesh)
+        groups = _groups(self.sharding, self.mpmd_mesh)
+        assert groups is not None  # the mesh has all devices of the sharding
+        return groups
 
     @property
     def is_fully_remote(self) -> bool:
@@ -157,7 +159,7 @@ def find_mpmd_mesh(sharding: Sharding, *candidates: MpmdMesh | None) -> MpmdMesh
 
 
 @lru_cache(maxsize=4096)
-def _groups(sharding: Sharding, mpmd_mesh: MpmdMesh) -> Any:
+def _groups(sharding: Sharding, mpmd_mesh: MpmdMesh) -> tuple[int, ...] | None:
     """Indices of the groups of `sharding`, or None if one of its devices is not in the mesh."""
     groups = {mpmd_mesh.device_mpmd_idx.get(device) for device in sharding.device_set}
     return None if None in groups else tuple(sorted(groups))  # pyright: ignore[reportArgumentType]

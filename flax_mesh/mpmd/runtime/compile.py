@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax_mesh.program.program import Program, Var, with_axes_of
 from flax_mesh.step.callbacks import CallbackErrors, callbacks_in
 from flax_mesh.tree import PyTree
 
-Jitted = Callable[..., Any]
+Jitted = Callable[..., PyTree]
 Slot = tuple[jax.Array, jax.Array]  # step and microbatch
 Options = dict[str, object] | None  # of XLA
 

@@ -26,7 +26,6 @@ layout under a layout key. Let stage 0 send activation v to stages 1 and 3:
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,15 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 from flax_mesh.program.program import Var
+from flax_mesh.tree import PyTree
 
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.
-Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
+_Arrays = list[jax.Array]
+Saved = dict[
+    tuple[int, int],
+    tuple[_Arrays, list[jax.Array | None], dict[int, jax.Array], tuple[list[_Arrays], _Arrays] | None],
+]
 _Key = tuple[str, int, int]  # kind, microbatch, and stage that receives the activation
 _pack, _unpack = jax.jit(jnp.stack), jax.jit(list)  # scalars of several names are sent as one array
 
@@ -67,14 +71,16 @@ class ScheduleRun:
         self._sender, self._receivers, self._trains = compiled.sender, compiled.receivers, compiled.trains
         self._move_to = compiled.transfers.move_to
         self.saved: Saved = {}
-        self.values: dict[tuple[Var, int, int], Any] = {}  # (variable, microbatch, receiving stage) -> activation there
+        self.values: dict[
+            tuple[Var, int, int], jax.Array | None
+        ] = {}  # (variable, microbatch, receiving stage) -> activation there
         # (variable, microbatch, stage that received it) -> its gradient on the group that computed the variable
-        self.cotangents: dict[tuple[Var, int, int], Any] = {}
+        self.cotangents: dict[tuple[Var, int, int], jax.Array | None] = {}
         self.changed: dict[int, jax.Array] = {}  # leaf -> new value, on the group that stores it
         # (stage, leaf) -> new value. The stages of one group that read a variable are at different microbatches.
         self._current: dict[tuple[int, int], jax.Array] = {}
         self.grads: dict[int, dict[int, jax.Array]] = {}  # by group and leaf
-        self.sums: list[list[Any]] = [[None] * len(stage.sums) for stage in self.stages]
+        self.sums: list[list[jax.Array | None]] = [[None] * len(stage.sums) for stage in self.stages]
         for group, zeros in compiled.zeros.items():
             self.grads[group], sums = zeros()
             for stage, start in zip((s for s in self.stages if s.group == group), sums, strict=True):
@@ -122,7 +128,7 @@ class ScheduleRun:
         else:
             self._weights(self.stages[k], microbatch)
 
-    def named_sums(self) -> dict[str, tuple[int, Any]]:
+    def named_sums(self) -> dict[str, tuple[int, PyTree]]:
         """{name: (group, sum over the microbatches or None if it is remote)}."""
         return {
             self.compiled.names[at]: (stage.group, value)
@@ -271,7 +277,7 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
     for owner in sorted({group for group, _ in named.values()}):
         names = [name for name, (group, _) in named.items() if group == owner]
-        packed: Any = jax.ShapeDtypeStruct((len(names),), jnp.float32)
+        packed: jax.Array | jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((len(names),), jnp.float32)
         if owner in run.local_groups:
             packed = _pack([named[name][1] for name in names])
         for group in transfers.mesh.representative_groups:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import jax
 import numpy as np
@@ -40,6 +40,7 @@ from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState, check_not_donated
 from flax_mesh.text import lines_of, shown
+from flax_mesh.tree import PyTree
 
 
 class Pipeline:
@@ -193,7 +194,7 @@ class Pipeline:
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     @without_mesh()
-    def model(self, state: TrainState) -> Any:
+    def model(self, state: TrainState) -> nnx.Pytree:
         """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
         placed = zip(self.placement.owners, state.leaves, strict=True)
         owners, leaves = zip(*((owner, leaf) for owner, leaf in placed if owner.path.startswith(MODEL)), strict=True)
@@ -262,7 +263,7 @@ class Pipeline:
         shared_at = (at for at, owner in enumerate(self.placement.owners) if owner.group == SHARED)
         shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
-        def transfer(kind: str, detail: tuple[Any, ...], *arguments: Any) -> Any:
+        def transfer(kind: str, detail: tuple[Hashable, ...], *arguments: PyTree) -> PyTree:
             return self.transfers.transfer((kind, run.number, *detail), *arguments)
 
         new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, old, limits, transfer)

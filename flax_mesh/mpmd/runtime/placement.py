@@ -3,14 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
-from flax_mesh.mpmd.chunks import Chunks
+from flax_mesh.mpmd.chunks import Chunks, Value
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
@@ -20,7 +20,7 @@ from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_
 from flax_mesh.step.options import StateLayout
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
-from flax_mesh.tree import Shaped, named_leaves, owners_of
+from flax_mesh.tree import PyTree, Shaped, named_leaves, owners_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -103,15 +103,16 @@ def bytes_of_groups(
     return sizes
 
 
-def chunked(owners: Sequence[LeafOwner], values: Sequence[Any]) -> list[Any]:
+def chunked(owners: Sequence[LeafOwner], values: Sequence[PyTree]) -> list[Value]:
     """One value per leaf of the plain state, from one value per owner. Stacks become Chunks."""
-    by_source: dict[int, Any] = {}
+    by_source: dict[int, Value] = {}
     for owner, value in zip(owners, values, strict=True):
         if owner.rows is None:
             by_source[owner.source] = value
         else:
-            before = by_source.get(owner.source, Chunks((), ()))
-            by_source[owner.source] = Chunks((*before.parts, value), (*before.starts, owner.rows[0]))
+            before = by_source.get(owner.source)
+            parts, starts = (before.parts, before.starts) if isinstance(before, Chunks) else ((), ())
+            by_source[owner.source] = Chunks((*parts, value), (*starts, owner.rows[0]))
     return [by_source[source] for source in range(len(by_source))]
 
 
@@ -146,7 +147,7 @@ def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: Name
     return on_all_groups(parts, sharding)
 
 
-def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
+def cut_rows(value: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
     return value if rows is None else value[slice(*rows)]
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd import Pipeline, split_stages
+from flax_mesh.mpmd.chunks import Chunks
 from flax_mesh.mpmd.runtime.placement import chunked
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import make_train_step
@@ -95,6 +96,6 @@ def whole(pipeline, state) -> dict[str, Any]:
     host = [
         np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in state.leaves
     ]
-    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.owners, host)]
+    values = [np.concatenate(x.parts) if isinstance(x, Chunks) else x for x in chunked(pipeline.placement.owners, host)]
     paths = [path for path, _ in named_leaves(pipeline.placement.plain.to_nnx())]
     return dict(zip(paths, values, strict=True))

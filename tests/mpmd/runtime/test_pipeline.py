@@ -302,7 +302,9 @@ def test_weights_are_not_residuals_and_full_remat_stores_none():
     shapes = {"none": [], "full": []}
     for remat, found in shapes.items():
         pipeline = build_net(remat=remat)
-        pipeline.on_action = lambda _, saved, found=found: found.extend(x.shape for e in saved.values() for x in e[1])
+        pipeline.on_action = lambda _, saved, found=found: found.extend(
+            x.shape for e in saved.values() for x in jax.tree.leaves(e[1])
+        )
         pipeline.step(pipeline.init_state(), net_batch(4))
     assert shapes["none"] and not {(8, 8), (16, 8)} & set(shapes["none"])
     assert not shapes["full"]
