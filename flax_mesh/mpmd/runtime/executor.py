@@ -137,16 +137,13 @@ class ScheduleRun:
         }
 
     def _forward(self, stage: StageFunctions, microbatch: int) -> None:
-        k, group, stored = stage.stage, stage.group, self.leaves[stage.group]
-        received = [self._value(v, microbatch, k, group) for v in stage.received]
-        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
+        k, group = stage.stage, stage.group
+        received, leaves = self._inputs(stage, microbatch)
         sent, residuals, new, self.sums[k] = stage.forward(
             leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k]
         )
         if self._trains:
-            # Other variables that change are written, but never read.
-            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
-            self.saved[k, microbatch] = (received, residuals, old, None)
+            self.saved[k, microbatch] = (received, residuals, _changing(stage, leaves), None)
         self._store_changed(stage, new)
         for v, value in zip(stage.sent, sent, strict=True):
             for receiver in self._receivers[v]:
@@ -171,9 +168,8 @@ class ScheduleRun:
 
     def _both(self, stage: StageFunctions, microbatch: int) -> None:
         """F and B of a stage that sends nothing."""
-        k, group, stored, summed = stage.stage, stage.group, self.leaves[stage.group], self.grads[stage.group]
-        received = [self._value(v, microbatch, k, group) for v in stage.received]
-        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
+        k, group, summed = stage.stage, stage.group, self.grads[stage.group]
+        received, leaves = self._inputs(stage, microbatch)
         grads = [summed[at] for at in stage.trained] if not stage.has_weights else []
         assert stage.both is not None
         new, self.sums[k], to_inputs, grads, residuals, carry = stage.both(
@@ -182,8 +178,7 @@ class ScheduleRun:
         if not stage.has_weights:
             summed.update(zip(stage.trained, grads, strict=True))
         else:
-            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
-            self.saved[k, microbatch] = (received, residuals, old, ([], carry))
+            self.saved[k, microbatch] = (received, residuals, _changing(stage, leaves), ([], carry))
         self._store_changed(stage, new)
         self._send_gradients(stage, microbatch, to_inputs)
 
@@ -212,11 +207,16 @@ class ScheduleRun:
         )
         summed.update(zip(stage.trained, grads, strict=True))
 
-    def _value(self, v: Var, microbatch: int, stage: int, group: int) -> jax.Array:
-        value = self.values.pop((v, microbatch, stage), None)
-        if value is not None:
-            return value
-        return self._receive(("F", microbatch, stage), v, group, self._sender[v][0])
+    def _inputs(self, stage: StageFunctions, microbatch: int) -> tuple[_Arrays, _Arrays]:
+        """The received values and the leaves for F."""
+        k, stored = stage.stage, self.leaves[stage.group]
+        received: _Arrays = []
+        for v in stage.received:
+            value = self.values.pop((v, microbatch, k), None)
+            if value is None:
+                value = self._receive(("F", microbatch, k), v, stage.group, self._sender[v][0])
+            received.append(value)
+        return received, [self._current.get((k, at), stored[at]) for at in stage.leaves]
 
     def _cotangents(self, v: Var, microbatch: int, group: int) -> list[jax.Array]:
         """The gradients of `v` from all stages that received it, the last stage first."""
@@ -255,6 +255,11 @@ class ScheduleRun:
         channel = self.compiled.transfers.channel
         assert channel is not None  # there are other processes
         return channel
+
+
+def _changing(stage: StageFunctions, leaves: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """The leaves that F changes, before F. Other variables that change are written, but never read."""
+    return {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
 
 
 def announce_layouts(compiled: CompiledPipeline) -> None:

@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import as_tuple
-from flax_mesh.errors import ShardingError
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.chunks import Chunks, Value
 from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
@@ -52,6 +56,25 @@ class Placement:
         """The specs of the leaves of the model."""
         leaves = named_leaves(self.plain.to_nnx())
         return tuple(leaf.sharding.spec for path, leaf in leaves if path.startswith(MODEL))
+
+
+def make_of(staged: StagedModel, optimizer: optax.GradientTransformation | nnx.Optimizer | None) -> Make:
+    """The function that makes the model and the optimizer, which either split_stages or Pipeline receives once."""
+    if (optimizer is None) == (staged.make_state is None):
+        number = "got none" if optimizer is None else "got one in each"
+        raise ConfigError(
+            "the optimizer must be given once, by the function that split_stages takes, which returns "
+            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {number}"
+        )
+    if staged.make_state is not None:
+        return staged.make_state
+    assert optimizer is not None
+    if isinstance(optimizer, nnx.Optimizer) and optimizer.wrt != staged.wrt:
+        raise ConfigError(
+            f"wrt={filter_text(optimizer.wrt)} of the optimizer must equal the filter of the stages, "
+            f"wrt={filter_text(staged.wrt)}; pass the filter to split_stages"
+        )
+    return lambda: ((model := staged.make()), optimizer_of(model, optimizer, staged.wrt))
 
 
 def place(
