@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, processes_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -79,7 +79,7 @@ class MpmdArray:
         if self.value is None:
             raise ValueError(
                 f"{self!r} is fully remote: process {_this_process(self.sharding)} has none of its devices, which "
-                f"belong to process {_processes(self.sharding)}. Read it there, or transfer it to a group of this "
+                f"belong to {_owners(self.sharding)}. Read it there, or transfer it to a group of this "
                 "process with mpmd.device_put."
             )
         return self.value
@@ -191,5 +191,5 @@ def _this_process(sharding: Sharding) -> int:
     return next(iter(sharding.device_set)).client.process_index()
 
 
-def _processes(sharding: Sharding) -> str:
-    return ", ".join(map(str, sorted({device.process_index for device in sharding.device_set})))
+def _owners(sharding: Sharding) -> str:
+    return processes_text(device.process_index for device in sharding.device_set)

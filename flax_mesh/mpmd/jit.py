@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.mpmd.array import MpmdArray, find_mpmd_mesh, is_fully_remote_sharding, is_local_device, is_weakly_typed
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
-from flax_mesh.text import paths_text
+from flax_mesh.text import listed, paths_text, processes_text
 from flax_mesh.tree import PyTree
 
 
@@ -89,21 +89,21 @@ def _is_committed(leaf: object) -> bool:
 
 
 def _value(arg: PyTree) -> PyTree:
-    """`arg` with its MpmdArrays replaced by their local parts. The same object if it has none: it may be static."""
-    if isinstance(arg, MpmdArray):
-        return arg.value
-    leaves, tree = jax.tree.flatten(arg)
-    if not any(isinstance(leaf, MpmdArray) for leaf in leaves):
-        return arg
-    return tree.unflatten([leaf.value if isinstance(leaf, MpmdArray) else leaf for leaf in leaves])
+    """`arg` with its MpmdArrays replaced by their local parts."""
+    return _replaced(arg, lambda leaf: isinstance(leaf, MpmdArray), lambda array: array.value)
 
 
 def _abstract(arg: PyTree) -> PyTree:
-    """`arg` with its committed arrays replaced by ShapeDtypeStructs. The same object if it has none."""
+    """`arg` with its committed arrays replaced by ShapeDtypeStructs."""
+    return _replaced(arg, _is_committed, _shape_of)
+
+
+def _replaced(arg: PyTree, applies: Callable[[PyTree], bool], change: Callable[[PyTree], PyTree]) -> PyTree:
+    """`arg` with changed leaves. The same object if the change applies to none: it may be static."""
     leaves, tree = jax.tree.flatten(arg)
-    if not any(map(_is_committed, leaves)):
+    if not any(map(applies, leaves)):
         return arg
-    return tree.unflatten([_shape_of(leaf) if _is_committed(leaf) else leaf for leaf in leaves])
+    return tree.unflatten([change(leaf) if applies(leaf) else leaf for leaf in leaves])
 
 
 def _shape_of(array: jax.Array | MpmdArray) -> jax.ShapeDtypeStruct:
@@ -177,7 +177,6 @@ def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> Value
 
 
 def _describe(devices: frozenset[DeviceLike]) -> str:
-    ids = ", ".join(str(device.id) for device in sorted(devices, key=lambda device: device.id))
-    processes = ", ".join(map(str, sorted({device.process_index for device in devices})))
     remote = "" if any(map(is_local_device, devices)) else "remote "
-    return f"{remote}devices {ids} of process {processes}"
+    ids = listed(sorted(device.id for device in devices))
+    return f"{remote}devices {ids} of {processes_text(device.process_index for device in devices)}"

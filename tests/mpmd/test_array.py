@@ -61,7 +61,7 @@ def test_a_remote_array():
     assert (array.shape, array.dtype, array.sharding) == ((4, 2), jnp.bfloat16, sharding)
     assert array.is_fully_remote and is_fully_remote_array(array) and array.block_until_ready() is array
     assert repr(array) == "MpmdArray(bf16[4,2], P('fsdp',), remote)"
-    message = r"remote\) is fully remote: process 0 has none of its devices, which belong to process 1, 2\. Read it"
+    message = r"remote\) is fully remote: process 0 has none of its devices, which belong to processes 1, 2\. Read it"
     for read in (lambda: array.jax_array, lambda: as_jax_array(array), lambda: np.asarray(array)):
         with pytest.raises(ValueError, match=message):
             read()

@@ -75,7 +75,7 @@ def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", 
     If the schedule has more than `most` actions, only the first ones are drawn. The title then states the time at
     which the drawing ends, and the figures on the right count only the drawn actions.
     """
-    events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
+    events = events_of(schedule, result)
     sizes = [(schedule.num_groups, "group"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch")]
     title = f"{schedule.name}: {', '.join(count_text(*size) for size in sizes)}: {summary(result, unit)}"
     if len(events) > most:
@@ -88,8 +88,12 @@ _Panel = tuple[str, list[Event]]
 
 
 def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str = "") -> _Panel:
-    events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
-    return f"{heading(schedule, costs)}: {summary(result, unit)}", events
+    return f"{heading(schedule, costs)}: {summary(result, unit)}", events_of(schedule, result)
+
+
+def events_of(schedule: Schedule, result: Simulation) -> list[Event]:
+    """The simulated actions as events."""
+    return [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
 
 
 def _document(panels: Sequence[_Panel], schedule: Schedule, unit: str = "") -> str:
