@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.typing import DTypeLike
 
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
-from flax_mesh.text import array_text
+from flax_mesh.text import array_text, processes_text
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -64,7 +64,9 @@ class MpmdArray:
                 "This array has no MpmdMesh, which defines the indices of groups. Create it inside `with mpmd_mesh:` "
                 "for a mesh with its devices, or pass mpmd_mesh=."
             )
-        return _groups(self.sharding, self.mpmd_mesh)
+        groups = _groups(self.sharding, self.mpmd_mesh)
+        assert groups is not None  # the mesh has all devices of the sharding
+        return groups
 
     @property
     def is_fully_remote(self) -> bool:
@@ -77,7 +79,7 @@ class MpmdArray:
         if self.value is None:
             raise ValueError(
                 f"{self!r} is fully remote: process {_this_process(self.sharding)} has none of its devices, which "
-                f"belong to process {_processes(self.sharding)}. Read it there, or transfer it to a group of this "
+                f"belong to {_owners(self.sharding)}. Read it there, or transfer it to a group of this "
                 "process with mpmd.device_put."
             )
         return self.value
@@ -157,7 +159,7 @@ def find_mpmd_mesh(sharding: Sharding, *candidates: MpmdMesh | None) -> MpmdMesh
 
 
 @lru_cache(maxsize=4096)
-def _groups(sharding: Sharding, mpmd_mesh: MpmdMesh) -> Any:
+def _groups(sharding: Sharding, mpmd_mesh: MpmdMesh) -> tuple[int, ...] | None:
     """Indices of the groups of `sharding`, or None if one of its devices is not in the mesh."""
     groups = {mpmd_mesh.device_mpmd_idx.get(device) for device in sharding.device_set}
     return None if None in groups else tuple(sorted(groups))  # pyright: ignore[reportArgumentType]
@@ -189,5 +191,5 @@ def _this_process(sharding: Sharding) -> int:
     return next(iter(sharding.device_set)).client.process_index()
 
 
-def _processes(sharding: Sharding) -> str:
-    return ", ".join(map(str, sorted({device.process_index for device in sharding.device_set})))
+def _owners(sharding: Sharding) -> str:
+    return processes_text(device.process_index for device in sharding.device_set)

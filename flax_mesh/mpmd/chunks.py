@@ -8,13 +8,15 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey
 
 from flax_mesh.jax_compat import evaluate
+from flax_mesh.program.program import Eqn
+from flax_mesh.tree import PyTree
 
 # Primitives that compute each element independently, so they can run on every chunk of a stack.
 ELEMENTWISE = frozenset(
@@ -33,14 +35,14 @@ _BY_ROW = {"dot_general", "transpose", "reshape", "broadcast_in_dim"}  # these m
 class Chunks:
     """A leaf of a scanned stack, split along its leading layer dim into `parts`. Part i starts at layer `starts[i]`."""
 
-    def __init__(self, parts: Iterable[Any], starts: Iterable[int]):
+    def __init__(self, parts: Iterable[PyTree], starts: Iterable[int]):
         self.parts, self.starts = tuple(parts), tuple(starts)
 
     @property
     def sizes(self) -> list[int]:
         return [part.shape[0] for part in self.parts]
 
-    def whole(self) -> Any:
+    def whole(self) -> jax.Array:
         return self.parts[0] if len(self.parts) == 1 else jnp.concatenate(self.parts, 0)
 
     def tree_flatten_with_keys(self):
@@ -50,7 +52,7 @@ class Chunks:
         return self.parts, self.starts
 
     @classmethod
-    def tree_unflatten(cls, starts: tuple[int, ...], parts: Iterable[Any]) -> "Chunks":
+    def tree_unflatten(cls, starts: tuple[int, ...], parts: Iterable[PyTree]) -> "Chunks":
         return cls(parts, starts)
 
 
@@ -75,7 +77,7 @@ class Periods(NamedTuple):
         stop = sum(self.chunks.sizes) // self.period
         return [b - a for a, b in pairwise([*self.starts, stop])]
 
-    def rows(self) -> list[Any]:
+    def rows(self) -> list["Value"]:
         """One item per range: an array of its rows, or Chunks of the single layers of a row in several chunks."""
         inside = [start for start in self.chunks.starts if start % self.period]
         shared = [any(start // self.period == first for start in inside) for first in self.starts]
@@ -87,17 +89,20 @@ class Periods(NamedTuple):
             for s, each in zip(shared, rows, strict=True)
         ]
 
-    def whole(self) -> Any:
+    def whole(self) -> jax.Array:
         layers = self.chunks.whole()
         return layers.reshape(-1, self.period, *layers.shape[1:])
 
 
-def whole(value: Any) -> Any:
+Value: TypeAlias = jax.Array | Chunks | Periods  # an array in one piece or in several
+
+
+def whole(value: Value) -> jax.Array:
     """The value itself, with Chunks concatenated."""
     return value.whole() if isinstance(value, Chunks | Periods) else value
 
 
-def rows_of(value: Any, ranges: Sequence[tuple[int, int] | None]) -> list[Any]:
+def rows_of(value: Value, ranges: Sequence[tuple[int, int] | None]) -> list[jax.Array]:
     """The layers [first, stop) of a stack for all of its `ranges`, in order; None is the entire value."""
     if isinstance(value, Chunks) and None not in ranges:
         return [whole(piece) for piece in split_chunks(value, [r[1] - r[0] for r in ranges if r])]
@@ -108,7 +113,7 @@ def rows_of(value: Any, ranges: Sequence[tuple[int, int] | None]) -> list[Any]:
 def split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
     """Consecutive ranges of the layers; a part that is in several of them is split."""
     stops = [*accumulate(sizes)]
-    pieces: list[tuple[list[Any], list[int]]] = [([], []) for _ in sizes]
+    pieces: list[tuple[list[jax.Array], list[int]]] = [([], []) for _ in sizes]
     for start, part in zip(chunks.starts, chunks.parts, strict=True):
         lows, highs = ([min(max(x, start), start + part.shape[0]) for x in at] for at in ([0, *stops[:-1]], stops))
         among = [k for k, (low, high) in enumerate(zip(lows, highs, strict=True)) if low < high]
@@ -119,7 +124,7 @@ def split_chunks(chunks: Chunks, sizes: Sequence[int]) -> list[Chunks]:
     return [Chunks(*piece) for piece in pieces]
 
 
-def rows_like(value: Any, like: Chunks | Periods) -> list[Any]:
+def rows_like(value: Value, like: Chunks | Periods) -> list[Value]:
     """The rows of `value` for every chunk of `like`; the rows of Periods are `Periods.rows`; a scalar is repeated."""
     if isinstance(value, Chunks) and value.starts == like.starts:
         return list(value.parts)
@@ -131,7 +136,7 @@ def rows_like(value: Any, like: Chunks | Periods) -> list[Any]:
     return [value[s : s + size] for s, size in zip(like.starts, like.sizes, strict=True)]
 
 
-def select(index: Any, values: Sequence[Any]) -> Any:
+def select(index: jax.Array, values: Sequence[Value]) -> Value:
     """`jax.lax.select_n`, chunk by chunk if a value is in Chunks."""
     chunks = next((v for v in values if isinstance(v, Chunks)), None)
     if chunks is None:
@@ -140,7 +145,7 @@ def select(index: Any, values: Sequence[Any]) -> Any:
     return Chunks((jax.lax.select_n(index, *part) for part in zip(*rows, strict=True)), chunks.starts)
 
 
-def evaluate_on_chunks(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def evaluate_on_chunks(eqn: Eqn, values: Sequence[Value]) -> list[Value]:
     """Evaluate an equation with Chunks as inputs. Concatenates them only if it cannot run on each chunk.
 
     Not for scans, whose bodies are programs: see `split/interpret.py`.
@@ -151,7 +156,7 @@ def evaluate_on_chunks(eqn: Any, values: Sequence[Any]) -> list[Any]:
     if chunks is None:
         return evaluate(eqn, values)
     if name == "split" and eqn.params["axis"] == 0:
-        return split_chunks(chunks, eqn.params["sizes"])
+        return [*split_chunks(chunks, eqn.params["sizes"])]
     if name == "slice" and (sizes := _sizes_around_rows(eqn)):
         return [split_chunks(chunks, sizes)[1]]
     if name == "reshape" and (period := _period_of(eqn, chunks)):
@@ -168,7 +173,7 @@ def evaluate_on_chunks(eqn: Any, values: Sequence[Any]) -> list[Any]:
     return evaluate(eqn, [whole(value) for value in values])
 
 
-def _sizes_around_rows(eqn: Any) -> tuple[int, int, int] | None:
+def _sizes_around_rows(eqn: Eqn) -> tuple[int, int, int] | None:
     """The layers before, in and after those that a slice takes; None if it takes none, or parts of them."""
     first, *starts = eqn.params["start_indices"]
     stop, *limits = eqn.params["limit_indices"]
@@ -177,7 +182,7 @@ def _sizes_around_rows(eqn: Any) -> tuple[int, int, int] | None:
     return None if apart or first >= stop else (first, stop - first, depth - stop)
 
 
-def _period_of(eqn: Any, chunks: Chunks) -> int | None:
+def _period_of(eqn: Eqn, chunks: Chunks) -> int | None:
     """The period of a reshape (L, ...) -> (L / period, period, ...) with a row of layers in several chunks, or None."""
     (depth, *inner), (count, *out) = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape or (1,)
     if eqn.params["sharding"] is not None or eqn.params["dimensions"] is not None:
@@ -187,7 +192,7 @@ def _period_of(eqn: Any, chunks: Chunks) -> int | None:
     return out[0] if any(start % out[0] for start in chunks.starts) else None
 
 
-def _by_row(eqn: Any, values: Sequence[Any], chunks: Chunks) -> Chunks | None:
+def _by_row(eqn: Eqn, values: Sequence[Value], chunks: Chunks) -> Chunks | None:
     """Evaluate an equation that keeps the rows of the stack apart, one chunk at a time; None if it mixes them.
 
     So Muon's products of the matrices of a stack run on the group of each. A reshape may merge the layer dim with the

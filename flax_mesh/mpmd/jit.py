@@ -9,13 +9,14 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Sharding
 
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.mpmd.array import MpmdArray, find_mpmd_mesh, is_fully_remote_sharding, is_local_device, is_weakly_typed
 from flax_mesh.mpmd.mesh import MpmdMesh, current_mpmd_mesh
-from flax_mesh.text import paths_text
+from flax_mesh.text import listed, paths_text, processes_text
 from flax_mesh.tree import PyTree
 
 
-def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any) -> Callable[..., Any]:
+def jit(fun: Callable[..., PyTree], *, out_shardings: PyTree = None, **options: Any) -> Callable[..., PyTree]:
     """`jax.jit(fun, out_shardings=..., **options)` for arrays on groups; every process calls it with the same inputs.
 
     A process that has devices of the inputs runs the program. Every other process only traces `fun` for the shapes of
@@ -44,7 +45,7 @@ def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any
     jitted = jax.jit(fun, out_shardings=out_shardings, **options)
     layouts: dict[object, list[Sharding]] = {}
 
-    def flatten(outputs: PyTree) -> tuple[list[Any], Any, list[Sharding]]:
+    def flatten(outputs: PyTree) -> tuple[list[jax.Array | jax.ShapeDtypeStruct], PyTree, list[Sharding]]:
         leaves, tree = jax.tree.flatten(outputs)
         if tree not in layouts:
             layouts[tree] = _broadcast(name, out_shardings, outputs)
@@ -66,11 +67,13 @@ def jit(fun: Callable[..., Any], *, out_shardings: PyTree = None, **options: Any
     return call
 
 
-def _apply(program: Callable[..., Any], convert: Callable[[PyTree], PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
+def _apply(program: Callable[..., PyTree], convert: Callable[[PyTree], PyTree], args: PyTree, kwargs: PyTree) -> PyTree:
     return program(*map(convert, args), **{key: convert(value) for key, value in kwargs.items()})
 
 
-def _output(array: Any, sharding: Sharding, mpmd_meshes: Sequence[MpmdMesh | None]) -> MpmdArray:
+def _output(
+    array: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding, mpmd_meshes: Sequence[MpmdMesh | None]
+) -> MpmdArray:
     value = array if isinstance(array, jax.Array) else None
     mpmd_mesh = find_mpmd_mesh(sharding, *mpmd_meshes)
     return MpmdArray(array.shape, array.dtype, sharding, value, mpmd_mesh, is_weakly_typed(array))
@@ -86,24 +89,24 @@ def _is_committed(leaf: object) -> bool:
 
 
 def _value(arg: PyTree) -> PyTree:
-    """`arg` with its MpmdArrays replaced by their local parts. The same object if it has none: it may be static."""
-    if isinstance(arg, MpmdArray):
-        return arg.value
-    leaves, tree = jax.tree.flatten(arg)
-    if not any(isinstance(leaf, MpmdArray) for leaf in leaves):
-        return arg
-    return tree.unflatten([leaf.value if isinstance(leaf, MpmdArray) else leaf for leaf in leaves])
+    """`arg` with its MpmdArrays replaced by their local parts."""
+    return _replaced(arg, lambda leaf: isinstance(leaf, MpmdArray), lambda array: array.value)
 
 
 def _abstract(arg: PyTree) -> PyTree:
-    """`arg` with its committed arrays replaced by ShapeDtypeStructs. The same object if it has none."""
+    """`arg` with its committed arrays replaced by ShapeDtypeStructs."""
+    return _replaced(arg, _is_committed, _shape_of)
+
+
+def _replaced(arg: PyTree, applies: Callable[[PyTree], bool], change: Callable[[PyTree], PyTree]) -> PyTree:
+    """`arg` with changed leaves. The same object if the change applies to none: it may be static."""
     leaves, tree = jax.tree.flatten(arg)
-    if not any(map(_is_committed, leaves)):
+    if not any(map(applies, leaves)):
         return arg
-    return tree.unflatten([_shape_of(leaf) if _is_committed(leaf) else leaf for leaf in leaves])
+    return tree.unflatten([change(leaf) if applies(leaf) else leaf for leaf in leaves])
 
 
-def _shape_of(array: Any) -> jax.ShapeDtypeStruct:
+def _shape_of(array: jax.Array | MpmdArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding, weak_type=is_weakly_typed(array))
 
 
@@ -132,7 +135,7 @@ def _checked_prefix(name: str, out_shardings: PyTree) -> list[tuple[str, Shardin
 
 
 def _broadcast(name: str, out_shardings: PyTree, outputs: PyTree) -> list[Sharding]:
-    shardings: list[Any] = []
+    shardings: list[Sharding | None] = []
 
     def repeat(sharding: Sharding | None, part: PyTree) -> None:
         shardings.extend([sharding] * len(jax.tree.leaves(part)))
@@ -145,11 +148,11 @@ def _broadcast(name: str, out_shardings: PyTree, outputs: PyTree) -> list[Shardi
             f"mpmd.jit({name}): out_shardings has None for output {paths_text(without)}. Pass a Sharding for each "
             "array."
         )
-    return shardings
+    return [sharding for sharding in shardings if sharding is not None]
 
 
 def _named_inputs(
-    fun: Callable[..., Any], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+    fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
 ) -> Iterator[tuple[str, Sharding]]:
     """Pairs (name such as `params['w']`, sharding) for every committed input."""
     try:
@@ -163,7 +166,7 @@ def _named_inputs(
 
 
 def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> ValueError:
-    paths_by_devices: dict[frozenset[Any], list[str]] = {}
+    paths_by_devices: dict[frozenset[DeviceLike], list[str]] = {}
     for path, sharding in sorted(arrays, key=lambda array: not is_fully_remote_sharding(array[1])):
         paths_by_devices.setdefault(frozenset(sharding.device_set), []).append(path)
     groups = [f"{paths_text(paths)} on {_describe(devices)}" for devices, paths in paths_by_devices.items()]
@@ -173,8 +176,7 @@ def _device_mismatch(name: str, arrays: Iterable[tuple[str, Sharding]]) -> Value
     )
 
 
-def _describe(devices: frozenset[Any]) -> str:
-    ids = ", ".join(str(device.id) for device in sorted(devices, key=lambda device: device.id))
-    processes = ", ".join(map(str, sorted({device.process_index for device in devices})))
+def _describe(devices: frozenset[DeviceLike]) -> str:
     remote = "" if any(map(is_local_device, devices)) else "remote "
-    return f"{remote}devices {ids} of process {processes}"
+    ids = listed(sorted(device.id for device in devices))
+    return f"{remote}devices {ids} of {processes_text(device.process_index for device in devices)}"

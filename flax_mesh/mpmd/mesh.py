@@ -6,12 +6,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 from jax.sharding import Mesh
 
 from flax_mesh.mesh.shape import format_mesh_shape
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.text import listed, shown
 
 # One stack per thread: a new thread starts with an empty stack, just as it starts without the mesh of `jax.set_mesh`.
@@ -179,7 +180,7 @@ def current_mpmd_mesh() -> MpmdMesh | None:
     return entered[-1] if entered else None
 
 
-def _groups_of_processes(groups: Sequence[Iterable[Any]]) -> dict[int, tuple[int, ...]]:
+def _groups_of_processes(groups: Sequence[Iterable[DeviceLike]]) -> dict[int, tuple[int, ...]]:
     """The groups in which each process has devices, by process index.
 
     `groups` contains the devices of each group; only their `process_index` is read. Raises ValueError that names every

@@ -61,14 +61,14 @@ def test_a_remote_array():
     assert (array.shape, array.dtype, array.sharding) == ((4, 2), jnp.bfloat16, sharding)
     assert array.is_fully_remote and is_fully_remote_array(array) and array.block_until_ready() is array
     assert repr(array) == "MpmdArray(bf16[4,2], P('fsdp',), remote)"
-    message = r"remote\) is fully remote: process 0 has none of its devices, which belong to process 1, 2\. Read it"
+    message = r"remote\) is fully remote: process 0 has none of its devices, which belong to processes 1, 2\. Read it"
     for read in (lambda: array.jax_array, lambda: as_jax_array(array), lambda: np.asarray(array)):
         with pytest.raises(ValueError, match=message):
             read()
 
 
 def test_block_until_ready_waits(value):
-    work = jax.jit(lambda x: jax.lax.fori_loop(0, 20_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x))
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 6_000_000, lambda i, c: jnp.sin(c) + i * 1e-9, x))
     array = array_of(work(value[:1, :1]))
     ready: Any = array.jax_array
     assert not ready.is_ready()

@@ -1,8 +1,8 @@
 """Placement of a batch: arrays (microbatch, row, ...) on the groups that read them."""
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from flax_mesh.step.batch import microbatch_spec, microbatched_shape
 from flax_mesh.tree import is_key
 
 
-def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
+def place_array(x: jax.Array | np.ndarray, count: int, mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
     """Places an array of a batch on a group, split into `count` microbatches; a scalar is repeated for each microbatch.
 
     The result may use the memory of a numpy array. An array on the mesh of all groups is already replicated over the
@@ -29,12 +29,15 @@ def place_array(x: Any, count: int, mesh: MpmdMesh, group: int, axes: PartitionA
     return _place(x, shape, mesh, group, axes)
 
 
-def _place(x: Any, shape: tuple[int, ...], mesh: MpmdMesh, group: int, axes: PartitionAxis) -> jax.Array:
+def _place(
+    x: jax.Array | np.ndarray, shape: tuple[int, ...], mesh: MpmdMesh, group: int, axes: PartitionAxis
+) -> jax.Array:
     sharding = _sharding(shape, mesh.unstack[group], axes)
-    if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.sharding.mesh != mesh.jax_mesh:
-        x = np.asarray(x)
-        return put_host(x.reshape(shape) if x.size == math.prod(shape) else np.broadcast_to(x, shape), sharding)
-    return _reshape(shape, sharding)(on_group(x, mesh.unstack[group]))
+    there = getattr(x, "sharding", None)
+    if isinstance(x, jax.Array) and isinstance(there, NamedSharding) and there.mesh == mesh.jax_mesh:
+        return _reshape(shape, sharding)(on_group(x, mesh.unstack[group]))
+    x = np.asarray(x)
+    return put_host(x.reshape(shape) if x.size == math.prod(shape) else np.broadcast_to(x, shape), sharding)
 
 
 @lru_cache(maxsize=256)
@@ -44,7 +47,7 @@ def _sharding(shape: tuple[int, ...], mesh: Mesh, axes: PartitionAxis) -> NamedS
 
 
 @lru_cache(maxsize=256)
-def _reshape(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
+def _reshape(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     def reshaped(x: jax.Array) -> jax.Array:
         return x.reshape(shape) if x.size == math.prod(shape) else jnp.broadcast_to(x, shape)
 

@@ -4,7 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax_mesh.program.program import Program, Var, with_axes_of
 from flax_mesh.step.callbacks import CallbackErrors, callbacks_in
 from flax_mesh.tree import PyTree
 
-Jitted = Callable[..., Any]
+Jitted = Callable[..., PyTree]
 Slot = tuple[jax.Array, jax.Array]  # step and microbatch
 Options = dict[str, object] | None  # of XLA
 
@@ -94,29 +94,17 @@ class CompiledPipeline:
         ]
 
 
-def compile_pipeline(
+def link_stages(
+    stages: tuple[StageFunctions, ...],
     forward: Forward,
     number: int,
     transfers: GroupTransfers,
-    group_of: Sequence[int],
     shardings: Sequence[NamedSharding],
     *,
     train: bool,
-    remat: str,
-    split: bool,
-    errors: CallbackErrors,
-    options: Options = None,
 ) -> CompiledPipeline:
-    """Compile the stages of `forward`. `shardings` has one entry per leaf, `group_of` has the group of every stage."""
-    meshes = transfers.meshes
-    stages = compile_stages(
-        forward, group_of, shardings, meshes, train=train, remat=remat, split=split, errors=errors, options=options
-    )
+    """The pipeline of the `stages` of `forward`. `shardings` has one entry per leaf."""
     sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
-    zeros = {
-        group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
-        for group, mesh in transfers.local_meshes.items()
-    }
     return CompiledPipeline(
         number=number,
         trains=train,
@@ -127,7 +115,10 @@ def compile_pipeline(
         receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
         # Not from the stages of the training step: in `eval()` mode another stage may read a variable.
         used=tuple(sorted({(s.group, at) for s in stages for at in s.leaves})),
-        zeros=zeros,
+        zeros={
+            group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
+            for group, mesh in transfers.local_meshes.items()
+        },
     )
 
 
@@ -145,7 +136,8 @@ def compile_stages(
 ) -> tuple[StageFunctions, ...]:
     """The programs of every stage on the mesh of its group, which may be abstract; the first call compiles it.
 
-    With `errors`, callbacks record their exceptions in it.
+    `shardings` has one entry per leaf, `group_of` has the group of every stage. With `errors`, callbacks record their
+    exceptions in it.
     """
     wrt = [at for at, leaf in enumerate(forward.leaves) if leaf.trained]
     stages: list[StageFunctions] = []

@@ -26,7 +26,6 @@ layout under a layout key. Let stage 0 send activation v to stages 1 and 3:
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +36,15 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransport
 from flax_mesh.program.program import Var
+from flax_mesh.tree import PyTree
 
 # {(stage, microbatch): values that B and W need}: received activations, residuals, and changed leaves as they were
 # before F; after B, if W follows, also the cotangents and the carry.
-Saved = dict[tuple[int, int], tuple[list[Any], list[Any], dict[int, Any], tuple[list[Any], list[Any]] | None]]
+_Arrays = list[jax.Array]
+Saved = dict[
+    tuple[int, int],
+    tuple[_Arrays, list[jax.Array | None], dict[int, jax.Array], tuple[list[_Arrays], _Arrays] | None],
+]
 _Key = tuple[str, int, int]  # kind, microbatch, and stage that receives the activation
 _pack, _unpack = jax.jit(jnp.stack), jax.jit(list)  # scalars of several names are sent as one array
 
@@ -67,14 +71,16 @@ class ScheduleRun:
         self._sender, self._receivers, self._trains = compiled.sender, compiled.receivers, compiled.trains
         self._move_to = compiled.transfers.move_to
         self.saved: Saved = {}
-        self.values: dict[tuple[Var, int, int], Any] = {}  # (variable, microbatch, receiving stage) -> activation there
+        self.values: dict[
+            tuple[Var, int, int], jax.Array | None
+        ] = {}  # (variable, microbatch, receiving stage) -> activation there
         # (variable, microbatch, stage that received it) -> its gradient on the group that computed the variable
-        self.cotangents: dict[tuple[Var, int, int], Any] = {}
+        self.cotangents: dict[tuple[Var, int, int], jax.Array | None] = {}
         self.changed: dict[int, jax.Array] = {}  # leaf -> new value, on the group that stores it
         # (stage, leaf) -> new value. The stages of one group that read a variable are at different microbatches.
         self._current: dict[tuple[int, int], jax.Array] = {}
         self.grads: dict[int, dict[int, jax.Array]] = {}  # by group and leaf
-        self.sums: list[list[Any]] = [[None] * len(stage.sums) for stage in self.stages]
+        self.sums: list[list[jax.Array | None]] = [[None] * len(stage.sums) for stage in self.stages]
         for group, zeros in compiled.zeros.items():
             self.grads[group], sums = zeros()
             for stage, start in zip((s for s in self.stages if s.group == group), sums, strict=True):
@@ -122,7 +128,7 @@ class ScheduleRun:
         else:
             self._weights(self.stages[k], microbatch)
 
-    def named_sums(self) -> dict[str, tuple[int, Any]]:
+    def named_sums(self) -> dict[str, tuple[int, PyTree]]:
         """{name: (group, sum over the microbatches or None if it is remote)}."""
         return {
             self.compiled.names[at]: (stage.group, value)
@@ -131,16 +137,13 @@ class ScheduleRun:
         }
 
     def _forward(self, stage: StageFunctions, microbatch: int) -> None:
-        k, group, stored = stage.stage, stage.group, self.leaves[stage.group]
-        received = [self._value(v, microbatch, k, group) for v in stage.received]
-        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
+        k, group = stage.stage, stage.group
+        received, leaves = self._inputs(stage, microbatch)
         sent, residuals, new, self.sums[k] = stage.forward(
             leaves, self.data[k], self.slots[group][microbatch], received, self.sums[k]
         )
         if self._trains:
-            # Other variables that change are written, but never read.
-            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
-            self.saved[k, microbatch] = (received, residuals, old, None)
+            self.saved[k, microbatch] = (received, residuals, _changing(stage, leaves), None)
         self._store_changed(stage, new)
         for v, value in zip(stage.sent, sent, strict=True):
             for receiver in self._receivers[v]:
@@ -165,9 +168,8 @@ class ScheduleRun:
 
     def _both(self, stage: StageFunctions, microbatch: int) -> None:
         """F and B of a stage that sends nothing."""
-        k, group, stored, summed = stage.stage, stage.group, self.leaves[stage.group], self.grads[stage.group]
-        received = [self._value(v, microbatch, k, group) for v in stage.received]
-        leaves = [self._current.get((k, at), stored[at]) for at in stage.leaves]
+        k, group, summed = stage.stage, stage.group, self.grads[stage.group]
+        received, leaves = self._inputs(stage, microbatch)
         grads = [summed[at] for at in stage.trained] if not stage.has_weights else []
         assert stage.both is not None
         new, self.sums[k], to_inputs, grads, residuals, carry = stage.both(
@@ -176,8 +178,7 @@ class ScheduleRun:
         if not stage.has_weights:
             summed.update(zip(stage.trained, grads, strict=True))
         else:
-            old = {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
-            self.saved[k, microbatch] = (received, residuals, old, ([], carry))
+            self.saved[k, microbatch] = (received, residuals, _changing(stage, leaves), ([], carry))
         self._store_changed(stage, new)
         self._send_gradients(stage, microbatch, to_inputs)
 
@@ -206,11 +207,16 @@ class ScheduleRun:
         )
         summed.update(zip(stage.trained, grads, strict=True))
 
-    def _value(self, v: Var, microbatch: int, stage: int, group: int) -> jax.Array:
-        value = self.values.pop((v, microbatch, stage), None)
-        if value is not None:
-            return value
-        return self._receive(("F", microbatch, stage), v, group, self._sender[v][0])
+    def _inputs(self, stage: StageFunctions, microbatch: int) -> tuple[_Arrays, _Arrays]:
+        """The received values and the leaves for F."""
+        k, stored = stage.stage, self.leaves[stage.group]
+        received: _Arrays = []
+        for v in stage.received:
+            value = self.values.pop((v, microbatch, k), None)
+            if value is None:
+                value = self._receive(("F", microbatch, k), v, stage.group, self._sender[v][0])
+            received.append(value)
+        return received, [self._current.get((k, at), stored[at]) for at in stage.leaves]
 
     def _cotangents(self, v: Var, microbatch: int, group: int) -> list[jax.Array]:
         """The gradients of `v` from all stages that received it, the last stage first."""
@@ -251,6 +257,11 @@ class ScheduleRun:
         return channel
 
 
+def _changing(stage: StageFunctions, leaves: Sequence[jax.Array]) -> dict[int, jax.Array]:
+    """The leaves that F changes, before F. Other variables that change are written, but never read."""
+    return {at: x for at, x in zip(stage.leaves, leaves, strict=True) if at in stage.changed}
+
+
 def announce_layouts(compiled: CompiledPipeline) -> None:
     """Publish the layouts of groups of one device. They are known before compilation, so receivers need not wait."""
     meshes, local, channel = compiled.transfers.meshes, compiled.transfers.local_groups, compiled.transfers.channel
@@ -271,7 +282,7 @@ def sums_everywhere(run: ScheduleRun) -> dict[str, jax.Array]:
     sums: dict[str, jax.Array] = {}
     for owner in sorted({group for group, _ in named.values()}):
         names = [name for name, (group, _) in named.items() if group == owner]
-        packed: Any = jax.ShapeDtypeStruct((len(names),), jnp.float32)
+        packed: jax.Array | jax.ShapeDtypeStruct = jax.ShapeDtypeStruct((len(names),), jnp.float32)
         if owner in run.local_groups:
             packed = _pack([named[name][1] for name in names])
         for group in transfers.mesh.representative_groups:

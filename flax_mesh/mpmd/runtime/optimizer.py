@@ -1,7 +1,6 @@
 """The optimizer's update on a pipeline: traced as for one device, then split into one program per group and phase."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import paths_text
-from flax_mesh.tree import Shaped
+from flax_mesh.tree import PyTree, Shaped
 
 _Arrays = list[jax.Array]
 
@@ -111,16 +110,18 @@ class Update:
 
     def __call__(
         self,
-        leaves: Sequence[Any],
-        grads: Mapping[int, Mapping[int, Any]],
-        sums: Mapping[str, Any],
-        shared: Mapping[int, Mapping[int, Any]],
-        old: Mapping[int, Any],
+        leaves: Sequence[jax.Array],
+        grads: Mapping[int, Mapping[int, jax.Array]],
+        sums: Mapping[str, jax.Array | None],
+        shared: Mapping[int, Mapping[int, jax.Array]],
+        old: Mapping[int, jax.Array],
         limits: Limits,
-        transfer: Callable[..., Any],
-    ) -> tuple[tuple[Any, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
+        transfer: Callable[..., PyTree],
+    ) -> tuple[tuple[jax.Array, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
         env = self._inputs(leaves, grads, sums, shared, old, limits, transfer)
-        packs: dict[tuple[int, int, int], Any] = {}  # (group and phase of the sender, reader) -> vectors of scalars
+        packs: dict[
+            tuple[int, int, int], list[jax.Array]
+        ] = {}  # (group and phase of the sender, reader) -> vectors of scalars
 
         def send(group: int, phase: int, packed: Sequence[jax.Array], reader: int) -> None:
             target = self.replicated[reader]
@@ -157,9 +158,9 @@ class Update:
         metrics = {name: env[g][v] for name, g, v in zip(self.metrics, stored, outputs, strict=True)}
         return tuple(new), metrics, copies
 
-    def _inputs(self, leaves, grads, sums, shared, old, limits, transfer) -> list[dict[Var, Any]]:
+    def _inputs(self, leaves, grads, sums, shared, old, limits, transfer) -> list[dict[Var, PyTree]]:
         """[group][variable]: its value, for the local groups."""
-        env: list[dict[Var, Any]] = [{} for _ in self.meshes]
+        env: list[dict[Var, PyTree]] = [{} for _ in self.meshes]
         names = iter(self.program.inputs)
         for at, owner in enumerate(self.placement.owners):
             v = next(names)
@@ -250,14 +251,63 @@ def _trace(
     learning_rate: optax.Schedule | None,
     old_at: Sequence[int] | None,
 ) -> tuple[Program, list[str]]:
-    """The program (leaves, grads, sums, old leaves, limits) -> (new leaves, metrics), and the names of the metrics."""
-    plain, metric_names = placement.plain, []
-    old_sources = list(dict.fromkeys(placement.owners[at].source for at in old_at or ()))
+    """The program (leaves, grads, sums, old leaves, limits) -> (new leaves, metrics), and the names of the metrics.
 
-    # Two traces: `update` computes on the plain state, as the step without a pipeline does. `placed_update` evaluates
-    # its program on the leaves of the placement, so that a stack stays one chunk per group, with separate equations for
-    # each chunk.
-    def update(leaves: _Arrays, trained: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays):
+    The program of the step without a pipeline is evaluated on the leaves of the placement, so that a stack stays one
+    chunk per group, with separate equations for each chunk.
+    """
+    owners, num_leaves = placement.owners, len(placement.plain.leaves)
+    old_sources = list(dict.fromkeys(owners[at].source for at in old_at or ()))
+    trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
+    scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
+    limits = [jax.ShapeDtypeStruct((), "float32")] * (0 if old_at is None else 2)
+    plain, metric_names = _trace_plain(placement.plain, trained, names, learning_rate, old_sources, scalars, limits)
+
+    def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
+        gradient_of: dict[int, jax.Array] = {}
+        # A leaf that several groups use has one gradient per group.
+        for (_, leaf), value in zip(grads, parts, strict=True):
+            gradient_of[leaf] = gradient_of[leaf] + value if leaf in gradient_of else value
+        for at, leaf in enumerate(staged.leaves):
+            if leaf.trained and at not in gradient_of:  # the loss does not use it
+                value = leaves[owner_at[at]]
+                gradient_of[at] = jnp.zeros_like(value, _wide(value).dtype)
+        model = [owner for owner in owners if owner.leaf is not None]
+        # None: a leaf that is not trained, such as a random key.
+        gradients = chunked(model, [None if owner.leaf is None else gradient_of.get(owner.leaf) for owner in model])
+        replaced = dict(zip(old_at or (), old, strict=True))
+        before = chunked(owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
+        args = [*chunked(owners, leaves), *(gradients[source] for source in trained), *sums]
+        args += [*(before[source] for source in old_sources), *limits]
+        # Every remat and cond is opened: as a single equation it could use arrays of several groups.
+        outs = interpret(plain, args, lambda eqn: True)
+        flat: _Arrays = []
+        for source, out in enumerate(outs[:num_leaves]):
+            flat += rows_of(out, [owner.rows for owner in owners if owner.source == source])
+        return [*flat, *map(whole, outs[num_leaves:])]
+
+    # Every type has the mesh of one group, even the types of leaves that are on all groups.
+    sources = [placement.plain.leaves[owner.source] for owner in owners]
+    leaves = [shape_of(like, x.shape) for like, x in zip(sources, placement.abstract.leaves, strict=True)]
+    owner_at = {owner.leaf: at for at, owner in enumerate(owners) if owner.leaf is not None}
+    parts = [_wide(leaves[owner_at[leaf]]) for _, leaf in grads]
+    old = [leaves[at] for at in old_at or ()]
+    return inline(trace(placed_update, leaves, parts, scalars, old, limits)[0]), metric_names
+
+
+def _trace_plain(
+    plain: TrainState,
+    trained: Sequence[int],
+    names: Sequence[str],
+    learning_rate: optax.Schedule | None,
+    old_sources: Sequence[int],
+    scalars: Sequence[jax.ShapeDtypeStruct],
+    limits: Sequence[jax.ShapeDtypeStruct],
+) -> tuple[Program, list[str]]:
+    """`_trace` for the state without groups, as in the step without a pipeline; leaves are given by their index."""
+    metric_names: list[str] = []
+
+    def update(leaves: _Arrays, trained: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
         state = TrainState(tuple(leaves), plain.definition)
         model, optimizer = state.merge()
         params, _, others = nnx.state(model, optimizer.wrt, nnx.RngState, ..., graph=True)
@@ -269,47 +319,13 @@ def _trace(
             replaced = dict(zip(old_sources, old, strict=True))
             before = TrainState(tuple(replaced.get(at, x) for at, x in enumerate(leaves)), plain.definition)
             after, metrics = skip_update(before, after, metrics, (limits[0], limits[1]))
-        metric_names[:] = list(metrics)  # known only once the trace has run
+        metric_names[:] = list(metrics)
         return [*after.leaves, *metrics.values()]
 
     shapes = [shape_of(x) for x in plain.leaves]
-    trained = list(dict.fromkeys(leaf.source for leaf in staged.leaves if leaf.trained))
     wide = [_wide(plain.leaves[source]) for source in trained]
-    scalars = [jax.ShapeDtypeStruct((), "float32") for _ in names]
-    limits = [jax.ShapeDtypeStruct((), "float32")] * (0 if old_at is None else 2)
-    plain_update, _ = trace(update, shapes, wide, scalars, [shapes[source] for source in old_sources], limits)
-
-    def placed_update(leaves: _Arrays, parts: _Arrays, sums: _Arrays, old: _Arrays, limits: _Arrays) -> _Arrays:
-        gradient_of: dict[int, jax.Array] = {}
-        # A leaf that several groups use has one gradient per group.
-        for (_, leaf), value in zip(grads, parts, strict=True):
-            gradient_of[leaf] = gradient_of[leaf] + value if leaf in gradient_of else value
-        for at, leaf in enumerate(staged.leaves):
-            if leaf.trained and at not in gradient_of:  # the loss does not use it
-                value = leaves[owner_at[at]]
-                gradient_of[at] = jnp.zeros_like(value, _wide(value).dtype)
-        model = [owner for owner in placement.owners if owner.leaf is not None]
-        # None: a leaf that is not trained, such as a random key.
-        gradients = chunked(model, [None if owner.leaf is None else gradient_of.get(owner.leaf) for owner in model])
-        replaced = dict(zip(old_at or (), old, strict=True))
-        before = chunked(placement.owners, [replaced.get(at, x) for at, x in enumerate(leaves)])
-        args = [*chunked(placement.owners, leaves), *(gradients[source] for source in trained), *sums]
-        args += [*(before[source] for source in old_sources), *limits]
-        # Every remat and cond is opened: as a single equation it could use arrays of several groups.
-        outs = interpret(plain_update, args, lambda eqn: True)
-        flat = []
-        for source, out in enumerate(outs[: len(plain.leaves)]):
-            rows = [owner.rows for owner in placement.owners if owner.source == source]
-            flat += rows_of(out, rows)
-        return [*flat, *map(whole, outs[len(plain.leaves) :])]
-
-    # Every type has the mesh of one group, even the types of leaves that are on all groups.
-    sources = [shapes[owner.source] for owner in placement.owners]
-    leaves = [shape_of(like, x.shape) for like, x in zip(sources, placement.abstract.leaves, strict=True)]
-    owner_at = {owner.leaf: at for at, owner in enumerate(placement.owners) if owner.leaf is not None}
-    parts = [_wide(leaves[owner_at[leaf]]) for _, leaf in grads]
-    old = [leaves[at] for at in old_at or ()]
-    return inline(trace(placed_update, leaves, parts, scalars, old, limits)[0]), metric_names
+    old = [shapes[source] for source in old_sources]
+    return trace(update, shapes, wide, scalars, old, limits)[0], metric_names
 
 
 def _wide(leaf: Shaped) -> jax.ShapeDtypeStruct:

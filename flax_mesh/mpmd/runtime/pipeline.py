@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, cached_property
-from typing import Any, Literal, Unpack
+from typing import Literal, Unpack
 
 import jax
 import numpy as np
@@ -15,31 +15,30 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import without_mesh
-from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.chunks import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
-from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_pipeline
+from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_stages, link_stages
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_leaves, place
+from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_leaves, make_of, place
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
-from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
 from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
-from flax_mesh.sharding.abstract import Make, model_axes
+from flax_mesh.sharding.abstract import model_axes
 from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.callbacks import CallbackErrors
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState, check_not_donated
 from flax_mesh.text import lines_of, shown
+from flax_mesh.tree import PyTree
 
 
 class Pipeline:
@@ -124,7 +123,7 @@ class Pipeline:
         self.groups, self.channel = self.transfers.meshes, self.transfers.channel
         self.ordered = ordered_transport_of(self.channel, mesh, transport)  # None: by the transfer server
         self.staged, self.mesh, self.schedule, self.optimizer = staged, mesh, schedule, optimizer
-        self._make = _make_state(staged, optimizer)
+        self._make = make_of(staged, optimizer)
         self.seed, self.learning_rate, self.skip_nonfinite = options.seed, options.learning_rate, options.skip_nonfinite
         self.options = dict(options.compiler_options) if options.compiler_options else None
         self.remat = "full" if staged.needs_full_remat else remat
@@ -193,7 +192,7 @@ class Pipeline:
         return sums_everywhere(run) if self.channel else {name: value for name, (_, value) in run.named_sums().items()}
 
     @without_mesh()
-    def model(self, state: TrainState) -> Any:
+    def model(self, state: TrainState) -> nnx.Pytree:
         """The model as one module on the whole mesh: every leaf has the layout of its group, replicated over groups."""
         placed = zip(self.placement.owners, state.leaves, strict=True)
         owners, leaves = zip(*((owner, leaf) for owner, leaf in placed if owner.path.startswith(MODEL)), strict=True)
@@ -262,7 +261,7 @@ class Pipeline:
         shared_at = (at for at, owner in enumerate(self.placement.owners) if owner.group == SHARED)
         shared = {at: self._copies(at, state.leaves[at]) for at in shared_at}
 
-        def transfer(kind: str, detail: tuple[Any, ...], *arguments: Any) -> Any:
+        def transfer(kind: str, detail: tuple[Hashable, ...], *arguments: PyTree) -> PyTree:
             return self.transfers.transfer((kind, run.number, *detail), *arguments)
 
         new, metrics, copies = self._updates[key](leaves, run.grads, values, shared, old, limits, transfer)
@@ -282,18 +281,19 @@ class Pipeline:
         return self._by_batch[key]
 
     def _compile(self, forward: Forward, train: bool) -> CompiledPipeline:
-        compiled = compile_pipeline(
+        shardings = [self._owner(at).sharding for at in range(len(self.staged.leaves))]
+        stages = compile_stages(
             forward,
-            len(self.compiled),
-            self.transfers,
             self.group_of,
-            [self._owner(at).sharding for at in range(len(self.staged.leaves))],
+            shardings,
+            self.groups,
             train=train,
             remat=self.remat,
             split=self.schedule.splits_backward,
             errors=self.errors,
             options=self.options,
         )
+        compiled = link_stages(stages, forward, len(self.compiled), self.transfers, shardings, train=train)
         announce_layouts(compiled)
         return compiled
 
@@ -348,25 +348,6 @@ class Pipeline:
 
     def _owner(self, leaf: int) -> LeafOwner:
         return self.placement.owners[self._leaf_at[leaf]]
-
-
-def _make_state(staged: StagedModel, optimizer: optax.GradientTransformation | nnx.Optimizer | None) -> Make:
-    """The function that makes the model and the optimizer, which either split_stages or Pipeline receives."""
-    if (optimizer is None) == (staged.make_state is None):
-        number = "got none" if optimizer is None else "got one in each"
-        raise ConfigError(
-            "the optimizer must be given once, by the function that split_stages takes, which returns "
-            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {number}"
-        )
-    if staged.make_state is not None:
-        return staged.make_state
-    assert optimizer is not None
-    if isinstance(optimizer, nnx.Optimizer) and optimizer.wrt != staged.wrt:
-        raise ConfigError(
-            f"wrt={filter_text(optimizer.wrt)} of the optimizer must equal the filter of the stages, "
-            f"wrt={filter_text(staged.wrt)}; pass the filter to split_stages"
-        )
-    return lambda: ((model := staged.make()), optimizer_of(model, optimizer, staged.wrt))
 
 
 def _check(staged: StagedModel, mesh: MpmdMesh, schedule: Schedule, remat: str, transport: str) -> None:

@@ -3,15 +3,19 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import as_tuple
-from flax_mesh.errors import ShardingError
-from flax_mesh.mpmd.chunks import Chunks
+from flax_mesh.errors import ConfigError, ShardingError
+from flax_mesh.modes import optimizer_of
+from flax_mesh.mpmd.chunks import Chunks, Value
 from flax_mesh.mpmd.mesh import MpmdMesh
+from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import ModelLeaf
 from flax_mesh.mpmd.split.update import SHARED
@@ -20,7 +24,7 @@ from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_
 from flax_mesh.step.options import StateLayout
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
-from flax_mesh.tree import Shaped, named_leaves, owners_of
+from flax_mesh.tree import PyTree, Shaped, named_leaves, owners_of
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
@@ -52,6 +56,25 @@ class Placement:
         """The specs of the leaves of the model."""
         leaves = named_leaves(self.plain.to_nnx())
         return tuple(leaf.sharding.spec for path, leaf in leaves if path.startswith(MODEL))
+
+
+def make_of(staged: StagedModel, optimizer: optax.GradientTransformation | nnx.Optimizer | None) -> Make:
+    """The function that makes the model and the optimizer, which either split_stages or Pipeline receives once."""
+    if (optimizer is None) == (staged.make_state is None):
+        number = "got none" if optimizer is None else "got one in each"
+        raise ConfigError(
+            "the optimizer must be given once, by the function that split_stages takes, which returns "
+            f"(model, nnx.Optimizer), or as Pipeline(staged, optimizer); {number}"
+        )
+    if staged.make_state is not None:
+        return staged.make_state
+    assert optimizer is not None
+    if isinstance(optimizer, nnx.Optimizer) and optimizer.wrt != staged.wrt:
+        raise ConfigError(
+            f"wrt={filter_text(optimizer.wrt)} of the optimizer must equal the filter of the stages, "
+            f"wrt={filter_text(staged.wrt)}; pass the filter to split_stages"
+        )
+    return lambda: ((model := staged.make()), optimizer_of(model, optimizer, staged.wrt))
 
 
 def place(
@@ -103,15 +126,16 @@ def bytes_of_groups(
     return sizes
 
 
-def chunked(owners: Sequence[LeafOwner], values: Sequence[Any]) -> list[Any]:
+def chunked(owners: Sequence[LeafOwner], values: Sequence[PyTree]) -> list[Value]:
     """One value per leaf of the plain state, from one value per owner. Stacks become Chunks."""
-    by_source: dict[int, Any] = {}
+    by_source: dict[int, Value] = {}
     for owner, value in zip(owners, values, strict=True):
         if owner.rows is None:
             by_source[owner.source] = value
         else:
-            before = by_source.get(owner.source, Chunks((), ()))
-            by_source[owner.source] = Chunks((*before.parts, value), (*before.starts, owner.rows[0]))
+            before = by_source.get(owner.source)
+            parts, starts = (before.parts, before.starts) if isinstance(before, Chunks) else ((), ())
+            by_source[owner.source] = Chunks((*parts, value), (*starts, owner.rows[0]))
     return [by_source[source] for source in range(len(by_source))]
 
 
@@ -146,7 +170,7 @@ def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: Name
     return on_all_groups(parts, sharding)
 
 
-def cut_rows(value: Any, rows: tuple[int, int] | None) -> Any:
+def cut_rows(value: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
     return value if rows is None else value[slice(*rows)]
 
 

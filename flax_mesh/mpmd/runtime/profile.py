@@ -21,7 +21,7 @@ from flax_mesh.fields import user_path
 from flax_mesh.mpmd.runtime.compile import Jitted, StageFunctions
 from flax_mesh.mpmd.runtime.executor import ScheduleRun
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
-from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg
+from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg, events_of
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, StageCost, simulate
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
@@ -202,8 +202,7 @@ def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, An
     """
     schedule = timeline.schedule
     result = simulate(schedule, costs_of(timeline) if costs is None else costs)
-    simulated = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
-    panels = {MEASURED: ("measured", timeline.events), SIMULATED: ("simulated", simulated)}
+    panels = {MEASURED: ("measured", timeline.events), SIMULATED: ("simulated", events_of(schedule, result))}
     entries: list[dict[str, object]] = []
     for process, (title, events) in panels.items():
         entries.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": title}})

@@ -1,7 +1,6 @@
 """Transfers between groups of a pipeline, if both groups, one of them, or neither is local."""
 
 from functools import cached_property
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -11,6 +10,7 @@ from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import sharding_on
 from flax_mesh.mpmd.transport.local_copy import move
+from flax_mesh.tree import PyTree
 
 
 class GroupTransfers:
@@ -41,7 +41,7 @@ class GroupTransfers:
     def transfer(
         self,
         key: Key,
-        value: Any,
+        value: PyTree,
         sharding: NamedSharding,
         sender: int,
         receiver: int,

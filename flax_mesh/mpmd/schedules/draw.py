@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from flax_mesh.fields import check_types
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
@@ -22,7 +21,7 @@ LEAST_BOX, LEAST_WIDTH, MOST_WIDTH = 17, 560, 2400
 _COLOURS = {"F": (51, 34, 136), "B": (230, 159, 0), "W": (0, 158, 115)}
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
 LIGHTER, LIGHTEST = 0.45, 0.7  # share of white that every further stage of a group adds, and the maximum of the sum
-IDLE: dict[str, Any] = {"fill": "white", "stroke": "#bbb", "stroke_width": 0.6}
+IDLE: dict[str, str] = {"fill": "white", "stroke": "#bbb", "stroke_width": "0.6"}
 CURVE_COLOUR, INK = "#9a9a9a", "#222"
 
 
@@ -76,7 +75,7 @@ def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", 
     If the schedule has more than `most` actions, only the first ones are drawn. The title then states the time at
     which the drawing ends, and the figures on the right count only the drawn actions.
     """
-    events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
+    events = events_of(schedule, result)
     sizes = [(schedule.num_groups, "group"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch")]
     title = f"{schedule.name}: {', '.join(count_text(*size) for size in sizes)}: {summary(result, unit)}"
     if len(events) > most:
@@ -89,8 +88,12 @@ _Panel = tuple[str, list[Event]]
 
 
 def _simulated(schedule: Schedule, costs: Costs, result: Simulation, unit: str = "") -> _Panel:
-    events = [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
-    return f"{heading(schedule, costs)}: {summary(result, unit)}", events
+    return f"{heading(schedule, costs)}: {summary(result, unit)}", events_of(schedule, result)
+
+
+def events_of(schedule: Schedule, result: Simulation) -> list[Event]:
+    """The simulated actions as events."""
+    return [(schedule.stage_to_group[action.stage], action, *times) for action, times in result.times.items()]
 
 
 def _document(panels: Sequence[_Panel], schedule: Schedule, unit: str = "") -> str:
@@ -195,23 +198,23 @@ def _legend(schedule: Schedule, y: float, right: float) -> tuple[list[str], floa
     shades = 1 + max(_shades(schedule.stage_to_group))
     of_group = f" (stage 1{' to' if shades > 2 else ','} {shades} of its group)" if shades > 1 else ""
     texts = dict(KINDS) | ({"B": "input gradients"} if schedule.splits_backward else {})
-    entries: list[tuple[list[dict[str, Any]], str]] = []  # looks of the samples, label
+    entries: list[tuple[list[dict[str, str]], float, str]] = []  # looks and height of the samples, label
     for kind in KINDS:
         if any(action.kind == kind for row in schedule.rows for action in row):
             height = 18 - (_W_INSET if kind == "W" else 0)
-            looks: list[dict[str, Any]] = [{"class_": f"{kind}{shade}", "height": height} for shade in range(shades)]
-            entries.append((looks, f"{kind}: {texts[kind]}{of_group}"))
-    entries.append(([{**IDLE, "height": 18}], "idle"))
-    entries.append(([{"fill": CURVE_COLOUR, "height": 9}], "stored activations"))
-    entries.append(([], "number: microbatch"))
+            looks: list[dict[str, str]] = [{"class_": f"{kind}{shade}"} for shade in range(shades)]
+            entries.append((looks, height, f"{kind}: {texts[kind]}{of_group}"))
+    entries.append(([IDLE], 18, "idle"))
+    entries.append(([{"fill": CURVE_COLOUR}], 9, "stored activations"))
+    entries.append(([], 0, "number: microbatch"))
     parts: list[str] = []
     x, top = float(MARGIN), y
-    for looks, label in entries:
+    for looks, height, label in entries:
         width = SAMPLE * len(looks) + 2 + LETTER * len(label)
         if x > MARGIN and x + width > right:
             x, top = float(MARGIN), top + LINE + 6
         for look in looks:
-            parts.append(element("rect", x=f"{x:.1f}", y=top + 18 - look["height"], width=16, **look))
+            parts.append(element("rect", x=f"{x:.1f}", y=top + 18 - height, width=16, **look, height=height))
             x += SAMPLE
         parts.append(_text(x + 2, top + 13, label, size=12))
         x += 18 + LETTER * len(label)

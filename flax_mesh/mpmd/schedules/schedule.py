@@ -8,14 +8,16 @@ gradients of its weights.
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 from re import fullmatch
 from typing import NamedTuple
 
 from flax_mesh.fields import check_types
-from flax_mesh.mpmd.schedules.v_family import least_memory, v_rows
-from flax_mesh.text import at_most, count_text, listed, shortened, shown
+from flax_mesh.mpmd.schedules.patterns import KINDS, Kind, kind_of
+from flax_mesh.mpmd.schedules.v_family import least_memory
+from flax_mesh.text import at_most, count_text, listed, shortened
+
+SCHEDULE_NAMES = tuple(KINDS)
 
 NUMBER = "[0-9]{1,9}"  # number of a stage, a group or a microbatch in the text of a schedule
 _MOST_FORWARDS = 3_000_000  # actions in a schedule that is made: simulating it takes about 5 GB
@@ -243,27 +245,10 @@ def make_schedule(
         0F0 0F1 0B0 0F2 0B1 0B2
         1F0 1B0 1F1 1B1 1F2 1B2
     """
-    kind = _kind(name)
+    kind = kind_of(name)
     num_groups, num_microbatches = operator.index(num_groups), operator.index(num_microbatches)  # integers of numpy too
     num_virtual_stages = kind.virtual if num_virtual_stages is None else operator.index(num_virtual_stages)
-    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
-    problems = [f"the number of {noun} must be at least 1, got {value}" for noun, value in numbers.items() if value < 1]
-    if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
-        problems.append(
-            f"{name} has {count_text(kind.virtual, 'stage')} per group, got {num_virtual_stages}; "
-            "interleaved-1f1b supports other numbers"
-        )
-    if not problems and (nearest := kind.nearest(num_groups, num_microbatches)) != num_microbatches:
-        problems.append(
-            f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
-            f"got {num_microbatches}; the nearest is {nearest}"
-        )
-    if not problems and kind.memory and not (least := least_memory(num_groups)) <= kind.memory <= 2 * num_groups:
-        problems.append(
-            f"{name} on {count_text(num_groups, 'group')} requires v-{least} to v-{2 * num_groups}: the number of "
-            f"activations per group; the nearest is v-{least if kind.memory < least else 2 * num_groups}"
-        )
-    if problems:
+    if problems := _problems(name, kind, num_groups, num_microbatches, num_virtual_stages):
         raise ValueError("; ".join(problems))
     num_slots = num_microbatches * kind.slices
     check_size(num_groups * num_virtual_stages, num_slots)
@@ -277,6 +262,30 @@ def make_schedule(
         rows.append(_numbered(words, stages, num_slots, kind.slices))
     splits_backward = any(action.kind == "W" for action in rows[0])
     return Schedule(name, tuple(rows), stage_to_group, splits_backward, kind.slices)
+
+
+def _problems(name: str, kind: Kind, num_groups: int, num_microbatches: int, num_virtual_stages: int) -> list[str]:
+    """The reasons why the schedule is not defined for these numbers."""
+    numbers = {"groups": num_groups, "microbatches": num_microbatches, "stages per group": num_virtual_stages}
+    problems = [f"the number of {noun} must be at least 1, got {value}" for noun, value in numbers.items() if value < 1]
+    if kind.fixed and num_virtual_stages != kind.virtual and num_virtual_stages >= 1:
+        problems.append(
+            f"{name} has {count_text(kind.virtual, 'stage')} per group, got {num_virtual_stages}; "
+            "interleaved-1f1b supports other numbers"
+        )
+    if problems:
+        return problems
+    if (nearest := kind.nearest(num_groups, num_microbatches)) != num_microbatches:
+        problems.append(
+            f"{name} on {num_groups} groups requires a number of microbatches that is {kind.needs.format(num_groups)}, "
+            f"got {num_microbatches}; the nearest is {nearest}"
+        )
+    if kind.memory and not (least := least_memory(num_groups)) <= kind.memory <= 2 * num_groups:
+        problems.append(
+            f"{name} on {count_text(num_groups, 'group')} requires v-{least} to v-{2 * num_groups}: the number of "
+            f"activations per group; the nearest is v-{least if kind.memory < least else 2 * num_groups}"
+        )
+    return problems
 
 
 def check_size(num_stages: int, num_microbatches: int) -> None:
@@ -318,126 +327,3 @@ def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: i
                 microbatch += slices - 1 - 2 * (microbatch % slices)
             row.append(Action(word[0], stages[int(word[1:])], microbatch))
     return tuple(row)
-
-
-# --- patterns: (number of groups, group, number of microbatches, stages per group) -> words ---
-
-
-def _after_warmup(warmup: int, num_microbatches: int) -> list[str]:
-    warmup = min(warmup, num_microbatches)
-    return ["F0"] * warmup + ["B0", "F0"] * (num_microbatches - warmup) + ["B0"] * warmup
-
-
-def _interleaved(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    """A group runs `groups` microbatches through one of its stages, then the next; backward in reverse order."""
-    turns = [chunk for _ in range(microbatches // groups) for chunk in range(virtual) for _ in range(groups)]
-    forward = [f"F{chunk}" for chunk in turns]
-    backward = [f"B{virtual - 1 - chunk}" for chunk in turns]
-    warmup = min(2 * (groups - group - 1) + (virtual - 1) * groups, len(turns))
-    steady = [word for pair in zip(forward[warmup:], backward, strict=False) for word in pair]
-    return forward[:warmup] + steady + backward[len(turns) - warmup :]
-
-
-def _delayed_weights(warmup: int, delay: int, num_microbatches: int) -> list[str]:
-    """`_after_warmup` in which every W comes `delay` microbatches after its B."""
-    warmup = min(warmup, num_microbatches)
-    words = ["F0"] * warmup
-    for microbatch in range(num_microbatches):
-        words.append("B0")
-        words += ["W0"] * (microbatch >= delay) + ["F0"] * (microbatch + warmup < num_microbatches)
-    return words + ["W0"] * min(delay, num_microbatches)
-
-
-def _zb_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    after = groups - group  # groups from this one to the last, both included
-    rounds = max(microbatches, 2 * groups - 1)  # with fewer, `_numbered` drops the words of missing microbatches
-    ahead = after - 1  # forwards of the first stage minus forwards of the second during warmup
-    return [
-        *["F0"] * (2 * after - 1),  # until the first microbatch returns from the last group
-        *["F1", "F0"] * group,
-        *["F1", "B1", "W1"] * after,
-        *["F0", "B0", "W0", "F1", "B1", "W1"] * (rounds - groups - ahead),
-        *["B0", "W0", "F1", "B1", "W1"] * ahead,
-        *["B0", "B1"] * group,
-        *["B0", "W0"] * after,
-        *["W1"] * group,
-        *["W0"] * group,
-    ]
-
-
-def _dualpipe_v(groups: int, group: int, microbatches: int, virtual: int) -> list[str]:
-    after = groups - group - 1  # groups after this one
-    last = ["B1", "B0"] * (group + 1)
-    done, late = last[: group + 1], last[group + 1 :]  # W of the `late` ones fills the gaps at the end
-    delayed = [word.replace("B", "W") for word in late] + ["W0"] * after
-    return [
-        *["F0"] * (2 * after),
-        *["F0", "F1"] * (group + 1),
-        *["B1", "W1", "F1"] * after,
-        *["F0", "B1", "W1", "F1", "B0", "W0"] * (microbatches - groups - after),
-        *["B1", "W1", "F1", "B0", "W0"] * after,
-        *(word for backward in done for word in (backward, backward.replace("B", "W"))),
-        *late,
-        *(word for weights in delayed[:after] for word in (weights, "B0")),
-        *delayed[after:],
-    ]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    pattern: Callable[[int, int, int, int], Sequence[str]]
-    virtual: int = 1
-    fixed: bool = True  # `virtual` is the only valid number of stages per group
-    folded: bool = False  # the second half of the stages is placed in reverse order
-    needs: str = ""
-    nearest: Callable[[int, int], int] = lambda groups, microbatches: microbatches
-    memory: int = 0  # K of v-K
-    slices: int = 1  # K of seq1f1b-K
-
-
-def _v_kind(limit: Callable[[int], int]) -> _Kind:
-    """A V schedule; `limit` is its memory limit as a function of the number of groups."""
-    return _Kind(lambda groups, group, count, virtual: v_rows(groups, count, limit(groups))[group], 2, folded=True)
-
-
-def _multiple(groups: int, microbatches: int) -> int:
-    return max(1, (microbatches + groups // 2) // groups) * groups
-
-
-_KINDS = {
-    "gpipe": _Kind(lambda groups, group, count, virtual: _after_warmup(count, count)),
-    "1f1b": _Kind(lambda groups, group, count, virtual: _after_warmup(groups - group, count)),
-    # One more forward per transfer on the way to the last group.
-    "eager-1f1b": _Kind(lambda groups, group, count, virtual: _after_warmup(2 * (groups - group) - 1, count)),
-    "interleaved-1f1b": _Kind(_interleaved, 2, fixed=False, needs="a multiple of {}", nearest=_multiple),
-    # Group g of 1F1B has memory for g activations to spare; with the warmup of eager-1f1b all groups have as much.
-    "zb-h1": _Kind(lambda groups, group, count, virtual: _delayed_weights(groups - group, group, count)),
-    "zb-h2": _Kind(lambda groups, group, count, virtual: _delayed_weights(2 * (groups - group) - 1, 2 * group, count)),
-    "v-min": _v_kind(least_memory),
-    "v-half": _v_kind(lambda groups: 2 * ((groups + 2) // 2)),
-    "zb-v": _Kind(_zb_v, 2, folded=True),
-    "dualpipe-v": _Kind(
-        _dualpipe_v,
-        2,
-        folded=True,
-        needs="at least 2 * {}",
-        nearest=lambda groups, microbatches: max(microbatches, 2 * groups),
-    ),
-}
-SCHEDULE_NAMES = tuple(_KINDS)
-
-
-def _kind(name: str) -> _Kind:
-    if name in _KINDS:
-        return _KINDS[name]
-    if match := fullmatch("(v|seq1f1b)-([1-9][0-9]{0,5})", name):
-        number = int(match[2])
-        if match[1] == "v":
-            return replace(_v_kind(lambda groups: number), memory=number)
-        return _Kind(
-            lambda groups, group, slots, virtual: _after_warmup(groups - group - 1 + number, slots), slices=number
-        )
-    close = get_close_matches(name, [*_KINDS, "v-7", "seq1f1b-2"], n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    available = f"{', '.join(_KINDS)}, v-K and seq1f1b-K, K a number"
-    raise ValueError(f"unknown schedule {shown(name)}{hint} (available: {available})")

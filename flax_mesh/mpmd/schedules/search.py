@@ -97,55 +97,17 @@ def search_schedule(
     """
     stages = stage_costs(costs, len(costs))
     num_groups = len(stages) if num_groups is None else num_groups
-    virtual = len(stages) // max(1, num_groups)
     num_microbatches = operator.index(num_microbatches)  # also an integer of numpy
-    problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
-    if not stages:
-        problems.append("costs is empty; pass (F, B, W[, T]) for every stage")
-    elif num_groups < 1 or len(stages) % num_groups:
-        problems.append(f"{len(stages)} stages cannot be divided evenly over {num_groups} groups")
-    if not 0 < seconds < math.inf:
-        problems.append(f"seconds must be more than 0 and finite, got {seconds:g}")
-    if stage_to_group is not None and sorted(stage_to_group) != sorted([*range(num_groups)] * virtual):
-        problems.append(
-            f"stage_to_group must contain each of {num_groups} groups {virtual} times, got {stage_to_group}"
-        )
-    if objective not in _OBJECTIVES:
-        problems.append(f"objective must be {' or '.join(_OBJECTIVES)}, got {shown(objective)}")
-    if problems:
-        raise ValueError("; ".join(problems))
+    _check_numbers(len(stages), num_microbatches, num_groups, stage_to_group, objective, seconds)
     check_size(len(stages), num_microbatches)
     sizes = activation_sizes_of(activation_sizes, len(stages))
     # Without a limit: the memory of all activations at once, which no schedule exceeds.
     limits = memory_limits(math.fsum(sizes) * num_microbatches if memory_limit is None else memory_limit, num_groups)
-    placements = [tuple(range(num_groups)) * virtual]
-    if stage_to_group is not None:
-        placements = [tuple(stage_to_group)]
-    elif virtual == 2 and num_groups > 1:
-        placements.append((*range(num_groups), *reversed(range(num_groups))))  # the placement of the V schedules
-    placements = _that_fit(placements, sizes, limits)
-    searches = [
-        _Search(
-            make_problem(stages, num_microbatches, placement, limits, splits_backward, sizes),
-            stages,
-            placement,
-            sizes,
-            objective,
-        )
-        for placement in placements
-    ]
-    interrupted = False
-    # Ctrl-C may stop the search at any point. The named schedules and the bounds of all placements therefore come
-    # before the beam searches, which take most of the time.
-    try:
-        for search in searches:
-            search.try_named()
-        for search in searches:
-            search.improve_bound()
-        for search in searches:
-            search.improve_schedule(seconds * _WORK_PER_SECOND / len(searches), seed)
-    except KeyboardInterrupt:
-        interrupted = True
+    searches: list[_Search] = []
+    for placement in _that_fit(_placements(len(stages), num_groups, stage_to_group), sizes, limits):
+        problem = make_problem(stages, num_microbatches, placement, limits, splits_backward, sizes)
+        searches.append(_Search(problem, stages, placement, sizes, objective))
+    interrupted = _run(searches, seconds, seed)
     best = min(searches, key=lambda search: search.value)
     bound = min(search.bound for search in searches)  # the bound of a placement holds for it only
     named = min((search for search in searches if search.named), key=lambda search: search.named_value, default=None)
@@ -161,6 +123,62 @@ def search_schedule(
         objective=objective,
         interrupted=interrupted,
     )
+
+
+def _check_numbers(
+    num_stages: int,
+    num_microbatches: int,
+    num_groups: int,
+    stage_to_group: Sequence[int] | None,
+    objective: str,
+    seconds: float,
+) -> None:
+    """ValueError with every argument that does not fit the others."""
+    problems = [f"num_microbatches must be at least 1, got {num_microbatches}"] if num_microbatches < 1 else []
+    if not num_stages:
+        problems.append("costs is empty; pass (F, B, W[, T]) for every stage")
+    elif num_groups < 1 or num_stages % num_groups:
+        problems.append(f"{num_stages} stages cannot be divided evenly over {num_groups} groups")
+    if not 0 < seconds < math.inf:
+        problems.append(f"seconds must be more than 0 and finite, got {seconds:g}")
+    virtual = num_stages // max(1, num_groups)
+    if stage_to_group is not None and sorted(stage_to_group) != sorted([*range(num_groups)] * virtual):
+        problems.append(
+            f"stage_to_group must contain each of {num_groups} groups {virtual} times, got {stage_to_group}"
+        )
+    if objective not in _OBJECTIVES:
+        problems.append(f"objective must be {' or '.join(_OBJECTIVES)}, got {shown(objective)}")
+    if problems:
+        raise ValueError("; ".join(problems))
+
+
+def _placements(num_stages: int, num_groups: int, stage_to_group: Sequence[int] | None) -> list[tuple[int, ...]]:
+    """The placements to try: the given one, or those of the named schedules."""
+    if stage_to_group is not None:
+        return [tuple(stage_to_group)]
+    virtual = num_stages // num_groups
+    in_turn = tuple(range(num_groups)) * virtual
+    if virtual != 2 or num_groups == 1:
+        return [in_turn]
+    return [in_turn, (*range(num_groups), *reversed(range(num_groups)))]  # the placement of the V schedules
+
+
+def _run(searches: Sequence["_Search"], seconds: float, seed: int) -> bool:
+    """Run all searches within `seconds`. Returns whether Ctrl-C has ended them.
+
+    Ctrl-C may stop the search at any point. The named schedules and the bounds of all placements therefore come
+    before the beam searches, which take most of the time.
+    """
+    try:
+        for search in searches:
+            search.try_named()
+        for search in searches:
+            search.improve_bound()
+        for search in searches:
+            search.improve_schedule(seconds * _WORK_PER_SECOND / len(searches), seed)
+    except KeyboardInterrupt:
+        return True
+    return False
 
 
 def _that_fit(

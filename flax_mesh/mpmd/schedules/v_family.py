@@ -13,6 +13,7 @@ Of the blocks that are about as long as the memory limit permits, the search cho
 then the smallest makespan. For up to 12 groups, the idle time of a group then exceeds `idle_time` by at most 2 units.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
@@ -62,7 +63,7 @@ def _best_block(num_groups: int, num_microbatches: int, memory_limit: int) -> tu
     best, chosen, work = (least[0] * 10, 0), None, WORK
     for block in _blocks(num_groups, memory_limit):
         for reserve in (third, third + 1, 1):
-            squeezed = _squeeze(block, num_microbatches, memory_limit, reserve)
+            squeezed = _squeeze(block, num_microbatches, memory_limit, reserve, best[0])
             work -= num_groups * work_time
             if squeezed is not None and squeezed[:2] < best:
                 best, chosen = squeezed[:2], (block, reserve)
@@ -117,13 +118,18 @@ def _block(num_groups: int, ways: Sequence[Sequence[int]], turns: Sequence[int])
     return tuple(block)
 
 
-def _squeeze(block: Block, num_microbatches: int, memory_limit: int, reserve: int) -> _Squeezed | None:
-    """The rows of all groups if the block is repeated and squeezed; None if the memory limit stops all groups."""
+def _squeeze(
+    block: Block, num_microbatches: int, memory_limit: int, reserve: int, most: float = math.inf
+) -> _Squeezed | None:
+    """The rows of all groups if the block is repeated and squeezed.
+
+    None if the memory limit stops all groups, or the period is longer than `most`.
+    """
     groups = [_Group(block, number, num_microbatches) for number in range(len(block[0]))]
     time, left = 0, _PERIOD * num_microbatches * len(groups)
     while left:
         running = [group for group in groups if group.step(time, groups, memory_limit, reserve)]
-        if not running:
+        if not running or any(group.idle + _PERIOD * num_microbatches > most for group in groups):
             return None
         time += 1
         left -= len(running)
@@ -143,7 +149,7 @@ class _Group:
         self.num_microbatches, self.stored = num_microbatches, 0
         self.weights: list[str] = []  # W that can run
         self.row: list[str] = []
-        self.start = self.end = 0
+        self.start = self.end = self.idle = 0  # idle: units without an action, between the first and the last one
         last = len(block[0]) - 1
         self.inputs: list[tuple[int, int] | None] = []  # (way, group) that each way continues
         for way in range(len(_WAYS)):
@@ -165,6 +171,7 @@ class _Group:
             word = self.weights.pop(0)
             self.stored -= 1
         else:
+            self.idle += 0 < len(self.row) < _PERIOD * self.num_microbatches
             return False
         self.start = self.start if self.row else time
         self.end = time + 1

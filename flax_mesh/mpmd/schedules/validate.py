@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from flax_mesh.fields import check_types, is_sized
 from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
@@ -66,9 +66,8 @@ def check_schedule(
 
 
 def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tuple[float, ...]:
-    limits: tuple[Any, ...] = (memory_limit,) * num_groups
-    if is_sized(memory_limit):
-        limits = tuple(cast(Sequence[float], memory_limit))
+    each = memory_limit if is_sized(memory_limit) else (memory_limit,) * num_groups
+    limits = tuple(cast(Sequence[float], each))
     if len(limits) != num_groups:
         raise ValueError(f"expected one memory limit or {num_groups}, one per group, got {len(limits)}")
     if not all(0 <= limit <= MOST_COST for limit in limits):

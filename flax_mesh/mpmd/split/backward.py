@@ -7,7 +7,6 @@ al. 2023, "Zero Bubble Pipeline Parallelism"). F stores residuals for B and W; B
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,8 @@ from flax_mesh.mpmd.split.interpret import inline
 from flax_mesh.mpmd.split.remat import choose_residuals, find_repeatable
 from flax_mesh.mpmd.split.split_scan import split_scans
 from flax_mesh.program.program import Program, Var, needed, shape_of, trace, variables
+
+_Arrays = list[jax.Array]
 
 
 def differentiate(
@@ -64,8 +65,8 @@ def _joint(stage: StageProgram, trained, floats_in, floats_out) -> Program:
     has_loss = 0 in stage.outputs
     with_cotangent = [*floats_out, *([num_sent + stage.outputs.index(0)] if has_loss else [])]
 
-    def run(values: list[Any], cotangents: list[Any]) -> list[Any]:
-        def forward(primals: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(values: _Arrays, cotangents: _Arrays) -> _Arrays:
+        def forward(primals: _Arrays) -> tuple[_Arrays, _Arrays]:
             args = list(values)
             for at, value in zip([*at_received, *at_input], primals, strict=True):
                 args[at] = value
@@ -83,7 +84,7 @@ def _joint(stage: StageProgram, trained, floats_in, floats_out) -> Program:
 
 
 def _slices(
-    program: Program, results: Sequence[Sequence[Any]], remat: str, num_given: int
+    program: Program, results: Sequence[Sequence[object]], remat: str, num_given: int
 ) -> tuple[list[list[int]], list[list[list[Var]]]]:
     """Returns (equations of every slice, taken[slice][earlier slice]: the values that it takes from that slice)."""
     slice_of: dict[Var, int] = {}  # the first slice that computes each value
@@ -108,7 +109,7 @@ def _slices(
 
 
 def _slice(
-    program: Program, eqns: Sequence[int], outputs: Sequence[Any], arguments: Sequence[Sequence[Var]]
+    program: Program, eqns: Sequence[int], outputs: Sequence[object], arguments: Sequence[Sequence[Var]]
 ) -> Program:
     computed = {v for i in eqns for v in program.eqns[i].outvars}
     used = {v for i in eqns for v in variables(program.eqns[i].invars)} | set(variables(outputs))

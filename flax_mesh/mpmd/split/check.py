@@ -4,7 +4,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.modes import user_modes
@@ -33,19 +34,19 @@ CHEAP_FLOPS, CHEAP_BYTES = 1e10, 2**30
 class Results(NamedTuple):
     """The results of one microbatch. The keys are indices of leaves of the model."""
 
-    sums: list[Any]  # loss, weight and metrics
-    variables: dict[int, Any]  # new values
-    gradients: dict[int, Any]
+    sums: list[jax.Array]  # loss, weight and metrics
+    variables: dict[int, jax.Array]  # new values
+    gradients: dict[int, jax.Array]
 
 
 Named = dict[tuple[int, str], np.ndarray]  # (microbatch, name of a result) -> value on the host
-Changed = dict[Any, Any]  # current values of the variables that a microbatch changes
+Changed = dict[int | tuple[int, int], jax.Array]  # current values of the variables that a microbatch changes
 
 
 class Run(NamedTuple):
     """A model that computes one microbatch after another."""
 
-    start: Callable[[list[Any]], Changed]  # from the values of the leaves of the model
+    start: Callable[[list[jax.Array]], Changed]  # from the values of the leaves of the model
     call: Callable[..., tuple[Results, Changed]]  # (values of the leaves, Changed, batch, step, microbatch)
 
 
@@ -134,15 +135,19 @@ def check_stages(
 
 
 def _by_name(
-    forward: Forward, run: Run, mesh: Mesh | None, types: list[Any], given: Sequence[tuple[Any, ...]]
-) -> tuple[Callable[[list[Any]], Named], set[str]]:
+    forward: Forward,
+    run: Run,
+    mesh: Mesh | None,
+    types: list[jax.ShapeDtypeStruct],
+    given: Sequence[tuple[PyTree, ...]],
+) -> tuple[Callable[[list[jax.Array]], Named], set[str]]:
     """(function from leaves to the results of all microbatches, names of those that are not widened).
 
     `given` has the other arguments of `run.call` by microbatch. It is compiled once, for leaves of these `types`.
     """
     call, (rough, changed_rough) = _compiled(mesh, run.call, types, jax.eval_shape(run.start, types), *given[0])
 
-    def results(leaves: list[Any]) -> Named:
+    def results(leaves: list[jax.Array]) -> Named:
         changed, values = run.start(leaves), {}
         for at, args in enumerate(given):
             results, after = call(leaves, changed, *args)
@@ -154,7 +159,7 @@ def _by_name(
     return results, {name for name, is_rough in _named(forward, rough) if is_rough or spreads}
 
 
-def _compiled(mesh: Mesh | None, fn: Callable[..., Any], *types: PyTree) -> tuple[Callable[..., Any], PyTree]:
+def _compiled(mesh: Mesh | None, fn: Callable[..., PyTree], *types: PyTree) -> tuple[Callable[..., PyTree], PyTree]:
     """(`fn` jitted for widened arguments, which of its results depend on equations that cannot be widened)."""
 
     @contextlib.contextmanager
@@ -199,15 +204,15 @@ def _unsplit(forward: Forward, plain: PlainModel, seed: int) -> Run:
     treedef = jax.tree.structure(state)
     changing = {leaves[at].source: leaves[at].path for at in forward.updates.values()}
 
-    def start(values: list[Any]) -> Changed:
+    def start(values: list[jax.Array]) -> Changed:
         return {at: values[at] for at in changing}
 
-    def call(values: list[Any], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
+    def call(values: list[jax.Array], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
         values = [changed.get(at, value) for at, value in enumerate(values)]
         called = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
         params, _, others = nnx.state(called, wrt, nnx.RngState, ..., graph=True)
 
-        def loss_of(params: nnx.State) -> Any:
+        def loss_of(params: nnx.State) -> tuple[jax.Array, PyTree]:
             return run_loss(plain.loss_fn, called, wrt, (params, others), batch, (seed, *counts), plain.layers)
 
         (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -232,11 +237,11 @@ def _staged(forward: Forward, remat: str, split: bool) -> Run:
     stages = [differentiate(stage, wrt, remat=remat, split=split) for stage in forward.stages]
     updates = [{forward.updates[out]: out for out in x.outputs if out in forward.updates} for x in stages]
 
-    def start(values: list[Any]) -> Changed:
+    def start(values: list[jax.Array]) -> Changed:
         rows = {at: _rows(leaf, values[leaf.source]) for at, leaf in enumerate(forward.leaves)}
         return {(k, at): rows[at] for k, changed in enumerate(updates) for at in changed}
 
-    def call(values: list[Any], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
+    def call(values: list[jax.Array], changed: Changed, batch: Batch, *counts: jax.Array) -> tuple[Results, Changed]:
         given = [*(_rows(leaf, values[leaf.source]) for leaf in forward.leaves), *jax.tree.leaves(batch), *counts]
         sent: dict[Var, jax.Array] = {}
         sums: dict[int, jax.Array] = {}
@@ -291,7 +296,7 @@ def _differences(want: Named, have: Named, tolerance: float, rounded: Named | No
     return problems
 
 
-def _named(forward: Forward, results: Results) -> Iterator[tuple[str, Any]]:
+def _named(forward: Forward, results: Results) -> Iterator[tuple[str, PyTree]]:
     """(name, result) of all results."""
 
     def text(leaf: ModelLeaf) -> str:
@@ -302,7 +307,7 @@ def _named(forward: Forward, results: Results) -> Iterator[tuple[str, Any]]:
     yield from ((f"the gradient of {text(forward.leaves[at])}", x) for at, x in results.gradients.items())
 
 
-def _host(x: Any) -> np.ndarray:
+def _host(x: jax.Array) -> np.ndarray:
     if is_key(x):
         return np.asarray(jax.random.key_data(x))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -326,7 +331,7 @@ def _largest(a: np.ndarray) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
-def _without_zeros(leaves: Sequence[jax.Array], trained: Container[int]) -> list[Any]:
+def _without_zeros(leaves: Sequence[jax.Array], trained: Container[int]) -> list[ArrayLike]:
     """The leaves with small normal values in the place of the zeros of trained ones.
 
     At the start of a run, the gates and projections of adaLN-zero, ReZero and LoRA are zeros, and hide the values that
@@ -340,7 +345,7 @@ def _without_zeros(leaves: Sequence[jax.Array], trained: Container[int]) -> list
     return filled
 
 
-def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[Any]:
+def _rounded(leaves: Iterable[jax.Array], epsilon: float) -> list[ArrayLike]:
     """The leaves with every floating-point value changed by the relative rounding error `epsilon`."""
     rng, rounded = np.random.default_rng(0), []
     for leaf in leaves:
@@ -357,7 +362,7 @@ def _values(batch: Batch, seed: int) -> Batch:
     """`batch` with ShapeDtypeStructs replaced: normal floats, and the integers 0 and 1, which every table has."""
     rng = np.random.default_rng(seed)
 
-    def value(x: Any) -> Any:
+    def value(x: ArrayLike | jax.ShapeDtypeStruct) -> ArrayLike:
         if not isinstance(x, jax.ShapeDtypeStruct):
             return x
         if jnp.issubdtype(x.dtype, jnp.inexact):

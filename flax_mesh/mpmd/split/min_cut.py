@@ -28,11 +28,11 @@ cut (Ford and Fulkerson 1956). It is found by augmenting along shortest paths (E
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 _Node = TypeVar("_Node", bound=Hashable)
-Residual = dict[Any, dict[Any, int]]  # residual capacity of every edge; every edge has a reverse edge
+Residual = dict[Hashable, dict[Hashable, int]]  # residual capacity of every edge; every edge has a reverse edge
 SOURCE, SINK = "source", "sink"
 
 
@@ -46,7 +46,9 @@ def minimum_cut(
     be in the set. Required nodes must have a weight. Among sets of equal weight, one with the fewest nodes is returned,
     and among those the one closest to the required nodes, which leaves the least to recompute.
     """
-    residual = _network(list(required), parents, weight)
+    required = list(required)
+    nodes = recomputed(required, set(), parents)
+    residual = _network(required, {node: parents(node) for node in nodes}, {node: weight(node) for node in nodes})
     while path := _augmenting_path(residual):
         flow = min(residual[a][b] for a, b in path)
         for a, b in path:
@@ -54,7 +56,7 @@ def minimum_cut(
             residual[b][a] += flow
     # Minimum cuts are not unique: the one with the smallest sink side is closest to the required nodes.
     sink_side = _reaching_sink(residual)
-    return {node for node, side in sink_side - {SINK} if side == "out" and (node, "in") not in sink_side}
+    return {node for node in nodes if (node, "out") in sink_side and (node, "in") not in sink_side}
 
 
 def recomputed(
@@ -71,25 +73,20 @@ def recomputed(
     return nodes
 
 
-def _network(required: list[Any], parents: Callable[..., Any], weight: Callable[..., int | None]) -> Residual:
+def _network(
+    required: Sequence[_Node], parents: Mapping[_Node, Sequence[_Node] | None], weights: Mapping[_Node, int | None]
+) -> Residual:
     residual: Residual = {SOURCE: {}, SINK: {}}
 
-    def edge(a: Any, b: Any, capacity: int) -> None:
+    def edge(a: Hashable, b: Hashable, capacity: int) -> None:
         residual.setdefault(a, {})[b] = capacity
         residual.setdefault(b, {}).setdefault(a, 0)
 
-    parents_of, todo = {}, list(required)
-    while todo:
-        node = todo.pop()
-        if node not in parents_of:
-            parents_of[node] = parents(node)
-            todo += parents_of[node] or ()
-    weights = {node: weight(node) for node in parents_of}
     # A capacity of unit * weight + 1 minimizes the weight first and the number of nodes second: with fewer nodes than
     # `unit`, the ones never add up to one unit of weight. They also give nodes of weight 0 an edge that can be cut.
-    unit = len(parents_of) + 1
+    unit = len(parents) + 1
     infinite = unit * (1 + sum(w for w in weights.values() if w is not None)) + unit  # more than all finite edges
-    for node, node_parents in parents_of.items():
+    for node, node_parents in parents.items():
         size = weights[node]
         edge((node, "in"), (node, "out"), infinite if size is None else unit * size + 1)
         if node_parents is None:
@@ -101,25 +98,27 @@ def _network(required: list[Any], parents: Callable[..., Any], weight: Callable[
     return residual
 
 
-def _augmenting_path(residual: Residual) -> list[tuple[Any, Any]]:
+def _augmenting_path(residual: Residual) -> list[tuple[Hashable, Hashable]]:
     """Edges of a shortest path with residual capacity from the source to the sink, or [] if there is none."""
-    previous: dict[Any, Any] = {SOURCE: None}
-    todo = deque([SOURCE])
+    previous: dict[Hashable, Hashable] = {SOURCE: None}
+    todo: deque[Hashable] = deque([SOURCE])
     while todo and SINK not in previous:
         here = todo.popleft()
         for there, capacity in residual[here].items():
             if capacity and there not in previous:
                 previous[there] = here
                 todo.append(there)
-    path, here = [], SINK
+    path: list[tuple[Hashable, Hashable]] = []
+    here: Hashable = SINK
     while previous.get(here) is not None:
         path.append((previous[here], here))
         here = previous[here]
     return path[::-1]
 
 
-def _reaching_sink(residual: Residual) -> set[Any]:
-    reached, todo = {SINK}, [SINK]
+def _reaching_sink(residual: Residual) -> set[Hashable]:
+    reached: set[Hashable] = {SINK}
+    todo: list[Hashable] = [SINK]
     while todo:
         there = todo.pop()
         for here in residual[there]:

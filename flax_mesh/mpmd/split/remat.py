@@ -20,12 +20,13 @@ Automatic differentiation alone would store e and p, 8 bytes. x and w are inputs
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from jax.sharding import Sharding
 
 from flax_mesh.mpmd.chunks import ELEMENTWISE
 from flax_mesh.mpmd.split.assign import EXPENSIVE, is_expensive
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
-from flax_mesh.program.program import Program, Var, variables
+from flax_mesh.program.program import Eqn, Program, Var, variables
 from flax_mesh.tree import num_bytes
 
 # The part of F that B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED;
@@ -77,7 +78,7 @@ def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int
     """
     repeatable: set[int] = set()
     given = {*program.inputs[:num_given], *program.consts}  # and everything computed from them alone
-    layouts: dict[Var, Any] = {}
+    layouts: dict[Var, Sharding] = {}
     for i, eqn in enumerate(program.eqns):
         inputs, name = variables(eqn.invars), eqn.primitive.name
         is_given, layout = given.issuperset(inputs), _layout(eqn, layouts)
@@ -92,7 +93,7 @@ def find_repeatable(program: Program, num_given: int, *, cheap: bool) -> set[int
     return repeatable
 
 
-def _layout(eqn: Any, layouts: Mapping[Var, Any]) -> Any:
+def _layout(eqn: Eqn, layouts: Mapping[Var, Sharding]) -> Sharding | None:
     """The sharding of the result of an equation as far as sharding constraints define it, else None."""
     if eqn.primitive.name == CONSTRAINT:
         return eqn.params["sharding"]

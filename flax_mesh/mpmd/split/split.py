@@ -5,9 +5,9 @@
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from flax import nnx
@@ -45,20 +45,21 @@ class StagedModel:
     layers: tuple[str, ...]
     mesh: AbstractMesh | None  # of one group
     num_stages: int
-    ranks: Mapping[Layer, int]  # position of every layer in the order of the calls
-    bounds: tuple[int, ...]  # stage k has the ranks [bounds[k], bounds[k + 1])
-    costs: tuple[int, ...]  # FLOPs of the forward pass of one microbatch, by rank
-    leaves: tuple[ModelLeaf, ...]
-    copies: Mapping[str, Layer]  # path of a leaf of a frozen copy of the layers -> the layer that it is placed beside
-    needs_full_remat: bool  # a remat spans several layers: a Pipeline uses remat="full", whatever its argument is
     example: Batch  # shapes of the microbatch that was traced
     groups: MpmdMesh | None = None  # as passed to split_stages, for the Pipeline
     schedule: Schedule | None = None  # likewise
-    remark: str = ""  # why the stages do not have equal FLOPs
     specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
     axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
     make_state: Make | None = None  # returns (model, optimizer), if split_stages was given such a function
     attention: str = "as_written"  # as in StepOptions
+    # The following fields are results of the split.
+    ranks: Mapping[Layer, int] = field(default_factory=dict)  # position of every layer in the order of the calls
+    bounds: tuple[int, ...] = ()  # stage k has the ranks [bounds[k], bounds[k + 1])
+    costs: tuple[int, ...] = ()  # FLOPs of the forward pass of one microbatch, by rank
+    leaves: tuple[ModelLeaf, ...] = ()
+    copies: Mapping[str, Layer] = field(default_factory=dict)  # leaf of a frozen copy -> the layer that it is beside
+    needs_full_remat: bool = False  # a remat spans several layers: a Pipeline uses remat="full", whatever is set
+    remark: str = ""  # why the stages do not have equal FLOPs
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
@@ -80,26 +81,28 @@ class StagedModel:
         precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         key = (tuple(jax.tree.leaves(shapes)), jax.tree.structure(shapes), seed if train else 0, train, precision)
         if key not in self._cuts:
-            shared = ("", 0) in self.ranks  # the list has one layer several times: each call has a rank
-            loss_fn = with_marked_calls(self.loss_fn, self.layers[0]) if shared else self.loss_fn
-            with axis_types_explained():
-                forward = trace_forward(
-                    loss_fn,
-                    self.split_model,
-                    self.wrt,
-                    self.layers,
-                    self.mesh,
-                    shapes,
-                    specs=self.specs,
-                    axes=self.axes,
-                    seed=seed,
-                    train=train,
-                    attention=self.attention,
-                    placed=functools.partial(specs_of, self.make, self.model, self.mesh),
-                )
-            opened = open_forward(forward, self.leaves)
+            opened = open_forward(self.traced(shapes, seed, train), self.leaves)
             self._cuts[key] = _cut(opened, self)
         return self._cuts[key]
+
+    def traced(self, shapes: Batch, seed: int = 0, train: bool = True) -> Forward:
+        """The forward pass for microbatches of these shapes before it is split, with the arguments of `cut`."""
+        shared = ("", 0) in self.ranks  # the list has one layer several times: each call has a rank
+        with axis_types_explained():
+            return trace_forward(
+                with_marked_calls(self.loss_fn, self.layers[0]) if shared else self.loss_fn,
+                self.split_model,
+                self.wrt,
+                self.layers,
+                self.mesh,
+                shapes,
+                specs=self.specs,
+                axes=self.axes,
+                seed=seed,
+                train=train,
+                attention=self.attention,
+                placed=functools.partial(specs_of, self.make, self.model, self.mesh),
+            )
 
     @without_mesh()
     def check(
@@ -133,7 +136,9 @@ class StagedModel:
         if split_backward is None:
             split_backward = self.schedule is not None and self.schedule.splits_backward
 
-        def rows(x: Any, shape: jax.ShapeDtypeStruct, number: int) -> Any:
+        def rows(
+            x: jax.Array | jax.ShapeDtypeStruct, shape: jax.ShapeDtypeStruct, number: int
+        ) -> jax.Array | jax.ShapeDtypeStruct:
             if isinstance(x, jax.ShapeDtypeStruct):
                 return shape
             if not shape.shape:
@@ -274,7 +279,7 @@ def specs_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[Part
 def with_marked_calls(loss_fn: LossFn, path: str) -> LossFn:
     """`loss_fn`, with a mark in its trace at every call of a layer of the list at `path`."""
 
-    def marked(model: Any, batch: Batch) -> Any:
+    def marked(model: PyTree, batch: Batch) -> PyTree:
         with marked_calls(model, path):
             return loss_fn(model, batch)
 

@@ -2,18 +2,19 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.blockwise.place import axes_of_spec
+from flax_mesh.blockwise.place import Layout, axes_of_spec
 from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
@@ -22,6 +23,7 @@ from flax_mesh.mpmd.split.interpret import inline, interpret
 from flax_mesh.program.program import (
     Eqn,
     Program,
+    Var,
     bodies,
     closed_of,
     has_explicit_axes,
@@ -49,7 +51,7 @@ class ModelLeaf(NamedTuple):
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     trained: bool
     source: int  # index of the leaf of the model
     rows: tuple[int, int] | None  # layers of the stack, [first, stop); None: the entire leaf
@@ -71,7 +73,7 @@ class Forward(NamedTuple):
     lines: tuple[str, ...] = ()  # about its attention
 
     @property
-    def sums(self) -> dict[str, Any]:
+    def sums(self) -> dict[str, Shaped]:
         """Name -> type of the first outputs."""
         return {name: out.aval for name, out in zip(self.names, self.program.outputs, strict=False)}
 
@@ -97,11 +99,55 @@ def trace_forward(
     `train=False` is `eval()` mode without new values of variables. `attention` is the option of StepOptions, and
     `placed` returns the specs of the leaves on Auto axes.
     """
-    graphdef, state = split
-    leaves, treedef = jax.tree.flatten(state)
+    leaves = jax.tree.leaves(split[1])
     if mesh is not None and has_explicit_axes(mesh):
         leaves = [_typed(x, mesh, spec) for x, spec in zip(leaves, specs, strict=True)]
         batch = jax.tree.map(lambda x: _typed(x, mesh, microbatch_spec(x.shape, mesh, axes)), batch)
+    params, trained, others = _kinds(split[1], wrt)
+    around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+    with around, user_modes():
+        program, names = _trace_loss(loss_fn, split, wrt, layers, leaves, batch, seed, train)
+        program, lines = _with_attention(program, AttentionOption(attention, mesh, axes), leaves, batch, placed)
+    model_leaves = [
+        ModelLeaf(path, leaf.shape, leaf.dtype, path in trained, at, None)
+        for at, (path, leaf) in enumerate(named_leaves(split[1]))
+    ]
+    flows = _checked_flows(program, model_leaves, names, batch, params if train else None)
+    # Trained parameters and variables other than random streams may change: the last outputs are their new values.
+    changing = (trained, others) if train else ()
+    sources = [leaf.source for kind in changing for leaf in model_leaves if leaf.path in kind]
+    num_sums = len(names)
+    new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
+    changed = [(source, atom) for source, atom, name in new if name != source]
+    program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
+    updates = dict(enumerate((source for source, _ in changed), start=num_sums))
+    return Forward(program, tuple(model_leaves), names, updates, lines=lines)
+
+
+def _kinds(state: nnx.State, wrt: Filter) -> tuple[nnx.State, set[str], set[str]]:
+    """(the trained variables, their paths, the paths of variables that are neither trained nor random streams)."""
+    try:
+        params, _, others = nnx.split_state(state, wrt, nnx.RngState, ...)
+    except (TypeError, ValueError) as error:  # some versions of Flax fail to format their own message
+        raise TypeError(f"wrt must be a filter of NNX, such as nnx.Param, got {shown(wrt)}") from error
+    check_trainable(named_leaves(params))
+    trained, changing = ({path for path, _ in named_leaves(part)} for part in (params, others))
+    return params, trained, changing
+
+
+def _trace_loss(
+    loss_fn: LossFn,
+    split: Split,
+    wrt: Filter,
+    layers: Sequence[str],
+    leaves: Sequence[Shaped],
+    batch: Batch,
+    seed: int,
+    train: bool,
+) -> tuple[Program, tuple[str, ...]]:
+    """(the program of the loss: (leaves, batch, step, microbatch) -> (sums, new values), the names of the sums)."""
+    graphdef, state = split
+    treedef = jax.tree.structure(state)
     names: list[str] = []
 
     def forward(leaves: list[jax.Array], batch: Batch, step: jax.Array, microbatch: jax.Array):
@@ -119,41 +165,26 @@ def trace_forward(
         # Only equations have a stage. Adding zero creates an equation for each sum, even for a constant or an input.
         return [x + jnp.zeros_like(x) for x in sums], jax.tree.leaves(after)
 
-    try:
-        params, *parts = nnx.split_state(state, wrt, nnx.RngState, ...)
-    except (TypeError, ValueError) as error:  # some versions of Flax fail to format their own message
-        raise TypeError(f"wrt must be a filter of NNX, such as nnx.Param, got {shown(wrt)}") from error
-    kinds = [named_leaves(part) for part in (params, *parts)]
-    check_trainable(kinds[0])
-    around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
-    with around, user_modes():
-        counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
-        program, _ = trace(forward, leaves, batch, *counts)
-        program, lines = _with_attention(program, AttentionOption(attention, mesh, axes), leaves, batch, placed)
-    kinds = [{path for path, _ in kind} for kind in kinds]
-    model_leaves = [
-        ModelLeaf(path, leaf.shape, leaf.dtype, path in kinds[0], at, None)
-        for at, (path, leaf) in enumerate(named_leaves(state))
-    ]
-    # Trained parameters and variables other than random streams may change: the last outputs are their new values.
-    changing = (kinds[0], kinds[2]) if train else ()
-    sources = [leaf.source for kind in changing for leaf in model_leaves if leaf.path in kind]
-    trained = [leaf.source if leaf.trained else None for leaf in model_leaves]
-    given = [*trained, *[None] * (len(program.inputs) - len(model_leaves))]
+    counts = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+    program, _ = trace(forward, leaves, batch, *counts)
+    return program, tuple(names)
+
+
+def _checked_flows(
+    program: Program, leaves: Sequence[ModelLeaf], names: Sequence[str], batch: Batch, params: nnx.State | None
+) -> Sequence[Hashable]:
+    """The `flow` of every output. The loss must depend on `params`, if they are given, and the weight must not."""
+    trained = [leaf.source if leaf.trained else None for leaf in leaves]
+    given = [*trained, *[None] * (len(program.inputs) - len(leaves))]
     flows = flow(program.eqns, program.inputs, program.outputs, given)
     check_weight(flows[1])
-    if train:
+    if params is not None:
         check_trains(flows[0], params)
-    num_sums = len(names)
     named = dict(zip(names, program.outputs, strict=False))
-    rows = [*[False] * len(model_leaves), *(bool(x.shape) for x in jax.tree.leaves(batch)), False, False]
+    rows = [*[False] * len(leaves), *(bool(x.shape) for x in jax.tree.leaves(batch)), False, False]
     flags = ([*[False] * len(program.consts), *each] for each in (rows, [name is not None for name in given]))
     warn_mean_of_means(closed_of(program).jaxpr, named, named.pop("weight"), *flags)
-    new = zip(sources, program.outputs[num_sums:], flows[num_sums:], strict=True)
-    changed = [(source, atom) for source, atom, name in new if name != source]
-    program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
-    updates = dict(enumerate((source for source, _ in changed), start=num_sums))
-    return Forward(program, tuple(model_leaves), tuple(names), updates, lines=lines)
+    return flows
 
 
 def _with_attention(
@@ -167,7 +198,7 @@ def _with_attention(
     closed, unknown = closed_of(program), [None] * len(program.inputs)
     if option.rewrite(unknown, {})(closed) is None:
         return program, option.lines
-    layouts: list[Any] = [axes_of_spec(spec, len(x.shape)) for spec, x in zip(placed(), leaves, strict=False)]
+    layouts: list[Layout | None] = [axes_of_spec(spec, len(x.shape)) for spec, x in zip(placed(), leaves, strict=False)]
     layouts += [None] * (len(leaves) - len(layouts))
     layouts += [option.of_batch(x).get(id(x)) for x in jax.tree.leaves(batch)]
     call = option.rewrite([*layouts, *unknown[len(layouts) :]], {})(closed)
@@ -290,7 +321,7 @@ def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
     if not assigned:
         return program
 
-    def copied(*args: Any) -> list[Any]:
+    def copied(*args: jax.Array) -> list[jax.Array]:
         return [copy_p.bind(x) if at in assigned else x for at, x in enumerate(program.call(*args))]
 
     return trace(copied, *(shape_of(v.aval) for v in program.inputs))[0]
@@ -303,7 +334,7 @@ def marked_calls(model: PyTree, path: str) -> Iterator[None]:
     For a list that contains one layer object several times: its variables do not determine the call of an equation.
     """
     calls = 0
-    before: dict[int, tuple[Any, type]] = {}
+    before: dict[int, tuple[object, type]] = {}
 
     def mark(outputs: PyTree) -> PyTree:
         nonlocal calls
@@ -337,13 +368,13 @@ def _place(path: str, places: Places) -> tuple[str | None, int | None]:
 def _spanning_remats(forward: Forward, leaves: Sequence[ModelLeaf]) -> set[int]:
     """The ids of the remat equations of `forward`, including those in jits, that use variables of several layers."""
     inputs, remats = forward.program.inputs, set()
-    layers_of: dict[Any, set[Any]] = {}
+    layers_of: dict[Var, set[Layer]] = {}
     for leaf in leaves:
         if (layer := leaf.layer) is not None:
             among = {layer, (layer[0], leaf.rows[1])} if leaf.rows else {layer}
             layers_of.setdefault(inputs[leaf.source], set()).update(among)
 
-    def walk(eqns: Iterable[Eqn], layers_of: dict[Any, set[Any]]) -> None:
+    def walk(eqns: Iterable[Eqn], layers_of: dict[Var, set[Layer]]) -> None:
         for eqn in eqns:
             sources = [layers_of.get(atom, set()) if is_var(atom) else set() for atom in eqn.invars]
             name = eqn.primitive.name

@@ -16,6 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from flax_mesh.mesh.torus.torus import DeviceLike
 from flax_mesh.mpmd.array import (
     MpmdArray,
     as_jax_array,
@@ -41,7 +42,7 @@ class _Route:
     """
 
     layout: Sharding
-    pairs: tuple[tuple[Any, Any, tuple[slice, ...] | None], ...]
+    pairs: tuple[tuple[DeviceLike, DeviceLike, tuple[slice, ...] | None], ...]
 
     @property
     def has_slices(self) -> bool:
@@ -82,7 +83,7 @@ def device_put(x: Any, sharding: Sharding, key: Hashable = None) -> MpmdArray:
     x = _as_array(x)
     _check_fit(x.shape, sharding)
     check_key(key)
-    if not (isinstance(x, MpmdArray) or (isinstance(x, jax.Array) and x.committed)):
+    if isinstance(x, np.ndarray) or (isinstance(x, jax.Array) and not x.committed):
         moved = _put_everywhere(x, sharding)
     elif is_fully_remote_sharding(x.sharding) and is_fully_remote_sharding(sharding):
         moved = None
@@ -119,7 +120,7 @@ def find_route(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> _R
     return _Route(replicated, tuple(pairs))
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Any) -> jax.Array | np.ndarray | MpmdArray:
     """`x` if it is a jax.Array or MpmdArray, else a numpy array of the dtype that JAX would use."""
     if isinstance(x, Tracer):
         raise ValueError(
@@ -143,11 +144,11 @@ def _check_fit(shape: tuple[int, ...], sharding: Sharding) -> None:
     sharding.shard_shape(shape)  # raises a ValueError if a dim is not divisible
 
 
-def _put_everywhere(x: Any, sharding: Sharding) -> jax.Array | None:
+def _put_everywhere(x: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array | None:
     """The local shards, from the value that this process passed."""
     if is_fully_remote_sharding(sharding):
         return None
-    x = _strong(x)
+    x = _strong(x) if isinstance(x, jax.Array) else x
     if is_fully_local_sharding(sharding):
         return jax.device_put(x, sharding)
     # jax.device_put would compare x over all processes, including those that do not make this call.
@@ -165,16 +166,16 @@ def _move(value: jax.Array, sharding: Sharding) -> jax.Array:
     return _assemble(value, sharding, jax.device_put(list(pieces.values()), list(pieces)))
 
 
-def _exchange(x: Any, sharding: Sharding, key: Hashable) -> jax.Array | None:
+def _exchange(x: jax.Array | MpmdArray, sharding: Sharding, key: Hashable) -> jax.Array | None:
     """The local shards of a transfer between processes."""
     route = find_route(x.sharding, sharding, x.shape)
-    pieces: dict[object, jax.Array] = {}
+    pieces: dict[DeviceLike, jax.Array] = {}
     if not is_fully_remote_sharding(x.sharding):
         # Always a copy: the buffer is read later, and a program in between may have donated it.
         pieces = _pieces(copy_to(route.layout)(_strong(as_jax_array(x))), route)
-    local: list[Any] = []  # devices whose shards come from this process
-    senders: dict[int, list[Any]] = {}  # other process -> local devices that receive shards from it
-    receivers: dict[int, list[Any]] = {}  # other process -> its devices that receive shards from here
+    local: list[DeviceLike] = []  # devices whose shards come from this process
+    senders: dict[int, list[DeviceLike]] = {}  # other process -> local devices that receive shards from it
+    receivers: dict[int, list[DeviceLike]] = {}  # other process -> its devices that receive shards from here
     for device, to, _ in route.pairs:
         if is_local_device(to):
             (local if to in pieces else senders.setdefault(device.process_index, [])).append(to)
@@ -192,7 +193,7 @@ def _exchange(x: Any, sharding: Sharding, key: Hashable) -> jax.Array | None:
     return _assemble(x, sharding, shards) if shards else None
 
 
-def _pieces(laid_out: jax.Array, route: _Route) -> dict[Any, jax.Array]:
+def _pieces(laid_out: jax.Array, route: _Route) -> dict[DeviceLike, jax.Array]:
     """{target device: its shard, on the source device} for every source device of this process."""
     shards = {shard.device: shard.data for shard in laid_out.addressable_shards}
     pairs = [(shards[device], to, part) for device, to, part in route.pairs if device in shards]
@@ -209,7 +210,7 @@ def copy_to(layout: Sharding) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(jnp.copy, out_shardings=layout)
 
 
-def _strong(x: Any) -> Any:
+def _strong(x: jax.Array) -> jax.Array:
     """`x` without weak type, which a transfer between processes could not preserve."""
     return jax.lax.convert_element_type(x, x.dtype) if is_weakly_typed(x) else x
 

@@ -25,7 +25,7 @@ from flax_mesh.mpmd.transport.server import transport_of
 from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.text import processes_text
 
-Key = tuple[Any, ...]  # see Channel
+Key = tuple[str, *tuple[Hashable, ...]]  # see Channel
 _LAYOUT_TIMEOUT_S = 3600  # the time to compile the sender's stage; the watchdog detects a dead sender
 _DESCRIPTIONS = {  # kind of key -> description of the value
     "F": "the input of F of stage {1}, microbatch {0}",
@@ -128,7 +128,9 @@ class Channel:
         same = mesh.size == 1 or value.sharding == layout
         return value if same else copy_to(layout)(value)
 
-    def announce(self, key: Hashable, shape: Sequence[int], dtype: Any, layout: NamedSharding, sender: int) -> None:
+    def announce(
+        self, key: Hashable, shape: Sequence[int], dtype: np.dtype, layout: NamedSharding, sender: int
+    ) -> None:
         """Publish the layout in which group `sender` sends values with this key."""
         self._layouts[key] = layout
         if self.groups[sender].devices.flat[0].process_index == self.process:  # one representative of a shared group

@@ -4,11 +4,11 @@ No function here copies between devices. `put_host` copies from the host.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from flax_mesh.modes import array_from
 from flax_mesh.sharding.memory import host_kind, placed
@@ -35,7 +35,7 @@ def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Ar
     return jax.make_array_from_single_device_arrays(parts[0].shape, sharding, shards)
 
 
-def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
+def put_host(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Puts a host array, equal in every process that has devices of `sharding`, on those devices."""
     if sharding.is_fully_addressable:
         return jax.device_put(x, sharding)
@@ -43,6 +43,6 @@ def put_host(x: Any, sharding: NamedSharding) -> jax.Array:
     return array_from(x.shape, sharding, lambda index: x[index], x.dtype)
 
 
-def remote_array(like: Any) -> jax.Array:
+def remote_array(like: jax.ShapeDtypeStruct) -> jax.Array:
     """An array whose shards all belong to other processes; its shape, dtype and sharding are known."""
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, [], dtype=like.dtype)

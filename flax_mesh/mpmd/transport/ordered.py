@@ -22,10 +22,11 @@ stream. This cannot deadlock: every transfer follows the action that computes it
 transfers that it depends on, in one order that all processes share.
 """
 
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -39,22 +40,23 @@ from flax_mesh.mpmd.transport.keyed import Channel, Key
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import first_line, processes_text
-from flax_mesh.tree import is_key
+from flax_mesh.tree import Shaped, is_key
 
 TRANSPORTS = ("auto", "server", "ordered")
 _PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
 _TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
 REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'
 
+_Value = TypeVar("_Value")
 Move = Callable[[jax.Array, NamedSharding], jax.Array]
 
 
 class OrderedTransfer(NamedTuple):
     """An activation or gradient that an action sends to another group."""
 
-    key: Key  # as in Channel, without the number of the pass
+    key: tuple[Any, ...]  # as in Channel, without the number of the pass
     layout: Hashable  # key under which the layout is published
-    aval: Any
+    aval: Shaped
     sender: int  # groups
     receiver: int
 
@@ -64,7 +66,7 @@ class _TransferOrder(NamedTuple):
 
     place: Mapping[Action, int]  # place of every action of all processes, by start
     transfers: tuple[tuple[int, OrderedTransfer], ...]  # (number of actions that start before it, transfer)
-    keys: frozenset[Key]
+    keys: frozenset[tuple[Hashable, ...]]
 
 
 def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]) -> _TransferOrder:
@@ -79,19 +81,19 @@ def order_transfers(schedule: Schedule, sends: Callable[[Action], Sequence[Order
     return _TransferOrder(place, transfers, frozenset(transfer.key for _, transfer in transfers))
 
 
-class OrderedPass:
+class OrderedPass(Generic[_Value]):
     """The transfers of one pass over a schedule. A process calls `before` for each of its actions, then `end`.
 
     `call(transfer, value)` performs one transfer. `value` is None unless this process sends. It returns the received
     array, or None if another process receives.
     """
 
-    def __init__(self, order: _TransferOrder, call: Callable[[OrderedTransfer, Any], Any]):
+    def __init__(self, order: _TransferOrder, call: Callable[[OrderedTransfer, _Value | None], _Value | None]):
         self._order, self._call, self._num_done = order, call, 0
-        self._offered: dict[Key, Any] = {}
-        self._arrived: dict[Key, Any] = {}
+        self._offered: dict[tuple[Hashable, ...], _Value] = {}
+        self._arrived: dict[tuple[Hashable, ...], _Value] = {}
 
-    def includes(self, key: Key) -> bool:
+    def includes(self, key: tuple[Hashable, ...]) -> bool:
         return key in self._order.keys
 
     def before(self, action: Action) -> None:
@@ -100,10 +102,10 @@ class OrderedPass:
     def end(self) -> None:
         self._until(len(self._order.place))
 
-    def offer(self, key: Key, value: Any) -> None:
+    def offer(self, key: tuple[Hashable, ...], value: _Value) -> None:
         self._offered[key] = value
 
-    def take(self, key: Key) -> Any:
+    def take(self, key: tuple[Hashable, ...]) -> _Value:
         """The received array, which may not have arrived yet."""
         return self._arrived.pop(key)
 
@@ -128,7 +130,7 @@ class OrderedTransport:
 
     def start_pass(
         self, name: Hashable, number: int, schedule: Schedule, sends: Callable[[Action], Sequence[OrderedTransfer]]
-    ) -> OrderedPass:
+    ) -> OrderedPass[jax.Array]:
         """The transfers of pass `number` over `schedule`; `name` identifies the schedule and its compiled pipeline.
 
         The first use of a pair of groups transfers test values. If they do not arrive, all processes raise a
@@ -143,21 +145,27 @@ class OrderedTransport:
     def _applies_to(self, transfer: OrderedTransfer) -> bool:
         """Whether `transfer` is between processes, not empty and not of random keys. Others use the transfer server."""
         between = self._processes[transfer.sender] != self._processes[transfer.receiver]
-        return bool(between and transfer.aval.size and not is_key(transfer.aval))
+        return bool(between and math.prod(transfer.aval.shape) and not is_key(transfer.aval))
 
     def _transfer(self, number: int, transfer: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
         shape, dtype = transfer.aval.shape, transfer.aval.dtype
         there = self.channel.fetch_layout(transfer.layout, shape, dtype, transfer.sender, transfer.receiver)
         kind, *numbers = transfer.key
-        return self._moved((kind, number, *numbers), value, shape, dtype, there, transfer.sender, transfer.receiver)
+        return self._moved((kind, number, *numbers), value, transfer.aval, there, transfer.sender, transfer.receiver)
 
     def _moved(
-        self, key: Key, value: Any, shape: Any, dtype: Any, there: NamedSharding, sender: int, receiver: int
+        self,
+        key: Key,
+        value: jax.Array | None,
+        like: Shaped,
+        there: NamedSharding,
+        sender: int,
+        receiver: int,
     ) -> jax.Array | None:
         """The array on group `receiver`, or None if it is remote. `value` is None if another process sends."""
         here = NamedSharding(self.channel.groups[sender], there.spec)
-        shards = [shard.data for shard in value.addressable_shards] if sender in self.channel.local_groups else []
-        moved = self.move(jax.make_array_from_single_device_arrays(shape, here, shards, dtype=dtype), there)
+        shards = [shard.data for shard in value.addressable_shards] if value is not None else []
+        moved = self.move(jax.make_array_from_single_device_arrays(like.shape, here, shards, dtype=like.dtype), there)
         if receiver not in self.channel.local_groups:
             return None
         self.channel.track(key, sender, receiver, moved)
@@ -187,7 +195,7 @@ class OrderedTransport:
             if sender in self.channel.local_groups
             else None
         )
-        return self._moved(("trial", 0), value, numbers.shape, numbers.dtype, there, sender, receiver)
+        return self._moved(("trial", 0), value, numbers, there, sender, receiver)
 
     def _numbers(self, sender: int, receiver: int) -> np.ndarray:
         """One number per device, different for every pair of groups."""

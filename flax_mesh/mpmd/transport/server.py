@@ -21,7 +21,7 @@ from flax_mesh.tree import Shaped, is_key
 _ADDRESS_TIMEOUT_S = 300
 
 _starting = threading.Lock()
-Name = tuple[tuple[int, ...], tuple[int, ...], Hashable, int]
+Name = tuple[Hashable, ...]
 
 
 class CallNames:

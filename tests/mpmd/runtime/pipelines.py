@@ -1,7 +1,5 @@
 """A small model, batches and builders of pipelines, shared by tests of many folders."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +8,8 @@ from flax import nnx
 
 from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd import Pipeline, split_stages
-from flax_mesh.mpmd.runtime.placement import chunked
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.train import make_train_step
-from flax_mesh.tree import named_leaves
 from tests.mpmd.zoo.base import FAST, groups, initial_state
 
 CONFIG = DecoderConfig(
@@ -88,13 +84,3 @@ def plain(make, loss_fn, optimizer, count, layers=("layers",), **kinds):
     """(state, step) on one device."""
     state = initial_state(make, optimizer)
     return state, make_train_step(loss_fn, state, num_microbatches=count, layers=layers, **kinds)
-
-
-def whole(pipeline, state) -> dict[str, Any]:
-    """{path: numpy array}, with chunks concatenated."""
-    host = [
-        np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) for x in state.leaves
-    ]
-    values = [np.concatenate(x.parts) if hasattr(x, "parts") else x for x in chunked(pipeline.placement.owners, host)]
-    paths = [path for path, _ in named_leaves(pipeline.placement.plain.to_nnx())]
-    return dict(zip(paths, values, strict=True))

@@ -134,10 +134,10 @@ def test_measuring_costs_keeps_the_state_and_the_search_accepts_them(split):
     assert simulate(found.schedule, costs).makespan <= simulate(pipeline.schedule, costs).makespan * (1 + 1e-9)
 
 
-def test_an_unsplit_backward_is_measured_as_one_action(interleaved):
-    pipeline, state = interleaved
+def test_an_unsplit_backward_is_measured_as_one_action(wide):
+    pipeline, state = wide
     costs = measure_costs(pipeline, state, BATCH, repeats=1)
-    assert len(costs) == 4
+    assert len(costs) == 2
     assert all(cost.forward > 0 and cost.backward > 0 and cost.weights == 0 for cost in costs)
     with pytest.raises(ValueError, match="repeats must be at least 1, got 0"):
         measure_costs(pipeline, state, BATCH, repeats=0)

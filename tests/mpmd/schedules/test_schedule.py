@@ -7,12 +7,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flax_mesh.mpmd.schedules import Schedule, make_schedule
-from flax_mesh.mpmd.schedules.schedule import dependencies, forward_schedule
+from flax_mesh.mpmd.schedules.schedule import forward_schedule
 from tests.mpmd.schedules.examples import SIZES, schedules
 
 
 @given(schedules())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_action_appears_once_in_the_row_of_its_group_and_the_text_parses_back(schedule):
     assert Schedule.parse(str(schedule)) == schedule
     kinds = "FBW" if schedule.splits_backward else "FB"
@@ -20,17 +20,6 @@ def test_every_action_appears_once_in_the_row_of_its_group_and_the_text_parses_b
         stages = [s for s, owner in enumerate(schedule.stage_to_group) if owner == group]
         wanted = [(k, s, m) for k in kinds for s in stages for m in range(schedule.num_microbatches)]
         assert sorted(row) == sorted(wanted)
-
-
-@given(schedules())
-@settings(max_examples=100, deadline=None)
-def test_the_order_keeps_rows_and_dependencies(schedule):
-    order = schedule.order()
-    place = {action: i for i, action in enumerate(order)}
-    assert len(place) == len(order) == sum(map(len, schedule.rows))
-    for row in schedule.rows:
-        assert sorted(row, key=place.__getitem__) == list(row)
-    assert all(place[other] < place[a] for a in order for other in dependencies(a, schedule.num_stages))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +44,7 @@ def test_invalid_text_is_refused(text, message):
 
 
 @given(name=st.sampled_from(("interleaved-1f1b", "dualpipe-v")), **SIZES)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_microbatches):
     def error(microbatches: int) -> str:
         try:

@@ -19,7 +19,7 @@ X = vectors(4)
 
 
 def split(loss_fn=squared_loss, batch=X, **kinds) -> StagedModel:
-    return split_stages(loss_fn, Averages, batch, num_stages=2, **kinds)
+    return split_stages(loss_fn, lambda: Averages(2), batch, num_stages=2, **kinds)
 
 
 def plant(staged: StagedModel, stage: int, change) -> StagedModel:
@@ -82,14 +82,10 @@ def test_the_stages_of_unmodified_models_pass(name):
     ],
 )
 def test_a_mistake_in_the_split_is_found_and_named(stage, change, message):
-    staged = split()
-    staged.check(X)
     message = rf"on microbatch 0 {message} [\d.]+(?s:.*)\(and \d+ more of its results\)(?s:.*)please report it"
     with pytest.raises(CutError, match=message) as error:
-        plant(staged, stage, change).check(X)
+        plant(split(), stage, change).check(X)
     assert "cuts=" in str(error.value) and "pipeline.check=never" in str(error.value)
-    with pytest.raises(CutError, match=r"on microbatch 0"):
-        staged.check(X, split_backward=True)
 
 
 def test_split_stages_checks_only_on_request(monkeypatch):
@@ -106,7 +102,7 @@ def test_split_stages_checks_only_on_request(monkeypatch):
 
 def test_a_batch_of_several_microbatches_and_shapes_alone_can_be_checked():
     split(num_microbatches=2, check=True)
-    staged = split(batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), X), check=True)
+    staged = split(batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), X))
     with pytest.raises(CutError, match="the gradient of layers/0/linear/bias differs"):
         plant(staged, 1, without_gradient).check()
 

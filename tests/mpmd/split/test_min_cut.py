@@ -34,7 +34,7 @@ def is_sufficient(chosen, parents, required) -> bool:
     return all(available[node] for node in required)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(graphs())
 def test_no_other_sufficient_set_has_less_weight_or_equal_weight_and_fewer_nodes(case):
     parents, weights, required = case

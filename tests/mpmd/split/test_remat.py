@@ -18,7 +18,7 @@ from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.interpret import inline
 from flax_mesh.program.program import bodies, flops, trace, variables
 from flax_mesh.tree import num_bytes
-from tests.mpmd.runtime.pipelines import CONFIG, PLAIN_SGD, build, decoder_batch
+from tests.mpmd.runtime.pipelines import CONFIG, PLAIN_SGD, build, decoder_batch, make_net, net_batch, net_loss
 
 MLP, SEQUENCE = 56, 16  # differ from all other sizes
 
@@ -56,7 +56,9 @@ def matmul_flops(part):
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_b_and_w_sum_to_the_unsplit_backward_pass(scan, policy):
     """Together they have its matrix products, each a part of them."""
-    one, two = (decoder("float32", {"scan": scan, "remat": policy}, split=split) for split in (False, True))
+    one, two = (
+        decoder("float32", {"num_layers": 2, "scan": scan, "remat": policy}, split=split) for split in (False, True)
+    )
     for number, (whole, split) in enumerate(zip(one, two, strict=True)):
         assert matmul_flops(split.forward) == matmul_flops(whole.forward)
         b, w = matmul_flops(split.backward), matmul_flops(split.weights)
@@ -94,6 +96,15 @@ def test_fewer_bytes_are_stored(dtype, how, share, split, monkeypatch):
     full = decoder(dtype, split=split)
     size = [[sum(map(num_bytes, residuals(stage))) for stage in some] for some in (lean, full)]
     assert all(0 < a < share * b for a, b in zip(*size, strict=True)), size
+
+
+def test_weights_are_not_residuals_and_full_remat_stores_none():
+    shapes = {
+        how: [x.shape for s in stages(make_net, net_loss, net_batch(2), remat=how) for x in residuals(s)]
+        for how in ("none", "full")
+    }
+    assert shapes["none"] and not {(8, 8), (16, 8)} & set(shapes["none"])
+    assert not shapes["full"]
 
 
 class Dropped(nnx.Module):

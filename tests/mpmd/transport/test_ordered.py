@@ -1,14 +1,14 @@
 """The ordered transport: all processes make the same calls in the same order, and no schedule deadlocks."""
 
 from collections import defaultdict, deque
-from types import SimpleNamespace
 
+import jax
 import pytest
 
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, Action, dependencies, forward_schedule, make_schedule
 from flax_mesh.mpmd.transport.ordered import OrderedPass, OrderedTransfer, order_transfers
 
-AVAL = SimpleNamespace(shape=(2,), dtype="float32")
+AVAL = jax.ShapeDtypeStruct((2,), "float32")
 NEEDS = {"dualpipe-v": lambda groups: 2 * groups, "interleaved-1f1b": lambda groups: groups}
 SIZES = [
     (name, groups, count)

@@ -101,9 +101,9 @@ class AveragingLayer(Layer):
 class Averages(nnx.Module):
     """A custom Variable type that changes, in the layers and outside. One variable is read before it is written."""
 
-    def __init__(self):
+    def __init__(self, depth: int = 4):
         rngs = nnx.Rngs(0)
-        self.layers = nnx.List([AveragingLayer(rngs) for _ in range(4)])
+        self.layers = nnx.List([AveragingLayer(rngs) for _ in range(depth)])
         self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
         self.first, self.last = Average(jnp.zeros((WIDTH,))), Average(jnp.ones(()))
 

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 from flax import nnx
 from flax.nnx.filterlib import Filter
@@ -101,7 +100,7 @@ def abstract_model(model: PyTree, mesh: AbstractMesh | None) -> tuple[Make, jex.
     return make, *trace_split(make, mesh), filters
 
 
-def with_optimizer(result: Any) -> tuple[Any, nnx.Optimizer | None]:
+def with_optimizer(result: PyTree) -> tuple[PyTree, nnx.Optimizer | None]:
     """(model, optimizer) from the result of a function; the optimizer is None if it returned a model only."""
     return result if is_with_optimizer(result) else (result, None)
 

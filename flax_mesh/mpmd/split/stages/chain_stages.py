@@ -1,7 +1,6 @@
 """chain_stages: modules that are stages already, called in order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -18,6 +17,7 @@ from flax_mesh.mpmd.split.stages.arguments import with_optimizer
 from flax_mesh.mpmd.split.stages.split_stages import split_stages
 from flax_mesh.step.loss import Batch
 from flax_mesh.text import array_text, first_line, shown
+from flax_mesh.tree import PyTree
 from flax_mesh.user_code import check_arguments
 
 
@@ -27,10 +27,20 @@ class _Chain(nnx.Module):
     def __init__(self, stages: Sequence[nnx.Module]):
         self.stages = nnx.List(stages)
 
+    def __call__(self, value: PyTree) -> PyTree:
+        for k, stage in enumerate(self.stages):
+            try:
+                value = stage(value)
+            except (TypeError, ValueError, AttributeError) as error:
+                given = jax.tree.map(array_text, value)
+                reason = first_line(error)
+                raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
+        return value
+
 
 @check_types
 def chain_stages(
-    loss_fn: Callable[[Any, Batch], Any],
+    loss_fn: Callable[[PyTree, Batch], PyTree],
     stages: Callable[[], Sequence[nnx.Module] | tuple[Sequence[nnx.Module], nnx.Optimizer]] | Sequence[nnx.Module],
     batch: Batch,
     *,
@@ -62,23 +72,6 @@ def chain_stages(
         StagedModel(2 stages of stages; print it to see them)
     """
     make = stages if callable(stages) else lambda: stages
-
-    def make_chain() -> Any:
-        modules, optimizer = with_optimizer(make())
-        chain = _Chain(modules)
-        return chain if optimizer is None else (chain, optimizer_of(chain, optimizer, optimizer.wrt))
-
-    def loss_of(model: _Chain, batch: Batch) -> Any:
-        value = batch
-        for k, stage in enumerate(model.stages):
-            try:
-                value = stage(value)
-            except (TypeError, ValueError, AttributeError) as error:
-                given = jax.tree.map(array_text, value)
-                reason = first_line(error)
-                raise CutError(f"stage {k}, {type(stage).__name__}, cannot take {given}: {reason}") from error
-        return loss_fn(value, batch)
-
     check_arguments("stages", make)
     modules, _ = with_optimizer(make())
     if not is_sized(modules):
@@ -86,8 +79,8 @@ def chain_stages(
     if not modules:
         raise CutError("stages is empty; it must have one module per stage.")
     return split_stages(
-        loss_of,
-        make_chain,
+        lambda model, batch: loss_fn(model(batch), batch),
+        lambda: _make_chain(make),
         batch,
         layers="stages",
         mesh=mesh,
@@ -98,3 +91,10 @@ def chain_stages(
         wrt=wrt,
         check=check,
     )
+
+
+def _make_chain(make: Callable[[], PyTree]) -> PyTree:
+    """The modules that `make` returns as a _Chain, with their optimizer if it returns one."""
+    modules, optimizer = with_optimizer(make())
+    chain = _Chain(modules)
+    return chain if optimizer is None else (chain, optimizer_of(chain, optimizer, optimizer.wrt))

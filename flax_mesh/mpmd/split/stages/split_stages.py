@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from flax import nnx
@@ -23,7 +24,7 @@ from flax_mesh.mpmd.split.problems import (
     check_states,
     check_trained,
 )
-from flax_mesh.mpmd.split.split import StagedModel, input_ranks, specs_of, stage_of_rank, with_marked_calls
+from flax_mesh.mpmd.split.split import StagedModel, input_ranks, stage_of_rank
 from flax_mesh.mpmd.split.stages.arguments import (
     abstract_model,
     calls_of_shared,
@@ -34,8 +35,7 @@ from flax_mesh.mpmd.split.stages.arguments import (
     trained_filter,
 )
 from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, calls_in_order, copies_beside
-from flax_mesh.mpmd.split.trace import Layer, open_forward, places_of, split_leaves, trace_forward
-from flax_mesh.sharding.explicit import axis_types_explained
+from flax_mesh.mpmd.split.trace import Layer, open_forward, places_of, split_leaves
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.tree import PyTree
@@ -123,74 +123,67 @@ def split_stages(
         layers = default_layers(abstract) if layers is None else (layers,) if isinstance(layers, str) else tuple(layers)
         if not layers:
             raise CutError("layers is empty; name the list or the stack to cut, such as layers='layers'.")
-        num_calls = calls_of_shared(abstract, layers)
-        shapes = microbatch_shapes(batch, num_microbatches) if num_microbatches is not None else shapes_of(batch)
-        traced_fn = with_marked_calls(loss_fn, layers[0]) if num_calls else loss_fn
         specs, axes = layout_of(make, abstract, around)
-        with axis_types_explained():
-            forward = trace_forward(
-                traced_fn,
-                split_model,
-                wrt,
-                layers,
-                around,
-                shapes,
-                specs=specs,
-                axes=axes,
-                attention=attention,
-                placed=functools.partial(specs_of, make, abstract, around),
-            )
-        places = places_of(abstract, layers)
-        single = split_leaves(forward, places)
-        opened = open_forward(forward, single)
-        check_effects(opened.program)
-        check_references(opened.program)
-        check_meshes(opened.program.eqns)
-        check_trained(single, wrt)
-        order = calls_in_order(opened.program, single) if not num_calls else [("", i) for i in range(num_calls)]
-        check_layers(abstract, single, layers, order, num_stages)
-        ranks = {layer: at for at, layer in enumerate(order)}
-
-        def staged_with(copies: Mapping[str, Layer]) -> StagedModel:
-            labels = cut.label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
-            costs = cut.costs(opened.program, labels, len(order))
-            sizes = functools.partial(boundary_bytes, opened, labels, len(order))
-            bounds, remark = bounds_of(costs, num_stages, cuts, balance, sizes)
-            staged = StagedModel(
-                loss_fn=loss_fn,
-                make=make,
-                split_model=split_model,
-                wrt=wrt,
-                layers=layers,
-                mesh=around,
-                num_stages=num_stages,
-                ranks=ranks,
-                bounds=bounds,
-                costs=tuple(costs),
-                leaves=split_leaves(forward, places, {layer: stage_of_rank(bounds, at) for layer, at in ranks.items()}),
-                copies=copies,
-                needs_full_remat=opened.opened_remat,
-                example=shapes,
-                groups=groups,
-                schedule=schedule,
-                remark=remark,
-                specs=specs,
-                axes=axes,
-                make_state=model if filters else None,
-                attention=attention,
-            )
-            check_states(staged.cut(shapes), abstract, layers, ranks, bounds)
-            return staged
-
-        copies = copies_beside(opened.program, single, ranks)
-        try:
-            staged = staged_with(copies)
-        except CutError:  # a later stage computes a new value of a copy, for example
-            if not copies:
-                raise
-            staged = staged_with({})
+        whole = StagedModel(
+            loss_fn=loss_fn,
+            make=make,
+            split_model=split_model,
+            wrt=wrt,
+            layers=layers,
+            mesh=around,
+            num_stages=num_stages,
+            example=shapes_of(batch) if num_microbatches is None else microbatch_shapes(batch, num_microbatches),
+            groups=groups,
+            schedule=schedule,
+            specs=specs,
+            axes=axes,
+            make_state=model if filters else None,
+            attention=attention,
+            ranks={("", call): call for call in range(calls_of_shared(abstract, layers))},
+        )
+        staged = _divided(whole, cuts, balance)
         if staged.imbalance:
             warnings.warn(staged.imbalance, stacklevel=3)
         if check:
             staged.check(batch)
         return staged
+
+
+def _divided(whole: StagedModel, cuts: Sequence[int] | None, balance: str) -> StagedModel:
+    """The model divided into stages. `whole` has no bounds; its ranks are the calls of a layer listed several times."""
+    forward, places = whole.traced(whole.example), places_of(whole.model, whole.layers)
+    single = split_leaves(forward, places)
+    opened = open_forward(forward, single)
+    check_effects(opened.program)
+    check_references(opened.program)
+    check_meshes(opened.program.eqns)
+    check_trained(single, whole.wrt)
+    order = list(whole.ranks) or calls_in_order(opened.program, single)
+    check_layers(whole.model, single, whole.layers, order, whole.num_stages)
+    ranks = {layer: at for at, layer in enumerate(order)}
+
+    def staged_with(copies: Mapping[str, Layer]) -> StagedModel:
+        labels = cut.label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
+        costs = cut.costs(opened.program, labels, len(order))
+        sizes = functools.partial(boundary_bytes, opened, labels, len(order))
+        bounds, remark = bounds_of(costs, whole.num_stages, cuts, balance, sizes)
+        staged = replace(
+            whole,
+            ranks=ranks,
+            bounds=bounds,
+            costs=tuple(costs),
+            leaves=split_leaves(forward, places, {layer: stage_of_rank(bounds, at) for layer, at in ranks.items()}),
+            copies=copies,
+            needs_full_remat=opened.opened_remat,
+            remark=remark,
+        )
+        check_states(staged.cut(staged.example), staged.model, staged.layers, ranks, bounds)
+        return staged
+
+    copies = copies_beside(opened.program, single, ranks)
+    try:
+        return staged_with(copies)
+    except CutError:  # a later stage computes a new value of a copy, for example
+        if not copies:
+            raise
+        return staged_with({})
