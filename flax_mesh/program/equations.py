@@ -88,6 +88,12 @@ def body(eqn: Eqn) -> Program:
     return program_of(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
+def shard_map_options(eqn: Eqn) -> Mapping[str, object]:
+    """Arguments of `jax.shard_map`."""
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    return options | {"axis_names": eqn.params["newly_manual_axes"]}
+
+
 def bodies(eqn: Eqn) -> list[jex.Jaxpr]:
     """Every jaxpr among the parameters of any equation, for a search."""
     params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
