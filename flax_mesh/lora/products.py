@@ -42,12 +42,10 @@ def evaluate_products(
             on_other(eqn, value)
 
     def run(program: Program, values: Sequence[Value]) -> list[Value]:
-        return rewrite(program, values, rule, opens=has_composite, lost=lost)
+        return rewrite(program, values, rule, touches=has_composite, lost=lost)
 
     def rule(eqn: Eqn, values: list[Value]) -> Sequence[Value] | None:
         name, weights = eqn.primitive.name, [isinstance(x, Weight) for x in values]
-        if not any(weights):
-            return None
         if name == "dot_general" and not all(weights):
             return [added(eqn, values, evaluate(eqn, [*map(whole, values)])[0])]
         if name in CUSTOM and (product := _only_product(eqn)) is not None:

@@ -1,7 +1,7 @@
 """Evaluates a program with a rule: the only code that opens the bodies of jit, remat, loops, branches and functions.
 
-A rule sees each equation with the values of its inputs. It returns the outputs, or None: then the body of the equation,
-if it has one, is evaluated with the rule, and any other equation is evaluated as it is.
+A rule sees the equations that it touches, with the values of their inputs. It returns the outputs, or None: then the
+body of the equation, if it has one, is evaluated with the rule, and any other equation is evaluated as it is.
 
 Most values are arrays. A `Composite` stands for an array, and is more than it: a weight with its adapter, for example.
 Bodies are traced by JAX, and take and return arrays, so a Composite travels through them as follows:
@@ -16,8 +16,8 @@ Everywhere else, and in equations that the rule leaves to the default, it is the
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -55,12 +55,12 @@ class Composite(ABC):
 
 Value: TypeAlias = ArrayLike | Composite
 Rule: TypeAlias = Callable[[Eqn, list[Value]], Sequence[Value] | None]
-Opens: TypeAlias = Callable[[Eqn, Sequence[Value]], bool]
+Touches: TypeAlias = Callable[[Eqn, Sequence[Value]], bool]
 Lost: TypeAlias = Callable[[Eqn, Composite], None]
 
 
 def has_composite(eqn: Eqn, values: Sequence[Value]) -> bool:
-    """Whether one of the values is a Composite, for `opens`."""
+    """Whether one of the values is a Composite, for `touches`."""
     return any(isinstance(x, Composite) for x in values)
 
 
@@ -74,7 +74,7 @@ def rewrite(
     values: Sequence[Value],
     rule: Rule,
     *,
-    opens: Opens = lambda eqn, values: True,
+    touches: Touches = lambda eqn, values: True,
     constant: Callable[[ArrayLike], ArrayLike] = lambda x: x,
     lost: Lost | None = None,
 ) -> list[Value]:
@@ -87,26 +87,24 @@ def rewrite(
         program: The program.
         values: One value per input.
         rule: `rule(eqn, values)` returns the outputs, or None.
-        opens: `opens(eqn, values)`: whether the rule has something to do in the bodies of an equation. Otherwise the
-            equation is evaluated as it is, with the same jaxprs.
+        touches: `touches(eqn, values)`: whether the rule has something to do with an equation, or in its bodies.
+            Otherwise the equation is evaluated as it is, with the same jaxprs, and the rule does not see it.
         constant: What an array that the program closes over, or a literal, becomes.
         lost: Called where a Composite becomes an array without the rule. None: a TypeError.
     """
-    return _Rewriting(rule, opens, constant, lost or _refuse).run(program, values)
+    return _Rewriting(rule, touches, constant, lost or _refuse).run(program, values)
 
 
 def inline(program: Program, opens: Callable[[Eqn], bool] = lambda eqn: False) -> Program:
     """The same program without nested jits, and without the remats for which `opens` returns True."""
 
-    def inlined(eqn: Eqn, values: list[Value]) -> list[Value] | None:
-        if eqn.primitive.name in JIT or (eqn.primitive.name in REMAT and opens(eqn)):
-            return run(body(eqn), values)
-        return None
+    def touches(eqn: Eqn, values: Sequence[Value] = ()) -> bool:
+        return eqn.primitive.name in JIT or (eqn.primitive.name in REMAT and opens(eqn))
 
     def run(program: Program, values: Sequence[Value]) -> list[Value]:
-        return rewrite(program, values, inlined, opens=lambda eqn, values: False)
+        return rewrite(program, values, lambda eqn, values: run(body(eqn), values), touches=touches)
 
-    if not any(eqn.primitive.name in JIT or opens(eqn) for eqn in program.eqns):
+    if not any(map(touches, program.eqns)):
         return program
     return trace(lambda *args: run(program, args), *(shape_of(v.aval) for v in program.inputs))[0]
 
@@ -117,18 +115,11 @@ def _refuse(eqn: Eqn, value: Composite) -> None:
     )
 
 
-@contextmanager
-def context_of(eqn: Eqn) -> Iterator[None]:
-    """Context of new equations in the place of one: its source line, and the mesh of its results.
-
-    `jax.sharding.auto_axes` changes the types of mesh axes in a part of a program.
-    """
-    meshes = [v.aval.sharding.mesh for v in eqn.outvars if hasattr(v.aval, "sharding")]
-    with ExitStack() as stack:
-        stack.enter_context(in_source_of(eqn))
-        if (mesh := next((mesh for mesh in meshes if not mesh.empty), None)) is not None:
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        yield
+def _mesh_of(eqn: Eqn) -> AbstractContextManager[object]:
+    """Context with the mesh of the results of an equation, which `jax.sharding.auto_axes` changes within a program."""
+    meshes = (v.aval.sharding.mesh for v in eqn.outvars if hasattr(v.aval, "sharding"))
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    return nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 class _Changed(Exception):
@@ -179,7 +170,7 @@ class _Carry(NamedTuple):
 
 class _Rewriting(NamedTuple):
     rule: Rule
-    opens: Opens
+    touches: Touches
     constant: Callable[[ArrayLike], ArrayLike]
     lost: Lost
 
@@ -191,14 +182,14 @@ class _Rewriting(NamedTuple):
         return [*map(read, program.outputs)]
 
     def outputs(self, eqn: Eqn, values: list[Value]) -> Sequence[Value]:
-        with context_of(eqn):
-            if (outs := self.rule(eqn, values)) is not None:
-                return outs
-            name = eqn.primitive.name
-            closed = name in (*CUSTOM, SHARD_MAP) and has_composite(eqn, values)  # they take arrays only
-            if name in _OPENED and not closed and self.opens(eqn, values):
-                return _OPENED[name](self, eqn, values)
-            return evaluate(eqn, [self.array(eqn, x) for x in values])
+        name = eqn.primitive.name
+        if self.touches(eqn, values):
+            with in_source_of(eqn), _mesh_of(eqn):
+                if (outs := self.rule(eqn, values)) is not None:
+                    return outs
+                if name in _OPENED and not (name in _OF_ARRAYS and has_composite(eqn, values)):
+                    return _OPENED[name](self, eqn, values)
+        return evaluate(eqn, [self.array(eqn, x) for x in values])
 
     def array(self, eqn: Eqn, x: Value) -> ArrayLike:
         if isinstance(x, Composite):
@@ -301,3 +292,4 @@ _OPENED: dict[str, Callable[[_Rewriting, Eqn, list[Value]], list[Value]]] = {
     SCAN: _Rewriting.scan,
     WHILE: _Rewriting.while_,
 }
+_OF_ARRAYS = (*CUSTOM, SHARD_MAP)  # their bodies take no Composites

@@ -51,7 +51,7 @@ class CallbackErrors:
         return with_inputs(recording, program.inputs)
 
     def _call(self, program: Program, values: Sequence[Value]) -> list[Value]:
-        return rewrite(program, values, self._rule, opens=lambda eqn, values: has_callbacks([eqn]))
+        return rewrite(program, values, self._rule, touches=lambda eqn, values: has_callbacks([eqn]))
 
     def _rule(self, eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
         if eqn.primitive.name not in CALLBACKS:

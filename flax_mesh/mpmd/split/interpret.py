@@ -20,17 +20,19 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
     """
 
     def run(program: Program, values: Sequence[Any]) -> list[Any]:
-        return rewrite(program, values, rule, opens=lambda eqn, values: eqn.primitive.name in JIT)
+        return rewrite(program, values, rule, touches=touches)
 
-    def rule(eqn: Eqn, values: list[Any]) -> Sequence[Any] | None:
+    def touches(eqn: Eqn, values: Sequence[Any]) -> bool:
+        is_opened = eqn.primitive.name in JIT or (eqn.primitive.name in (*REMAT, COND) and opens(eqn))
+        return is_opened or any(isinstance(value, Chunks | Periods) for value in values)
+
+    def rule(eqn: Eqn, values: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name in REMAT and opens(eqn):
+        if name in JIT or (name in REMAT and opens(eqn)):
             return run(body(eqn), values)
         if name == COND and opens(eqn):
             sides = [run(branch, values[1:]) for branch in branches(eqn)]
             return [select(values[0], each) for each in zip(*sides, strict=True)]
-        if name in JIT or not any(isinstance(value, Chunks | Periods) for value in values):
-            return None
         return _scan_chunks(eqn, values) if name == SCAN else evaluate_on_chunks(eqn, values)
 
     return run(program, args)

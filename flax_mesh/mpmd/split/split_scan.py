@@ -35,12 +35,14 @@ def split_scans(program: Program, first: Sequence[Any]) -> Program:
     if not splits:
         return program
 
-    def rule(eqn: Eqn, values: list[Any]) -> list[Any] | None:
-        split = eqn.outvars and eqn.outvars[0] in splits
-        return _two_scans(eqn, values, [v in early for v in eqn.outvars]) if split else None
+    def rule(eqn: Eqn, values: list[Any]) -> list[Any]:
+        return _two_scans(eqn, values, [v in early for v in eqn.outvars])
+
+    def touches(eqn: Eqn, values: Sequence[Any]) -> bool:
+        return any(v in splits for v in eqn.outvars[:1])
 
     shapes = (shape_of(v.aval) for v in program.inputs)
-    return trace(lambda *args: rewrite(program, args, rule, opens=lambda eqn, values: False), *shapes)[0]
+    return trace(lambda *args: rewrite(program, args, rule, touches=touches), *shapes)[0]
 
 
 def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:

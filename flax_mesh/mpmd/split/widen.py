@@ -46,7 +46,7 @@ def call_widened(program: Program, args: Sequence[Value]) -> list[Value]:
     """The outputs of `program` for widened arguments and constants, computed in float32 or wider types."""
     if not any(map(_is_narrow_eqn, program.eqns)):
         return program.call(*args)
-    return rewrite(program, [*map(widen, args)], _rule, opens=lambda eqn, _: _is_narrow_eqn(eqn), constant=widen)
+    return rewrite(program, [*map(widen, args)], _rule, touches=lambda eqn, _: _is_narrow_eqn(eqn), constant=widen)
 
 
 def rough_outputs(program: Program) -> list[bool]:
@@ -60,7 +60,7 @@ def rough_outputs(program: Program) -> list[bool]:
 
 def _rule(eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
     name = eqn.primitive.name
-    if name in LOOPS or not _is_narrow_eqn(eqn):
+    if name in LOOPS:
         return None
     if name in CALLS:
         return call_widened(body(eqn), values)
