@@ -12,7 +12,7 @@ Other equations have bodies too, such as the sum of a scatter and the kernel of 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 from jax.extend import core as jex
 
@@ -28,6 +28,12 @@ SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
 T = TypeVar("T")
 
 
+class ScanOptions(TypedDict):
+    length: int
+    reverse: bool
+    unroll: int
+
+
 class Scan(NamedTuple):
     """A loop over rows: the body maps constants, carry and a row of every scanned input to carry and stacked rows."""
 
@@ -39,9 +45,9 @@ class Scan(NamedTuple):
     unroll: int
 
     @property
-    def options(self) -> Mapping[str, int]:
+    def options(self) -> ScanOptions:
         """Arguments of `jax.lax.scan`."""
-        return {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+        return ScanOptions(length=self.length, reverse=self.reverse, unroll=self.unroll)
 
     def inputs(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
         """(constants, carry, scanned inputs) of one value per input of the equation or of the body."""
@@ -88,7 +94,7 @@ def body(eqn: Eqn) -> Program:
     return program_of(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
 
 
-def shard_map_options(eqn: Eqn) -> Mapping[str, object]:
+def shard_map_options(eqn: Eqn) -> Mapping[str, Any]:
     """Arguments of `jax.shard_map`."""
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     return options | {"axis_names": eqn.params["newly_manual_axes"]}

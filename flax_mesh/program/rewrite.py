@@ -137,7 +137,7 @@ class _Returned:
         self.inputs: dict[int, set[int | None]] = {}  # output -> inputs; None: a Composite that is no input
         self.composites: dict[int, Composite] = {}
 
-    def arrays(self, outs: Sequence[Value], given: Sequence[Value]) -> list[ArrayLike]:
+    def arrays(self, outs: Sequence[Value], given: Sequence[Value]) -> list[Value]:
         at_input = {id(x): at for at, x in enumerate(given) if isinstance(x, Composite)}
         for at, x in enumerate(outs):
             self.inputs.setdefault(at, set()).add(at_input.get(id(x)))
@@ -160,7 +160,7 @@ class _Carry(NamedTuple):
         current = iter(changing)
         return [x if isinstance(x, Composite) else next(current) for x in self.start]
 
-    def after(self, outs: Sequence[Value]) -> list[ArrayLike]:
+    def after(self, outs: Sequence[Value]) -> list[Value]:
         """The changing variables after an iteration; raises _Changed if it changed others."""
         pairs = [*zip(self.start, outs, strict=True)]
         if changed := [at for at, (x, out) in enumerate(pairs) if isinstance(x, Composite) and out is not x]:
@@ -231,7 +231,7 @@ class _Rewriting(NamedTuple):
     def cond(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         returned = _Returned()
 
-        def call(branch: Program) -> Callable[..., list[ArrayLike]]:
+        def call(branch: Program) -> Callable[..., list[Value]]:
             return lambda *given: returned.arrays(self.run(branch, given), [values[0], *given])
 
         index, *operands = values
@@ -244,7 +244,7 @@ class _Rewriting(NamedTuple):
         scanned = [(x.scanned() or self.array(eqn, x)) if isinstance(x, Composite) else x for x in rows]
 
         def loop(carry: _Carry) -> tuple[Sequence[Value], Sequence[Value]]:
-            def step(changing: list[Value], rows: list[Value]) -> tuple[list[ArrayLike], list[ArrayLike]]:
+            def step(changing: list[Value], rows: list[Value]) -> tuple[list[Value], list[Value]]:
                 after, stacked = parts.outputs(self.run(parts.body, [*consts, *carry.all(changing), *rows]))
                 return carry.after(after), returned.arrays(stacked, rows)
 

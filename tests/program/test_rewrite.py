@@ -40,11 +40,11 @@ def all_eqns(eqns: Sequence[Eqn]) -> list[Eqn]:
 # The rules: a program and its arguments -> its outputs, evaluated with the rule. All compute what the program computes.
 
 
-def identity(program: Program, x: Any, w: Any) -> Sequence[Value]:
+def identity(program: Program, x: Any, w: Any) -> Sequence[Any]:
     return rewrite(program, [x, w], lambda eqn, values: None)
 
 
-def other_base(program: Program, x: Any, w: Any) -> Sequence[Value]:
+def other_base(program: Program, x: Any, w: Any) -> Sequence[Any]:
     """exp as a power of 2."""
 
     def rule(eqn: Eqn, values: list[Any]) -> list[Any] | None:
