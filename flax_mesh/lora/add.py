@@ -7,6 +7,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.lora.adapters import owner_of, set_adapter, variables_of
 from flax_mesh.lora.call import use_text
-from flax_mesh.lora.products import Products, plain
+from flax_mesh.lora.products import evaluate_products
 from flax_mesh.lora.weight import Weight
 from flax_mesh.modes import user_modes
 from flax_mesh.program.program import Eqn, shape_of, trace
@@ -165,10 +166,10 @@ class _Search:
                 return jax.tree.leaves(self.loss_fn(model, batch))
 
         program, _ = trace(call, leaves, self.batch)
-        run = Products(self._on_product, self._on_other).run
         given = [self._tagged(path, x) for path, x in named_leaves(self.state)]
         batch = [shape_of(v.aval) for v in program.inputs[len(leaves) :]]
-        jax.eval_shape(lambda given: list(map(plain, run(program, given))), [*given, *batch])
+        run = partial(evaluate_products, program, on_product=self._on_product, on_other=self._on_other)
+        jax.eval_shape(run, [*given, *batch])
 
     def _tagged(self, path: str, x: Any) -> Any:
         if path not in self.chosen:

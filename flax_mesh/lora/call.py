@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.adapters import Adapter, adapters_of
-from flax_mesh.lora.products import Products, plain
+from flax_mesh.lora.products import evaluate_products
 from flax_mesh.lora.weight import Weight, with_factors
 from flax_mesh.modes import traced_call, user_modes
 from flax_mesh.program.program import Eqn, program_of
@@ -48,7 +48,7 @@ def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
             known = dict(named_leaves(inputs[0][0]))
             given = [_with_factors(path, x, adapters.get(path), known) for path, x in known.items()]
             given += jax.tree.leaves(inputs)[len(given) :]
-            return list(map(plain, Products(_low_rank, _refuse).run(program_of(closed), given)))
+            return evaluate_products(program_of(closed), given, _low_rank, _refuse)
 
         if not (adapters := adapters_of(nnx.state(model, graph=True))):
             return function(model, *args, **kwargs)

@@ -1,6 +1,6 @@
 """A weight on its way from the state of a model to its matrix products, with the two factors of its adapter."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.program.program import Eqn, has_explicit_axes
+from flax_mesh.program.rewrite import Composite
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Weight:
+class Weight(Composite):
     """A weight, or a part of one, and the factors of `weight + scale * A @ B`.
 
     Attributes:
@@ -40,19 +41,25 @@ class Weight:
         a, b = (None if x is None else change(x) for x in (self.a, self.b))
         return replace(self, value=value, a=a, b=b, dims=self.dims if dims is None else tuple(dims))
 
-    def cut(self, value: Any, change: Callable[[Any, int], Any], cut: Sequence[int]) -> "Weight":
-        """A part of the weight along the dims `cut`; `change(x, dim)` takes the same part of a factor."""
+    def cut(self, value: jax.Array, limits: Mapping[int, tuple[int, int]]) -> "Weight":
+        """The part of the weight from one index to another along some dims."""
 
-        def of_factor(x: Any) -> Any:
-            for dim in cut:
-                x = change(x, dim) if x.shape[dim] == self.value.shape[dim] else x
+        def of_factor(x: jax.Array) -> jax.Array:
+            for dim, (first, end) in limits.items():
+                if x.shape[dim] == self.value.shape[dim]:
+                    x = jax.lax.slice_in_dim(x, first, end, axis=dim)
             return x
 
-        return replace(self.changed(value, of_factor), cuts=self.cuts | {self.dims[dim] for dim in cut})
+        return replace(self.changed(value, of_factor), cuts=self.cuts | {self.dims[dim] for dim in limits})
 
-    def row(self) -> "Weight":
-        """The weight in the body of a loop over its first dim."""
-        return replace(self, dims=self.dims[1:])
+    def whole(self) -> jax.Array:
+        return self.value
+
+    def scanned(self) -> "Weight | None":
+        """None: in a loop over a dim of its products, one factor has no rows."""
+        factors = (x for x in (self.a, self.b) if x is not None)
+        has_rows = all(x.shape[0] == self.value.shape[0] for x in factors)
+        return replace(self, dims=self.dims[1:]) if has_rows else None
 
     def low_rank(self, x: Any, at: int, eqn: Eqn) -> Any:
         """scale * (x A) B, with the type of the product of `eqn`, whose operand number `at` is the weight."""

@@ -20,7 +20,6 @@ from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
 from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.mpmd.split.interpret import inline
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.plan.advice import Given, certainty, memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
@@ -48,6 +47,7 @@ from flax_mesh.plan.results import Time
 from flax_mesh.plan.stages import MakeProgram, Program, Stages, visit_stages
 from flax_mesh.plan.topology import Topology, parse_topology, resolve_mesh, topology_of_devices
 from flax_mesh.program.program import flops, trace
+from flax_mesh.program.rewrite import inline
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.program import TrainProgram, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, mesh_of, resolve_checked

@@ -96,13 +96,12 @@ def bodies(eqn: Eqn) -> list[Any]:
     return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]
 
 
-def evaluate_with(program: Program, args: Sequence[Any], outputs_of: Callable[..., list[Any]]) -> list[Any]:
-    """Evaluate `program` with `outputs_of(eqn, values)` in the place of every equation."""
-    env = dict(program.consts) | dict(zip(program.inputs, args, strict=True))
-    for eqn in program.eqns:
-        values = [env[atom] if is_var(atom) else atom.val for atom in eqn.invars]
-        env.update(zip(eqn.outvars, outputs_of(eqn, values), strict=True))
-    return [env[atom] if is_var(atom) else atom.val for atom in program.outputs]
+def with_inputs(program: Program, inputs: Sequence[Var]) -> Program:
+    """The program with other variables as inputs."""
+    names = dict(zip(program.inputs, inputs, strict=True))
+    renamed = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]  # noqa: E731
+    eqns = tuple(eqn.replace(invars=renamed(eqn.invars)) for eqn in program.eqns)
+    return Program(eqns, tuple(inputs), tuple(renamed(program.outputs)), program.consts)
 
 
 def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 
-from flax_mesh.jax_compat import source_line
+from flax_mesh.jax_compat import evaluate, source_line
+from flax_mesh.program.equations import bodies
+from flax_mesh.program.program import Eqn, Program, program_of, shape_of, trace, with_inputs
+from flax_mesh.program.rewrite import Value, rewrite
 from flax_mesh.user_code import caught, user_code
 
 CALLBACKS = ("pure_callback", "debug_callback", "io_callback")  # the primitives with a parameter `callback`
@@ -34,35 +36,29 @@ class CallbackErrors:
     def guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, to be traced, with callbacks that record their exceptions."""
 
-        def evaluate(*args: Any) -> Any:
+        def recording(*args: Any) -> Any:
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
-            outs = jex.jaxpr_as_fun(self._body(closed))(*jax.tree.leaves(args))
+            outs = self._call(program_of(closed), jax.tree.leaves(args))
             return jax.tree.unflatten(jax.tree.structure(shapes), outs)
 
-        return evaluate
+        return recording
 
-    def recording(self, eqns: Iterable[Any]) -> list[Any]:
-        """The equations, with callbacks that record their exceptions; the others are the same objects."""
-        return [self._recording(eqn) if has_callbacks([eqn]) else eqn for eqn in eqns]
+    def recording(self, program: Program) -> Program:
+        """The program, with the same inputs, and with callbacks that record their exceptions."""
+        if not has_callbacks(program.eqns):
+            return program
+        recording, _ = trace(lambda *args: self._call(program, args), *(shape_of(v.aval) for v in program.inputs))
+        return with_inputs(recording, program.inputs)
 
-    def _body(self, body: Any) -> Any:
-        """A jaxpr, closed or not; from JAX 0.12 on both are the same class."""
-        jaxpr = getattr(body, "jaxpr", body)
-        recorded = jaxpr.replace(eqns=self.recording(jaxpr.eqns))
-        return recorded if jaxpr is body else body.replace(jaxpr=recorded)
+    def _call(self, program: Program, values: Sequence[Value]) -> list[Value]:
+        return rewrite(program, values, self._rule, touches=lambda eqn, values: has_callbacks([eqn]))
 
-    def _recording(self, eqn: Any) -> Any:
-        def replaced(value: Any) -> Any:
-            if isinstance(value, tuple | list):
-                return type(value)(map(replaced, value)) if _bodies(value) else value
-            return self._body(value) if isinstance(value, jex.ClosedJaxpr | jex.Jaxpr) else value
+    def _rule(self, eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
+        if eqn.primitive.name not in CALLBACKS:
+            return None
+        return evaluate(eqn.replace(params={**eqn.params, "callback": self._callback(eqn)}), values)
 
-        params = {name: replaced(value) for name, value in eqn.params.items()}
-        if eqn.primitive.name in CALLBACKS:
-            params["callback"] = self._callback(eqn)
-        return eqn.replace(params=params)
-
-    def _callback(self, eqn: Any) -> Callable[..., list[np.ndarray]]:
+    def _callback(self, eqn: Eqn) -> Callable[..., list[np.ndarray]]:
         callback, place, types = eqn.params["callback"], source_line(eqn), [v.aval for v in eqn.outvars]
 
         def call(*args: Any) -> list[np.ndarray]:
@@ -80,23 +76,17 @@ class CallbackErrors:
         return recorded
 
 
-def callbacks_in(eqns: Iterable[Any]) -> Iterator[Any]:
+def callbacks_in(eqns: Iterable[Eqn]) -> Iterator[Eqn]:
     """The equations that are callbacks, also those in bodies."""
     for eqn in eqns:
         if eqn.primitive.name in CALLBACKS:
             yield eqn
-        for body in _bodies([*eqn.params.values()]):
+        for body in bodies(eqn):
             yield from callbacks_in(body.eqns)
 
 
-def has_callbacks(eqns: Iterable[Any]) -> bool:
+def has_callbacks(eqns: Iterable[Eqn]) -> bool:
     return any(True for _ in callbacks_in(eqns))
-
-
-def _bodies(values: Sequence[Any]) -> list[Any]:
-    """The jaxprs among the values of parameters, and in tuples of them."""
-    flat = [x for value in values for x in (value if isinstance(value, tuple | list) else (value,))]
-    return [getattr(x, "jaxpr", x) for x in flat if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
 
 
 def _check_types(outs: Sequence[np.ndarray], types: Sequence[Any]) -> None:

@@ -154,13 +154,7 @@ def compile_stages(
 def _recording(stage: StageProgram, errors: CallbackErrors) -> StageProgram:
     """The stage with callbacks that record their exceptions in `errors`."""
     parts = {name: getattr(stage, name) for name in ("forward", "backward", "weights")}
-    return stage._replace(
-        **{
-            name: part._replace(eqns=tuple(errors.recording(part.eqns)))
-            for name, part in parts.items()
-            if part is not None
-        }
-    )
+    return stage._replace(**{name: errors.recording(part) for name, part in parts.items() if part is not None})
 
 
 class _StageCompiler:

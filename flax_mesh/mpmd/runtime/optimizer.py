@@ -14,11 +14,12 @@ from flax_mesh.mpmd.chunks import rows_of, whole
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.compile import Jitted, Options, named_jit
 from flax_mesh.mpmd.runtime.placement import Placement, chunked
-from flax_mesh.mpmd.split.interpret import inline, interpret
+from flax_mesh.mpmd.split.interpret import interpret
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.update import SHARED, GroupProgram, MixedGroups, cut_by_group, pack, unpack
 from flax_mesh.mpmd.transport.layout import on_all_groups, put_host, sharding_on
 from flax_mesh.program.program import Program, Var, is_var, shape_of, trace
+from flax_mesh.program.rewrite import inline
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.loss import Limits, Metrics, apply_gradients, skip_update
 from flax_mesh.step.state import TrainState

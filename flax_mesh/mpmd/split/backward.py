@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from flax_mesh.jax_compat import REMAT
 from flax_mesh.mpmd.split.assign import StageProgram
-from flax_mesh.mpmd.split.interpret import inline
 from flax_mesh.mpmd.split.remat import choose_residuals, find_repeatable
 from flax_mesh.mpmd.split.split_scan import split_scans
 from flax_mesh.program.program import Program, Var, needed, shape_of, trace, variables
+from flax_mesh.program.rewrite import inline
 
 _Arrays = list[jax.Array]
 

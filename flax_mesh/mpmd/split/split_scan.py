@@ -23,9 +23,9 @@ from typing import Any
 
 import jax
 
-from flax_mesh.jax_compat import REMAT, evaluate, scan_sizes
-from flax_mesh.mpmd.split.interpret import inline
-from flax_mesh.program.program import Eqn, Program, Var, body, evaluate_with, needed, shape_of, trace, variables
+from flax_mesh.program.equations import REMAT, SCAN, scan_parts
+from flax_mesh.program.program import Eqn, Program, Var, needed, shape_of, trace, variables
+from flax_mesh.program.rewrite import inline, rewrite
 
 
 def split_scans(program: Program, first: Sequence[Any]) -> Program:
@@ -35,25 +35,28 @@ def split_scans(program: Program, first: Sequence[Any]) -> Program:
     if not splits:
         return program
 
-    def outputs_of(eqn: Eqn, values: list[Any]) -> list[Any]:
-        split = eqn.outvars and eqn.outvars[0] in splits
-        return _two_scans(eqn, values, [v in early for v in eqn.outvars]) if split else evaluate(eqn, values)
+    def rule(eqn: Eqn, values: list[Any]) -> list[Any]:
+        return _two_scans(eqn, values, [v in early for v in eqn.outvars])
 
-    return trace(lambda *args: evaluate_with(program, args, outputs_of), *(shape_of(v.aval) for v in program.inputs))[0]
+    def touches(eqn: Eqn, values: Sequence[Any]) -> bool:
+        return any(v in splits for v in eqn.outvars[:1])
+
+    shapes = (shape_of(v.aval) for v in program.inputs)
+    return trace(lambda *args: rewrite(program, args, rule, touches=touches), *shapes)[0]
 
 
 def _is_mixed(eqn: Eqn, early: set[Var]) -> bool:
-    return eqn.primitive.name == "scan" and 1 <= sum(v in early for v in eqn.outvars) < len(eqn.outvars)
+    return eqn.primitive.name == SCAN and 1 <= sum(v in early for v in eqn.outvars) < len(eqn.outvars)
 
 
 def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[Any]:
     """All outputs of a scan, the `early` ones from a first scan that computes nothing for the others."""
     pick = lambda items, chosen: [x for x, c in zip(items, chosen, strict=False) if c]  # noqa: E731
-    inner = inline(body(eqn), lambda inner: inner.primitive.name in REMAT)
-    num_consts, num_carry = scan_sizes(eqn)
-    start_xs = num_consts + num_carry
-    consts, carry, xs = values[:num_consts], values[num_consts:start_xs], list(values[start_xs:])
-    carry_in = inner.inputs[num_consts:start_xs]
+    parts = scan_parts(eqn)
+    inner = inline(parts.body, lambda inner: inner.primitive.name in REMAT)
+    consts, carry, xs = parts.inputs(values)
+    _, carry_in, _ = parts.inputs(inner.inputs)
+    num_carry = parts.num_carry
 
     # 1. Outputs of the first scan: the early ones, and every carry that they depend on.
     is_early = _with_required_carries(inner, carry_in, early)
@@ -69,7 +72,6 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
 
     first = _scan_body(inner, early_eqns, is_early, num_carry, passed)
     second = _scan_body(inner, [rest[i] for i in late], is_late, num_carry, [])
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def run_first(c: list[Any], x: list[Any]):
         known = dict(zip(inner.inputs, [*consts, *[None] * num_carry, *x], strict=True))
@@ -80,8 +82,8 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
         known |= dict(zip(passed, x[1], strict=True))
         return second(known | dict(zip(pick(carry_in, is_late), c, strict=True)))
 
-    early_carry, (early_ys, stacked) = jax.lax.scan(run_first, pick(carry, is_early), xs, **params)
-    late_carry, (late_ys, _) = jax.lax.scan(run_second, pick(carry, is_late), (xs, stacked), **params)
+    early_carry, (early_ys, stacked) = jax.lax.scan(run_first, pick(carry, is_early), xs, **parts.options)
+    late_carry, (late_ys, _) = jax.lax.scan(run_second, pick(carry, is_late), (xs, stacked), **parts.options)
     results = {True: iter([*early_carry, *early_ys]), False: iter([*late_carry, *late_ys])}
     return [next(results[chosen]) for chosen in is_early]
 

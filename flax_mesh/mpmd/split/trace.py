@@ -19,7 +19,7 @@ from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
-from flax_mesh.mpmd.split.interpret import inline, interpret
+from flax_mesh.mpmd.split.interpret import interpret
 from flax_mesh.program.program import (
     Eqn,
     Program,
@@ -32,6 +32,7 @@ from flax_mesh.program.program import (
     shape_of,
     trace,
 )
+from flax_mesh.program.rewrite import inline
 from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.attention import AttentionOption

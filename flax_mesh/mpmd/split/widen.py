@@ -4,7 +4,6 @@ Two programs that compute the same results in bfloat16 differ by its rounding er
 hide small mistakes. Widened, they differ by the rounding errors of float32.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,21 +13,13 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
-from flax_mesh.jax_compat import JIT, REMAT, evaluate, scan_sizes
+from flax_mesh.jax_compat import evaluate
 from flax_mesh.mpmd.chunks import ELEMENTWISE
-from flax_mesh.program.program import (
-    Eqn,
-    Program,
-    bodies,
-    body,
-    evaluate_with,
-    is_var,
-    program_of,
-    shape_of,
-    variables,
-)
+from flax_mesh.program.equations import CALLS, COND, SCAN, SHARD_MAP, WHILE, bodies, body
+from flax_mesh.program.program import Eqn, Program, is_var, program_of, shape_of, variables
+from flax_mesh.program.rewrite import Value, rewrite
 
-_CALLS = {*JIT, *REMAT, "custom_jvp_call", "custom_vjp_call"}
+LOOPS = (SCAN, WHILE, COND, SHARD_MAP)
 # Primitives that compute the same function for every floating-point type, and are not in jax.extend.core.primitives.
 _GENERIC = ELEMENTWISE | {
     "mesh_cast",
@@ -51,12 +42,11 @@ def widen(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32) if hasattr(x, "dtype") and is_narrow(x.dtype) else x
 
 
-def call_widened(program: Program, args: Sequence[Any]) -> list[Any]:
+def call_widened(program: Program, args: Sequence[Value]) -> list[Value]:
     """The outputs of `program` for widened arguments and constants, computed in float32 or wider types."""
     if not any(map(_is_narrow_eqn, program.eqns)):
         return program.call(*args)
-    consts = {v: widen(x) for v, x in program.consts.items()}
-    return [widen(x) for x in evaluate_with(program._replace(consts=consts), [*map(widen, args)], _outputs)]
+    return rewrite(program, [*map(widen, args)], _rule, touches=lambda eqn, _: _is_narrow_eqn(eqn), constant=widen)
 
 
 def rough_outputs(program: Program) -> list[bool]:
@@ -68,23 +58,17 @@ def rough_outputs(program: Program) -> list[bool]:
     return [is_var(atom) and atom in rough for atom in program.outputs]
 
 
-def _outputs(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    if not _is_narrow_eqn(eqn):
-        return evaluate(eqn, values)
-    with _mesh_of(eqn):
-        return _widened_outputs(eqn, [*map(widen, values)])
-
-
-def _widened_outputs(eqn: Eqn, values: list[Any]) -> list[Any]:
+def _rule(eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
     name = eqn.primitive.name
-    if name in _CALLS:
+    if name in LOOPS:
+        return None
+    if name in CALLS:
         return call_widened(body(eqn), values)
-    if name in _LOOPS:
-        return _LOOPS[name](eqn, values)
     if name == "reduce_precision":
         return values
     if not _is_generic(eqn):
-        return evaluate(eqn, [_narrowed(x, atom.aval.dtype) for x, atom in zip(values, eqn.invars, strict=True)])
+        values = [_narrowed(x, atom.aval.dtype) for x, atom in zip(values, eqn.invars, strict=True)]
+        return [*map(widen, evaluate(eqn, values))]
     wide, params = jnp.dtype(jnp.float32), dict(eqn.params)
     params |= {key: wide for key, value in params.items() if isinstance(value, np.dtype) and is_narrow(value)}
     # The sum of a scatter, for example.
@@ -107,56 +91,11 @@ def _widened_jaxpr(jaxpr: Any) -> Any:
     return widened if isinstance(jaxpr, jex.ClosedJaxpr) else widened.jaxpr
 
 
-def _mesh_of(eqn: Eqn) -> contextlib.AbstractContextManager[Any]:
-    """Context with the mesh of the values of an equation: in `auto_axes`, it differs from the mesh of the program."""
-    meshes = [atom.aval.sharding.mesh for atom in eqn.outvars if hasattr(atom.aval, "sharding")]
-    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
-
-
 def _widened(atom: Any) -> Any:
     """An input of an equation; a narrow literal is replaced. The types of variables are not read."""
     if is_var(atom) or not is_narrow(atom.aval.dtype):
         return atom
     return jex.Literal(np.asarray(atom.val, np.float32), atom.aval.update(dtype=np.dtype(np.float32)))
-
-
-def _scan(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    num_consts, num_carry = scan_sizes(eqn)
-    consts, start, xs = values[:num_consts], values[num_consts:][:num_carry], values[num_consts + num_carry :]
-
-    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = call_widened(body(eqn), [*consts, *carry, *x])
-        return outs[:num_carry], outs[num_carry:]
-
-    params = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(start), list(xs), **params)
-    return [*carry, *ys]
-
-
-def _while(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    test, step = program_of(eqn.params["cond_jaxpr"]), program_of(eqn.params["body_jaxpr"])
-    num_test, num_step = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    of_test, of_step, start = values[:num_test], values[num_test:][:num_step], values[num_test + num_step :]
-    return jax.lax.while_loop(
-        lambda carry: call_widened(test, [*of_test, *carry])[0],
-        lambda carry: call_widened(step, [*of_step, *carry]),
-        list(start),
-    )
-
-
-def _cond(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    branches = [program_of(branch) for branch in eqn.params["branches"]]
-    return jax.lax.switch(values[0], [lambda *args, of=of: call_widened(of, args) for of in branches], *values[1:])
-
-
-def _shard_map(eqn: Eqn, values: Sequence[Any]) -> list[Any]:
-    params = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
-    params["axis_names"] = eqn.params["newly_manual_axes"]
-    return list(jax.shard_map(lambda *args: tuple(call_widened(body(eqn), args)), **params)(*values))
-
-
-_LOOPS = {"scan": _scan, "while": _while, "cond": _cond, "shard_map": _shard_map}
 
 
 def _is_generic(eqn: Eqn) -> bool:
@@ -167,7 +106,7 @@ def _is_generic(eqn: Eqn) -> bool:
 
 def _is_rough(eqn: Eqn) -> bool:
     """Whether the equation computes with narrow values of which the last bits may differ, and cannot be widened."""
-    if eqn.primitive.name in _CALLS or eqn.primitive.name in _LOOPS:
+    if eqn.primitive.name in CALLS or eqn.primitive.name in LOOPS:
         return any(_is_rough(inner) for body in bodies(eqn) for inner in body.eqns)
     is_exact = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars)
     return not is_exact and not _is_generic(eqn) and _is_narrow_eqn(eqn)

@@ -15,8 +15,8 @@ from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import split_stages
 from flax_mesh.mpmd.split import remat
 from flax_mesh.mpmd.split.backward import differentiate
-from flax_mesh.mpmd.split.interpret import inline
 from flax_mesh.program.program import bodies, flops, trace, variables
+from flax_mesh.program.rewrite import inline
 from flax_mesh.tree import num_bytes
 from tests.mpmd.runtime.pipelines import CONFIG, PLAIN_SGD, build, decoder_batch, make_net, net_batch, net_loss
 
