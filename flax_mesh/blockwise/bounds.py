@@ -104,7 +104,7 @@ def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_produc
     if name == "transpose":
         return tuple(m.transpose(x, op.params["permutation"]) for x in args[0])  # pyright: ignore[reportReturnType]
     if name in ("squeeze", "reshape"):
-        kept = dim_map(op, 0) or []
+        kept = dim_map(op.eqn, 0) or []
         return _merged(m.min, args[0][0], kept, rank), _merged(m.max, args[0][1], kept, rank)
     if name in REDUCTIONS and name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
         gone = tuple(op.params["axes"])

@@ -89,7 +89,7 @@ class Loops:
             elif op.name == "squeeze":
                 x = lax.squeeze(x, op.params["dimensions"])
         product = region.softmax.product
-        dims = dim_map(product, 1 - region.softmax.value_at) or []
+        dims = dim_map(product.eqn, 1 - region.softmax.value_at) or []
         kept = sorted((o, d) for d, o in enumerate(dims) if o is not None)
         x = lax.transpose(x, [*(d for _, d in kept), *(d for d, o in enumerate(dims) if o is None)])
         sizes = {o: x.shape[n] for n, (o, _) in enumerate(kept)}
