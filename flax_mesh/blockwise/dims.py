@@ -7,12 +7,12 @@ the scores, and is complete in every block.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
+from jax.typing import ArrayLike, DTypeLike
 
 from flax_mesh.program.graph import Op
 from flax_mesh.program.program import Eqn
@@ -79,7 +79,7 @@ def dim_map(eqn: Eqn, number: int, *, major: bool = False) -> list[int | None] |
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], major: bool) -> list[int | None]:
-    starts: dict[Any, int] = {}
+    starts: dict[tuple[int, int | None], int] = {}
     for d, size in enumerate(after):
         if size > 1:
             starts.setdefault((math.prod(after[:d]), None if major else size), d)
@@ -135,7 +135,7 @@ def order_after(op: Op, number: int, order: Order) -> Order | None:
         return _regrouped(order, shape) if op.params.get("dimensions") is None else None
     if (dims := dim_map(op.eqn, number)) is None:
         return None
-    new: list[Any] = [((None, 1, size),) if size > 1 else () for size in shape]
+    new: list[tuple[tuple[int | None, int, int], ...]] = [((None, 1, size),) if size > 1 else () for size in shape]
     for d, o in enumerate(dims):
         if o is not None:
             new[o] = order[d]
@@ -194,9 +194,9 @@ class Block:
     """
 
     sizes: Mapping[int, int]
-    offsets: Mapping[int, Any]
+    offsets: Mapping[int, ArrayLike]
     parts: Mapping[int, int]
-    index: Mapping[int, Any]
+    index: Mapping[int, jax.Array]
 
     def shape(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
         return tuple(
@@ -204,7 +204,7 @@ class Block:
             for size, label in zip(shape, labels, strict=True)
         )
 
-    def positions(self, dtype: Any, shape: Sequence[int], labels: Labels, dim: int) -> Any:
+    def positions(self, dtype: DTypeLike, shape: Sequence[int], labels: Labels, dim: int) -> jax.Array:
         label, sizes = labels[dim], self.shape(shape, labels)
         positions = lax.broadcasted_iota(dtype, sizes, dim)
         if label is None:
@@ -217,7 +217,7 @@ class Block:
         return positions
 
 
-def evaluate_block(op: Op, labels: Labels, values: Sequence[Any], block: Block) -> Any:
+def evaluate_block(op: Op, labels: Labels, values: Sequence[ArrayLike], block: Block) -> jax.Array:
     name, params, out = op.name, op.params, op.outputs[0]
     shape = block.shape(out.shape, labels)
     if name in _SAME:
@@ -247,7 +247,7 @@ def evaluate_block(op: Op, labels: Labels, values: Sequence[Any], block: Block) 
     return op.eqn.primitive.bind(*values, **{**params, **unplaced})
 
 
-def _random_bits(key: Any, shape: Sequence[int], labels: Labels, block: Block) -> Any:
+def _random_bits(key: jax.Array, shape: Sequence[int], labels: Labels, block: Block) -> jax.Array:
     """The bits of threefry in a block: it numbers the elements of the array in the order of memory."""
     place = jnp.zeros((), jnp.uint32)
     for d in range(len(shape)):

@@ -5,8 +5,8 @@ program. A wrong guess costs time only: the operands are moved to the layout tha
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -38,7 +38,7 @@ class Placement(NamedTuple):
         return PartitionSpec(*(self.axes.get(x, ()) if x is not None and x != without else None for x in labels))
 
 
-def axes_of_spec(spec: Any, rank: int) -> Layout:
+def axes_of_spec(spec: Iterable[str | Iterable[str] | None], rank: int) -> Layout:
     given = [() if x in (None, PartitionSpec.UNCONSTRAINED) else (x,) if isinstance(x, str) else tuple(x) for x in spec]
     return (*given, *[()] * (rank - len(given)))
 
@@ -49,7 +49,7 @@ def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:
     return mesh if of_value.empty or of_value.axis_names != mesh.axis_names else of_value
 
 
-def place(region: Region, layouts: Mapping[int, Layout], mesh: Any) -> Placement | None:
+def place(region: Region, layouts: Mapping[int, Layout], mesh: AbstractMesh) -> Placement | None:
     """The placement of an attention, None to compute it without regard to devices."""
     if mesh.empty or AxisType.Manual in mesh.axis_types:
         return None
@@ -134,7 +134,10 @@ class _Layouts(DimRules):
     """The mesh axes that split each dim."""
 
     def __init__(self, of_const: Callable[[object], Layout | None], mesh: AbstractMesh):
-        self.constant, self.mesh = of_const, mesh
+        self.of_const, self.mesh = of_const, mesh
+
+    def constant(self, value: object) -> Layout | None:
+        return self.of_const(value)
 
     def of_result(self, eqn: Eqn, shape: tuple[int, ...], facts: Sequence[Layout | None]) -> Layout | None:
         sharding = eqn.params["sharding"] if eqn.primitive.name == "sharding_constraint" else None

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
+from jax import core
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import JIT, REMAT
@@ -21,8 +23,12 @@ class Literal:
 
     __slots__ = ("aval", "value")
 
-    def __init__(self, value: Any, aval: Any):
+    def __init__(self, value: np.ndarray | float, aval: core.ShapedArray):
         self.value, self.aval = value, aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
 
 
 class Value:
@@ -33,13 +39,23 @@ class Value:
 
     __slots__ = ("aval", "const", "op", "outer", "path", "var")
 
-    def __init__(self, var: Var, path: BodyPath, op: "Op | None" = None, outer: Any = None, const: Any = None):
-        self.aval, self.var, self.path = var.aval, var, path
-        self.op, self.outer, self.const = op, outer, const
+    def __init__(
+        self,
+        var: Var,
+        path: BodyPath,
+        op: "Op | None" = None,
+        outer: "Atom | None" = None,
+        const: jax.Array | np.ndarray | None = None,
+    ):
+        self.var, self.path, self.op, self.outer, self.const = var, path, op, outer, const
+        self.aval: core.ShapedArray = var.aval
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.aval.shape
+
+
+Atom: TypeAlias = Value | Literal
 
 
 class Level:
@@ -50,7 +66,7 @@ class Level:
         self.ops: list[Op] = []
         self.inputs: list[Value] = []
         self.consts: list[Value] = []
-        self.outputs: list[Any] = []
+        self.outputs: list[Atom] = []
 
 
 class Op:
@@ -58,7 +74,7 @@ class Op:
 
     __slots__ = ("bodies", "eqn", "inputs", "level", "outputs", "region")
 
-    def __init__(self, eqn: Eqn, inputs: list[Any], level: Level, path: BodyPath):
+    def __init__(self, eqn: Eqn, inputs: list[Atom], level: Level, path: BodyPath):
         self.eqn, self.inputs, self.level = eqn, inputs, level
         self.outputs = [Value(v, path, self) for v in eqn.outvars]
         self.bodies: list[Level] = []
@@ -84,13 +100,13 @@ def build(closed: jex.ClosedJaxpr) -> Level:
     return top
 
 
-def _fill(level: Level, program: Program, inputs: Sequence[Any], path: BodyPath) -> list[Any]:
-    env: dict[Var, Any] = dict(zip(program.inputs, inputs, strict=True))
-    for v, const in program.consts.items():
-        env[v] = Value(v, path, const=const)
-        level.consts.append(env[v])
+def _fill(level: Level, program: Program, inputs: Sequence[Atom], path: BodyPath) -> list[Atom]:
+    env: dict[Var, Atom] = dict(zip(program.inputs, inputs, strict=True))
+    consts = {v: Value(v, path, const=const) for v, const in program.consts.items()}
+    level.consts += consts.values()
+    env |= consts
 
-    def read(atom: Any) -> Any:
+    def read(atom: Any) -> Atom:
         return env[atom] if is_var(atom) else Literal(atom.val, atom.aval)
 
     for eqn in program.eqns:
@@ -116,7 +132,7 @@ def _is_softmax(eqn: Eqn) -> bool:
     return {"exp", "reduce_sum"} <= {inner.primitive.name for inner in all_equations(jaxpr.eqns)}
 
 
-def _bodies_of(op: Op) -> Iterable[tuple[Program, Sequence[Any]]]:
+def _bodies_of(op: Op) -> Iterable[tuple[Program, Sequence[Atom | None]]]:
     """(body, the values of its inputs: None where they change) of an equation."""
     name, eqn, given = op.name, op.eqn, op.inputs
     if name == SCAN:
@@ -135,7 +151,7 @@ def _bodies_of(op: Op) -> Iterable[tuple[Program, Sequence[Any]]]:
         yield body(eqn), [None] * len(given)
 
 
-def _body(op: Op, program: Program, given: Sequence[Any], path: BodyPath) -> Level:
+def _body(op: Op, program: Program, given: Sequence[Atom | None], path: BodyPath) -> Level:
     level = Level(program, op)
     level.inputs = [Value(v, path, outer=outer) for v, outer in zip(program.inputs, given, strict=True)]
     level.outputs = _fill(level, program, level.inputs, path)
@@ -150,7 +166,7 @@ def facts_of(top: Level, given: Sequence[T | None], rules: Rules[T | None]) -> d
     return {id(x): fact for x in values if (fact := facts.of(x.var, x.path)) is not None}
 
 
-def source(x: Any) -> Any:
+def source(x: Atom) -> Atom:
     """The value outside of all bodies that `x` is."""
     while isinstance(x, Value) and x.op is None and x.outer is not None:
         x = x.outer
