@@ -1,32 +1,25 @@
-"""One attention in blocks, as a function of its leaves that JAX can differentiate, on the devices of a placement.
-
-Reverse mode runs the loops. Forward mode, and the derivative of a gradient, compute the attention as it was written.
-"""
+"""One attention in blocks, as a function of its leaves, on the devices of a placement."""
 
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
-from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
-from jax.extend import core as jex
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from flax_mesh.blockwise.dims import Block
-from flax_mesh.blockwise.loops import Loops, Saved, Values
+from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
+from flax_mesh.blockwise.loops import Loops, Saved
 from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec
-from flax_mesh.blockwise.region import Region
-from flax_mesh.blockwise.visits import Blocks, Visits, data_visits, guarded, needs_data, static_visits
-from flax_mesh.jax_compat import linear_primitive
+from flax_mesh.blockwise.region import Key, Region, Values
+from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.program.graph import Value
-from flax_mesh.tree import num_bytes
+from flax_mesh.tree import PyTree, num_bytes
 
-RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
+R = TypeVar("R")
 BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
@@ -39,7 +32,7 @@ class Attention:
     def __init__(
         self,
         region: Region,
-        static: Mapping[Any, Any],
+        static: Static,
         placement: Placement | None,
         layouts: Mapping[int, Layout],
         block: int | None = None,
@@ -52,7 +45,7 @@ class Attention:
         self.static, self.is_guarded = static_visits(region, self.blocks, static)
         self.gathered = self._gathered(static, layouts) if placement and region.q in placement.axes else {}
 
-    def _gathered(self, static: Mapping[Any, Any], layouts: Mapping[int, Layout]) -> dict[Any, int]:
+    def _gathered(self, static: Static, layouts: Mapping[int, Layout]) -> dict[Key, int]:
         """key -> dim of the keys, of the leaves whose parts are on different devices."""
         assert self.placement is not None
         names, gathered = self.placement.axes[self.region.q], {}
@@ -71,7 +64,7 @@ class Attention:
     def _is_explicit(self) -> bool:
         return self.placement is not None and AxisType.Explicit in self.placement.mesh.axis_types
 
-    def _with_type_of(self, value: Value, x: Any) -> Any:
+    def _with_type_of(self, value: Value, x: jax.Array) -> jax.Array:
         if self.placement is None or not self._is_explicit:
             return x
         return _with_spec(x, self.placement.mesh, value.aval.sharding.spec)
@@ -115,11 +108,11 @@ class Attention:
                 visits = visits._replace(high=np.full(count, -np.inf, np.float32))
         return guarded(self.region, visits, values) if self.is_guarded else visits
 
-    def _forward(self, *given: Any) -> tuple[Any, Saved, list[Any]]:
+    def _forward(self, *given: jax.Array) -> Results:
         values = dict(zip(self.keys, given, strict=True))
         if self.gathered:
             names = self._axes(self.region.q)
-            done: list[Any] = []
+            done: list[jax.Array] = []
             for key, dim in self.gathered.items():
                 values[key] = lax.all_gather(_after(values[key], done), names, axis=dim, tiled=True)
                 done = [values[key]]
@@ -128,17 +121,17 @@ class Attention:
         return out, saved, [values[key] for key in self.gathered]
 
     def _backward(
-        self, wanted: Sequence[Any], given: Sequence[Any], saved: Saved, out: Any, gradient: Any
-    ) -> list[Any]:
+        self, wanted: Sequence[Key], given: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+    ) -> list[jax.Array]:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
         visits = self._visits(loops, values)
         gradients = loops.backward(values, wanted, visits, saved, out, gradient)
-        summed: list[Any] = []
+        summed: list[jax.Array] = []
         for key in wanted:
             summed.append(self._summed(key, _after(gradients[key], summed[-1:])))
         return [x.astype(values[key].dtype) for key, x in zip(wanted, summed, strict=True)]
 
-    def _summed(self, key: Any, x: Any) -> Any:
+    def _summed(self, key: Key, x: jax.Array) -> jax.Array:
         """The sum over the devices that have other queries, heads or rows of the same leaf."""
         axes = self.placement.axes if self.placement else {}
         labels = self.region.leaves[key][1]
@@ -154,7 +147,7 @@ class Attention:
 
     # On all devices
 
-    def _mapped(self, fn: Callable[..., Any], args: Any, ins: Any, outs: Any) -> Any:
+    def _mapped(self, fn: Callable[..., R], args: PyTree, ins: PyTree, outs: PyTree) -> R:
         if self.placement is None:
             return fn(*args)
         mesh = self.placement.mesh
@@ -180,7 +173,7 @@ class Attention:
         every = tuple(name for names in place.axes.values() for name in names)
         return place.spec(self.region.out_labels), Saved(rows, rows, PartitionSpec(every))
 
-    def forward(self, values: Sequence[Any]) -> tuple[Any, Saved, list[Any]]:
+    def forward(self, values: Arrays) -> Results:
         """(result, the residuals of the backward pass, the leaves with all keys)."""
         ins, after = self._specs(split_keys=True), self._specs(split_keys=False)
         outs = (*self._result_specs(), [after[self.keys.index(key)] for key in self.gathered])
@@ -189,8 +182,8 @@ class Attention:
         return out, saved, [complete.get(key, x) for key, x in zip(self.keys, values, strict=True)]
 
     def backward(
-        self, wanted: Sequence[int], values: Sequence[Any], saved: Saved, out: Any, gradient: Any
-    ) -> list[Any]:
+        self, wanted: Sequence[int], values: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+    ) -> list[jax.Array]:
         """The gradients of the leaves with the numbers `wanted`."""
         keys, (out_spec, saved_specs) = [self.keys[n] for n in wanted], self._result_specs()
         ins = (self._specs(split_keys=False), saved_specs, out_spec, out_spec)
@@ -199,14 +192,14 @@ class Attention:
         gradients = self._mapped(fn, (list(values), saved, out, gradient), ins, [stored[n] for n in wanted])
         return [self._with_type_of(self.region.leaves[key][0], x) for key, x in zip(keys, gradients, strict=True)]
 
-    def plain(self, *values: Any) -> Any:
+    def plain(self, *values: jax.Array) -> jax.Array:
         """The attention as it was written: all blocks at once."""
         region = self.region
         queries, keys = region.shape[region.q], region.shape[region.k]
         blocks = Blocks(queries, keys, queries, keys, 1)
         loops = Loops(region, blocks, {}, {})
         env = dict(zip(self.keys, values, strict=True))
-        block: Block = loops.block(0, 0)
+        block = loops.block(0, 0)
         x = jnp.concatenate([loops.scores(env, block), *map(loops.full_columns, loops.columns(env))], region.k)
         m = lax.stop_gradient(x.max(region.k, keepdims=True))
         e = jnp.exp(x - jnp.where(m == -jnp.inf, 0.0, m))
@@ -217,79 +210,13 @@ class Attention:
             total, _ = loops.without_empty(total, loops.keeps(env, of_keys, block))
         return (part / loops.to_out(total)).astype(region.out.aval.dtype)
 
-    # For JAX
+    def is_gathered(self, number: int) -> bool:
+        """Whether the keys of a leaf are gathered from other devices."""
+        return self.keys[number] in self.gathered
 
-    def __call__(self, values: Sequence[Any]) -> Any:
-        floats = [n for n, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-        def plain_of(values: Sequence[Any], numbers: Sequence[int]) -> Callable[..., Any]:
-            def call(*some: Any) -> Any:
-                given = dict(zip(numbers, some, strict=True))
-                return self.plain(*(given.get(n, x) for n, x in enumerate(values)))
-
-            return call
-
-        @jax.custom_jvp
-        def attend(*values: Any) -> Any:
-            return self.forward(values)[0]
-
-        @jax.custom_jvp
-        def forwarded(*values: Any) -> Any:
-            return self.forward(values)
-
-        @forwarded.defjvp
-        def forwarded_jvp(values: Any, tangents: Any) -> tuple[Any, Any]:
-            """Of second derivatives. The residuals have no tangents, because the tangents of `pulled` are complete."""
-            results = out, saved, _ = forwarded(*values)
-            change = jax.jvp(plain_of(values, floats), [values[n] for n in floats], [tangents[n] for n in floats])[1]
-            still = Saved(
-                jnp.zeros_like(saved.maximum),
-                jnp.zeros_like(saved.total),
-                np.zeros(saved.visited.shape, jax.dtypes.float0),
-            )
-            return results, (change.astype(out.dtype), still, list(tangents))
-
-        @functools.partial(attend.defjvp, symbolic_zeros=True)
-        def jvp(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            out, saved, values = forwarded(*values)
-            out, saved = jax.tree.map(lambda x: checkpoint_name(x, RESIDUALS), (out, saved))
-            values = [
-                checkpoint_name(x, RESIDUALS) if self.keys[n] in self.gathered else x for n, x in enumerate(values)
-            ]
-            wanted = [n for n in floats if not isinstance(tangents[n], SymbolicZero)]
-            residuals = (list(values), saved, out)
-            flat, tree = jax.tree.flatten(residuals)
-
-            def apply(flat: Sequence[Any], given: Sequence[Any]) -> Any:
-                values = jax.tree.unflatten(tree, flat)[0]
-                return jax.jvp(plain_of(values, wanted), tuple(values[n] for n in wanted), tuple(given))[1]
-
-            def transpose(flat: Sequence[Any], gradient: Any) -> list[Any]:
-                return list(pulled(wanted, *jax.tree.unflatten(tree, flat), gradient))
-
-            given = [tangents[n] for n in wanted]
-            return out, _tangent().bind(
-                *flat, *given, count=len(flat), apply=apply, transpose=transpose, out=jax.typeof(out)
-            )
-
-        @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-        def pulled(wanted: Sequence[int], values: Any, saved: Saved, out: Any, gradient: Any) -> Any:
-            return tuple(self.backward(wanted, values, saved, out, gradient))
-
-        @pulled.defjvp
-        def pulled_jvp(wanted: Sequence[int], primals: Any, tangents: Any) -> tuple[Any, Any]:
-            values, saved, out, gradient = primals
-
-            def pull(some: Any, gradient: Any) -> Any:
-                given = dict(zip(floats, some, strict=True))
-                every = [given.get(n, x) for n, x in enumerate(values)]
-                return jax.vjp(plain_of(every, wanted), *(every[n] for n in wanted))[1](gradient)
-
-            at = [values[n] for n in floats], gradient
-            change = [tangents[0][n] for n in floats], tangents[3]
-            return pulled(wanted, values, saved, out, gradient), jax.jvp(pull, at, change)[1]
-
-        return self._with_type_of(self.region.out, attend(*values))
+    def __call__(self, values: Arrays) -> jax.Array:
+        """The result, which JAX can differentiate."""
+        return self._with_type_of(self.region.out, differentiable(self, values)(*values))
 
 
 def _default_block() -> int:
@@ -298,7 +225,7 @@ def _default_block() -> int:
     return BLOCK_ON_GPUS if platform == "gpu" else BLOCK
 
 
-def _after(x: Any, done: Sequence[Any]) -> Any:
+def _after(x: jax.Array, done: Arrays) -> jax.Array:
     """`x`, for a collective operation that starts after those with the results `done`."""
     return lax.optimization_barrier((x, *done))[0] if done else x
 
@@ -313,45 +240,9 @@ def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:
     return Blocks(lengths[0], lengths[1], sizes[0], sizes[1], of_queries)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _with_spec(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+def _with_spec(x: jax.Array, mesh: AbstractMesh, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _apply(*args: Any, count: int, apply: Any, transpose: Any, out: Any) -> Any:
-    return apply(args[:count], args[count:])
-
-
-def _type(*args: Any, count: int, apply: Any, transpose: Any, out: Any) -> Any:
-    return out
-
-
-def _transpose(gradient: Any, *args: Any, count: int, apply: Any, transpose: Any, out: Any) -> list[Any]:
-    return [None] * count + list(transpose(args[:count], gradient))
-
-
-def _batch(args: Any, dims: Any, *, count: int, apply: Any, transpose: Any, out: Any) -> tuple[Any, int]:
-    axes = [d if isinstance(d, int) else None for d in dims]
-    size = next(x.shape[d] for x, d in zip(args, axes, strict=True) if d is not None)
-    before, given = axes[:count], []
-    for x, d in zip(args[count:], axes[count:], strict=True):
-        given.append(jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0))
-
-    def applied(residuals: Any, tangents: Any) -> Any:
-        return jax.vmap(apply, in_axes=(before, 0))(list(residuals), list(tangents))
-
-    def transposed(residuals: Any, gradient: Any) -> Any:
-        return jax.vmap(transpose, in_axes=(before, 0))(list(residuals), gradient)
-
-    new = core.ShapedArray((size, *out.shape), out.dtype)
-    result = _tangent().bind(*args[:count], *given, count=count, apply=applied, transpose=transposed, out=new)
-    return result, 0
-
-
-@functools.cache
-def _tangent() -> jex.Primitive:
-    """A linear function of its last operands, whose transposed is another function than JAX would derive."""
-    return linear_primitive("blockwise_attention_tangent", _apply, _type, _transpose, _batch)

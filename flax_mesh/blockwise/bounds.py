@@ -6,22 +6,27 @@ the value: the number of blocks in a dim of queries or keys, and 1 or all elemen
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from types import ModuleType
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
-from flax_mesh.blockwise.region import Region, Step
+from flax_mesh.blockwise.region import Key, Region, Step
 from flax_mesh.program.graph import Literal, Op
 
-Bound: TypeAlias = tuple[Any, Any]
-Cuts: TypeAlias = Mapping[int, tuple[Any, int, int]]  # label -> (first positions of the blocks, their size, length)
+Array: TypeAlias = np.ndarray | jax.Array
+Bound: TypeAlias = tuple[Array, Array]
+Cuts: TypeAlias = Mapping[
+    int, tuple[Array, int, int | jax.Array]
+]  # label -> (first positions of the blocks, their size, length)
 _EXACT = 2.0**24  # integers from here on are rounded in float32
 
 
-def bound_scores(region: Region, leaves: Mapping[Any, Bound], cuts: Cuts, of_product: float) -> Bound:
+def bound_scores(region: Region, leaves: Mapping[Key, Bound], cuts: Cuts, of_product: float) -> Bound:
     """Bounds of the scores, if every product is within `of_product`."""
     env = dict(leaves)
     for step in region.score_steps:
@@ -33,9 +38,9 @@ def bound_scores(region: Region, leaves: Mapping[Any, Bound], cuts: Cuts, of_pro
     return env.get(region.scores) or unknown(len(region.shape))
 
 
-def bound_leaf(x: Any, labels: Labels, cuts: Cuts) -> Bound:
+def bound_leaf(x: Array, labels: Labels, cuts: Cuts) -> Bound:
     """The least and the largest element of every block; other dims are kept."""
-    m: Any = np if isinstance(x, np.ndarray) else jnp
+    m = module_of(x)
     low = x.astype(np.float64 if m is np else jnp.float32)
     high = low
     if m is jnp and jnp.issubdtype(x.dtype, jnp.integer):
@@ -55,7 +60,7 @@ def unknown(rank: int) -> Bound:
     return np.full((1,) * rank, -np.inf), np.full((1,) * rank, np.inf)
 
 
-def module_of(*values: Any) -> Any:
+def module_of(*values: object) -> ModuleType:
     return jnp if any(isinstance(x, jax.Array) for x in values) else np
 
 
@@ -77,11 +82,11 @@ def _as_stored(op: Op, bound: Bound) -> Bound:
     return m.where(overflows, -np.inf, low), m.where(overflows, np.inf, high)
 
 
-def _slack(x: Any) -> jax.Array:
+def _slack(x: Array) -> jax.Array:
     return jnp.where(abs(x) >= _EXACT, abs(x) * 2**-22, 0)
 
 
-def _number(value: Any) -> Bound:
+def _number(value: ArrayLike) -> Bound:
     return np.asarray(value, np.float64), np.asarray(value, np.float64)
 
 
@@ -104,7 +109,7 @@ def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_produc
     if name == "transpose":
         return tuple(m.transpose(x, op.params["permutation"]) for x in args[0])  # pyright: ignore[reportReturnType]
     if name in ("squeeze", "reshape"):
-        kept = dim_map(op, 0) or []
+        kept = dim_map(op.eqn, 0) or []
         return _merged(m.min, args[0][0], kept, rank), _merged(m.max, args[0][1], kept, rank)
     if name in REDUCTIONS and name in ("reduce_max", "reduce_min", "reduce_and", "reduce_or"):
         gone = tuple(op.params["axes"])
@@ -142,14 +147,14 @@ def _positions(step: Step, rank: int, cuts: Cuts) -> Bound:
     return m.reshape(starts * 1.0, shape), m.reshape(ends * 1.0, shape)
 
 
-def _expanded(m: Any, x: Any, to: Sequence[int], rank: int) -> Any:
+def _expanded(m: ModuleType, x: Array, to: Sequence[int], rank: int) -> Array:
     shape = [1] * rank
     for d, o in enumerate(to):
         shape[o] = x.shape[d] if m.ndim(x) else 1
     return m.reshape(x, shape)
 
 
-def _merged(reduce: Callable[..., Any], x: Any, kept: Sequence[int | None], rank: int) -> Any:
+def _merged(reduce: Callable[..., Array], x: Array, kept: Sequence[int | None], rank: int) -> Array:
     """A bound over the dims that are merged or split, the others kept."""
     if gone := tuple(d for d, o in enumerate(kept) if o is None):
         x = reduce(x, axis=gone)
@@ -159,17 +164,17 @@ def _merged(reduce: Callable[..., Any], x: Any, kept: Sequence[int | None], rank
     return x.reshape(shape)
 
 
-def _truth(m: Any, x: Bound) -> Bound:
+def _truth(m: ModuleType, x: Bound) -> Bound:
     low, high = x
     return m.where((low > 0) | (high < 0), 1.0, 0.0), m.where((low == 0) & (high == 0), 0.0, 1.0)
 
 
-def _multiplied(m: Any, x: Bound, y: Bound) -> Bound:
+def _multiplied(m: ModuleType, x: Bound, y: Bound) -> Bound:
     products = [m.where((a == 0) | (b == 0), 0.0, a * b) for a in x for b in y]
     return functools.reduce(m.minimum, products), functools.reduce(m.maximum, products)
 
 
-def _divided(m: Any, x: Bound, y: Bound) -> Bound:
+def _divided(m: ModuleType, x: Bound, y: Bound) -> Bound:
     low, high = y
     sure = (low > 0) | (high < 0)
     inverse = (
@@ -179,27 +184,27 @@ def _divided(m: Any, x: Bound, y: Bound) -> Bound:
     return _multiplied(m, x, inverse)
 
 
-def _absolute(m: Any, x: Bound) -> Bound:
+def _absolute(m: ModuleType, x: Bound) -> Bound:
     low, high = x
     crosses = (low <= 0) & (high >= 0)
     return m.where(crosses, 0.0, m.minimum(abs(low), abs(high))), m.maximum(abs(low), abs(high))
 
 
-def _selected(m: Any, which: Bound, if_false: Bound, if_true: Bound) -> Bound:
+def _selected(m: ModuleType, which: Bound, if_false: Bound, if_true: Bound) -> Bound:
     surely, never = which[0] > 0, which[1] < 1
     low = m.where(surely, if_true[0], m.where(never, if_false[0], m.minimum(if_false[0], if_true[0])))
     return low, m.where(surely, if_true[1], m.where(never, if_false[1], m.maximum(if_false[1], if_true[1])))
 
 
-def _comparison(yes: Callable[..., Any], no: Callable[..., Any]) -> Callable[..., Bound]:
+def _comparison(yes: Callable[..., Array], no: Callable[..., Array]) -> Callable[..., Bound]:
     return lambda m, x, y: (m.where(yes(*x, *y), 1.0, 0.0), m.where(no(*x, *y), 0.0, 1.0))
 
 
-def _are_equal(a: Any, b: Any, c: Any, d: Any) -> Any:
+def _are_equal(a: Array, b: Array, c: Array, d: Array) -> Array:
     return (a == b) & (c == d) & (a == c)
 
 
-def _are_apart(a: Any, b: Any, c: Any, d: Any) -> Any:
+def _are_apart(a: Array, b: Array, c: Array, d: Array) -> Array:
     return (b < c) | (a > d)
 
 

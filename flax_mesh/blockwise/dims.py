@@ -7,14 +7,15 @@ the scores, and is complete in every block.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.random import threefry2x32_p
+from jax.typing import ArrayLike, DTypeLike
 
 from flax_mesh.program.graph import Op
+from flax_mesh.program.program import Eqn
 
 Labels = tuple[int | None, ...]
 # For every dim of an array, the parts of dims of the scores that it consists of: (label, step in this dim, size). Where
@@ -36,16 +37,16 @@ _SAME = {"sharding_constraint", "layout_constraint", "name", "optimization_barri
 _COUNTERS = ("iota", "random_bits")  # computed from the positions of a block
 
 
-def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | None:
+def dim_map(eqn: Eqn, number: int, *, major: bool = False) -> list[int | None] | None:
     """For every dim of an input, the dim of the output along which the equation is pointwise, or None if there is none.
 
     None in the place of the list: the equation is not known. With `major`, a dim that a reshape splits or merges
     belongs to the first of the dims that it is reshaped to: both can be split into equal consecutive parts.
     """
-    x, out = op.inputs[number].aval, op.outputs[0].aval
-    name, params, rank = op.name, op.params, len(x.shape)
+    x, out = eqn.invars[number].aval, eqn.outvars[0].aval
+    name, params, rank = eqn.primitive.name, eqn.params, len(x.shape)
     if name in POINTWISE:
-        if rank not in (0, len(out.shape)) or (name == "optimization_barrier" and len(op.outputs) > 1):
+        if rank not in (0, len(out.shape)) or (name == "optimization_barrier" and len(eqn.outvars) > 1):
             return None
         return [d if x.shape[d] == out.shape[d] else None for d in range(rank)]
     if name == "broadcast_in_dim":
@@ -60,7 +61,7 @@ def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | N
     if name == "reshape":
         return None if params.get("dimensions") is not None else _reshaped(x.shape, out.shape, major)
     if name == "dot_general":
-        return _of_product(op, number)
+        return _of_product(eqn, number)
     if name == "slice":
         whole = list(zip(params["start_indices"], params["limit_indices"], x.shape, strict=True))
         strides = params["strides"] or (1,) * rank
@@ -78,7 +79,7 @@ def dim_map(op: Op, number: int, *, major: bool = False) -> list[int | None] | N
 
 
 def _reshaped(before: tuple[int, ...], after: tuple[int, ...], major: bool) -> list[int | None]:
-    starts: dict[Any, int] = {}
+    starts: dict[tuple[int, int | None], int] = {}
     for d, size in enumerate(after):
         if size > 1:
             starts.setdefault((math.prod(after[:d]), None if major else size), d)
@@ -86,11 +87,12 @@ def _reshaped(before: tuple[int, ...], after: tuple[int, ...], major: bool) -> l
     return [starts.get(key) if size > 1 else None for key, size in zip(keys, before, strict=True)]
 
 
-def _of_product(op: Op, number: int) -> list[int | None]:
-    contracted, batch = op.params["dimension_numbers"]
-    free = [[d for d in range(len(op.inputs[i].aval.shape)) if d not in (*contracted[i], *batch[i])] for i in range(2)]
+def _of_product(eqn: Eqn, number: int) -> list[int | None]:
+    contracted, batch = eqn.params["dimension_numbers"]
+    ranks = [len(x.aval.shape) for x in eqn.invars]
+    free = [[d for d in range(ranks[i]) if d not in (*contracted[i], *batch[i])] for i in range(2)]
     order = [*batch[number], *([None] * len(free[0]) if number else []), *free[number]]
-    return [order.index(d) if d in order else None for d in range(len(op.inputs[number].aval.shape))]
+    return [order.index(d) if d in order else None for d in range(ranks[number])]
 
 
 def labels_before(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = ()) -> Labels | None:
@@ -98,7 +100,7 @@ def labels_before(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = 
 
     Labels in `whole` are only on dims of the same size; labels of dims that a reshape splits or merges are dropped.
     """
-    exact, parts = dim_map(op, number), dim_map(op, number, major=True)
+    exact, parts = dim_map(op.eqn, number), dim_map(op.eqn, number, major=True)
     if exact is None or parts is None:
         return None
     shape = op.inputs[number].aval.shape
@@ -113,7 +115,7 @@ def labels_after(op: Op, number: int, labels: Labels, whole: tuple[int, ...] = (
     """The labels of the output, given the labels of one input; None if the equation is not known."""
     new: list[int | None] = [None] * len(op.outputs[0].aval.shape)
     for major in (False, True):
-        dims = dim_map(op, number, major=major)
+        dims = dim_map(op.eqn, number, major=major)
         if dims is None:
             return None
         for d, o in enumerate(dims):
@@ -131,9 +133,9 @@ def order_after(op: Op, number: int, order: Order) -> Order | None:
     shape = op.outputs[0].aval.shape
     if op.name == "reshape":
         return _regrouped(order, shape) if op.params.get("dimensions") is None else None
-    if (dims := dim_map(op, number)) is None:
+    if (dims := dim_map(op.eqn, number)) is None:
         return None
-    new: list[Any] = [((None, 1, size),) if size > 1 else () for size in shape]
+    new: list[tuple[tuple[int | None, int, int], ...]] = [((None, 1, size),) if size > 1 else () for size in shape]
     for d, o in enumerate(dims):
         if o is not None:
             new[o] = order[d]
@@ -192,9 +194,9 @@ class Block:
     """
 
     sizes: Mapping[int, int]
-    offsets: Mapping[int, Any]
+    offsets: Mapping[int, ArrayLike]
     parts: Mapping[int, int]
-    index: Mapping[int, Any]
+    index: Mapping[int, jax.Array]
 
     def shape(self, shape: Sequence[int], labels: Labels) -> tuple[int, ...]:
         return tuple(
@@ -202,7 +204,7 @@ class Block:
             for size, label in zip(shape, labels, strict=True)
         )
 
-    def positions(self, dtype: Any, shape: Sequence[int], labels: Labels, dim: int) -> Any:
+    def positions(self, dtype: DTypeLike, shape: Sequence[int], labels: Labels, dim: int) -> jax.Array:
         label, sizes = labels[dim], self.shape(shape, labels)
         positions = lax.broadcasted_iota(dtype, sizes, dim)
         if label is None:
@@ -215,7 +217,7 @@ class Block:
         return positions
 
 
-def evaluate_block(op: Op, labels: Labels, values: Sequence[Any], block: Block) -> Any:
+def evaluate_block(op: Op, labels: Labels, values: Sequence[ArrayLike], block: Block) -> jax.Array:
     name, params, out = op.name, op.params, op.outputs[0]
     shape = block.shape(out.shape, labels)
     if name in _SAME:
@@ -245,7 +247,7 @@ def evaluate_block(op: Op, labels: Labels, values: Sequence[Any], block: Block) 
     return op.eqn.primitive.bind(*values, **{**params, **unplaced})
 
 
-def _random_bits(key: Any, shape: Sequence[int], labels: Labels, block: Block) -> Any:
+def _random_bits(key: jax.Array, shape: Sequence[int], labels: Labels, block: Block) -> jax.Array:
     """The bits of threefry in a block: it numbers the elements of the array in the order of memory."""
     place = jnp.zeros((), jnp.uint32)
     for d in range(len(shape)):

@@ -5,7 +5,7 @@ the product above them determines the dim of the queries. Equations between the 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from flax_mesh.blockwise.dims import (
     order_after,
     order_of,
 )
-from flax_mesh.program.graph import Level, Literal, Op, Value, source
+from flax_mesh.program.graph import Atom, Level, Literal, Op, Value, source
 
 FEWEST = 32  # queries or keys: a softmax over fewer is the softmax of a router
 Uses = dict[int, list[tuple[Op | None, int]]]  # id of a value -> (operation, number of the input); None: an output
@@ -36,8 +36,8 @@ class Softmax(NamedTuple):
     exp: Op
     product: Op
     value_at: int  # which operand of the product the values are
-    scores: Any  # without the shift by the maximum
-    extra: tuple[Any, ...]  # further columns of the scores, without values: sinks
+    scores: Atom  # without the shift by the maximum
+    extra: tuple[Atom, ...]  # further columns of the scores, without values: sinks
     weights: tuple[tuple[Op, int], ...]  # operations from the exp to the operand of the sum or of the product
     divisions: frozenset[int]  # ids of the operations of `order` that divide by the sum
     summed: Value
@@ -243,7 +243,7 @@ def _is_linear(op: Op, i: int, weights: set[int]) -> bool:
     return op.name == "select_n" and i > 0 and all(_is_number(x, 0) for x in others)
 
 
-def _is_number(x: Any, number: float) -> bool:
+def _is_number(x: Atom, number: float) -> bool:
     while isinstance(x, Value) and x.op is not None and x.op.name in ("broadcast_in_dim", "convert_element_type"):
         x = x.op.inputs[0]
     return isinstance(x, Literal) and np.ndim(x.value) == 0 and float(x.value) == number
@@ -253,7 +253,7 @@ def _is_power(op: Op) -> bool:
     return op.name == "integer_pow" and op.params["y"] == -1
 
 
-def _comes_from(x: Any, is_sum: Callable[[Any], bool]) -> bool:
+def _comes_from(x: Atom | None, is_sum: Callable[[Atom], bool]) -> bool:
     while isinstance(x, Value) and not is_sum(x):
         if x.op is None or not is_view(x.op):
             return False
@@ -261,7 +261,7 @@ def _comes_from(x: Any, is_sum: Callable[[Any], bool]) -> bool:
     return isinstance(x, Value)
 
 
-def _is_inverse(x: Any, is_sum: Callable[[Any], bool]) -> bool:
+def _is_inverse(x: Atom | None, is_sum: Callable[[Atom], bool]) -> bool:
     while isinstance(x, Value) and x.op is not None:
         if x.op.name == "div" and _is_number(x.op.inputs[0], 1):
             return _comes_from(x.op.inputs[1], is_sum)
@@ -273,14 +273,14 @@ def _is_inverse(x: Any, is_sum: Callable[[Any], bool]) -> bool:
     return False
 
 
-def _unshifted(x: Any, k: int) -> Any:
+def _unshifted(x: Atom, k: int) -> Atom:
     """The scores without the value that is subtracted from each row, which does not change the softmax."""
     while isinstance(x, Value) and x.op is not None and x.op.name == "sub" and _is_constant_along(x.op.inputs[1], k):
         x = x.op.inputs[0]
     return x
 
 
-def _is_constant_along(x: Any, k: int) -> bool:
+def _is_constant_along(x: Atom, k: int) -> bool:
     while isinstance(x, Value):
         if x.shape == () or x.shape[k] == 1:
             return True
@@ -293,7 +293,7 @@ def _is_constant_along(x: Any, k: int) -> bool:
     return True
 
 
-def _columns(x: Any, k: int) -> tuple[Any, tuple[Any, ...], tuple[int, int]]:
+def _columns(x: Atom, k: int) -> tuple[Atom, tuple[Atom, ...], tuple[int, int]]:
     """(scores, further columns, range of the scores): the largest of the arrays that are joined along the keys."""
     op = x.op if isinstance(x, Value) else None
     if op is None or op.name != "concatenate" or op.params["dimension"] != k:
@@ -304,10 +304,10 @@ def _columns(x: Any, k: int) -> tuple[Any, tuple[Any, ...], tuple[int, int]]:
     return op.inputs[at], tuple(each for n, each in enumerate(op.inputs) if n != at), (first, first + sizes[at])
 
 
-def _query_dim(scores: Any, k: int) -> int:
+def _query_dim(scores: Atom, k: int) -> int:
     """The largest dim of the scores that only one factor of a product has, where the other factor has the keys."""
     dim, most, seen = None, 0, set()
-    todo: list[tuple[Any, Labels]] = [(scores, tuple(range(len(scores.shape))))]
+    todo: list[tuple[Atom, Labels]] = [(scores, tuple(range(len(scores.shape))))]
     while todo:
         x, labels = todo.pop()
         x = source(x)

@@ -6,24 +6,26 @@ row m is -1e38, and m + log l would lose log l. Where factors of the weights are
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from flax_mesh.blockwise.dims import Block, Labels, dim_map
-from flax_mesh.blockwise.region import Region, run_steps
+from flax_mesh.blockwise.region import Key, Region, Values, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 from flax_mesh.program.graph import Literal
 
 _F32 = jnp.float32
+# Of a block of queries: number of visited blocks of keys, maximum, sum, result, which results have quotients.
+Carry: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 _TRIPS = re.compile(r"trips=([\d.]+)/while$")
-Values = dict[Any, Any]  # by the keys of the leaves of a region
 
 
 def expected_trips(source: str) -> float | None:
@@ -38,9 +40,9 @@ def expected_trips(source: str) -> float | None:
 class Saved(NamedTuple):
     """The residuals that the backward pass reads besides the leaves and the result."""
 
-    maximum: Any
-    total: Any
-    visited: Any  # per block of queries, the number of blocks of keys
+    maximum: jax.Array
+    total: jax.Array
+    visited: jax.Array  # per block of queries, the number of blocks of keys
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,12 @@ class Loops:
     region: Region
     blocks: Blocks
     parts: Mapping[int, int]
-    index: Mapping[int, Any]  # which of them this device has
+    index: Mapping[int, jax.Array]  # which of them this device has
     trips: float = 1  # blocks of keys that a block of queries visits, as far as that is known at trace time
 
     # Shapes
 
-    def block(self, at_q: Any, at_k: Any) -> Block:
+    def block(self, at_q: ArrayLike, at_k: ArrayLike) -> Block:
         q, k, blocks = self.region.q, self.region.k, self.blocks
         first = self.index.get(q, 0) * blocks.queries + at_q * blocks.q_size
         offsets = {q: first, k: at_k * blocks.k_size}
@@ -75,7 +77,7 @@ class Loops:
     def out_dim(self) -> int:
         return self.region.out_labels.index(self.region.q)
 
-    def to_out(self, statistics: Any) -> Any:
+    def to_out(self, statistics: jax.Array) -> jax.Array:
         """Statistics of rows, such that they can be broadcast to the result."""
         region, x = self.region, statistics
         for op, labels in region.layout:
@@ -89,13 +91,13 @@ class Loops:
             elif op.name == "squeeze":
                 x = lax.squeeze(x, op.params["dimensions"])
         product = region.softmax.product
-        dims = dim_map(product, 1 - region.softmax.value_at) or []
+        dims = dim_map(product.eqn, 1 - region.softmax.value_at) or []
         kept = sorted((o, d) for d, o in enumerate(dims) if o is not None)
         x = lax.transpose(x, [*(d for _, d in kept), *(d for d, o in enumerate(dims) if o is None)])
         sizes = {o: x.shape[n] for n, (o, _) in enumerate(kept)}
         return x.reshape([sizes.get(d, 1) for d in range(len(region.out.shape))])
 
-    def from_out(self, x: Any) -> Any:
+    def from_out(self, x: jax.Array) -> jax.Array:
         """The transposed of `to_out`: sums over the dims that only the result has."""
         like = jax.ShapeDtypeStruct(self.rows(x.shape[self.out_dim]), x.dtype)
         to_out = lambda s: jnp.broadcast_to(self.to_out(s), x.shape)  # noqa: E731
@@ -103,15 +105,15 @@ class Loops:
 
     # One block
 
-    def cut(self, values: Values, label: int, at: Any) -> Values:
+    def cut(self, values: Values, label: int, at: jax.Array) -> Values:
         size = self.blocks.q_size if label == self.region.q else self.blocks.k_size
         return {key: _cut(x, self._dim(key, label), at * size, size) for key, x in values.items()}
 
-    def _dim(self, key: Any, label: int) -> int | None:
+    def _dim(self, key: Key, label: int) -> int | None:
         labels = self.region.leaves[key][1]
         return labels.index(label) if label in labels else None
 
-    def scores(self, env: Values, block: Block) -> Any:
+    def scores(self, env: Values, block: Block) -> jax.Array:
         region = self.region
         run_steps(region.score_steps, env, block)
         x = jnp.asarray(env[region.scores]).astype(_F32)
@@ -120,7 +122,9 @@ class Loops:
             x = jnp.where(at < self.blocks.keys, x, -jnp.inf)
         return jnp.broadcast_to(x, block.shape(region.shape, tuple(range(len(region.shape)))))
 
-    def weigh(self, env: Values, e: Any, block: Block, quotient: Callable[[Any], Any] = lambda x: x) -> tuple[Any, Any]:
+    def weigh(
+        self, env: Values, e: jax.Array, block: Block, quotient: Callable[[jax.Array], jax.Array] = lambda x: x
+    ) -> tuple[jax.Array, jax.Array]:
         """(the part of the result, the part of the sum) of a block with the undivided weights `e`."""
         region = self.region
         env[region.exp] = e.astype(region.softmax.exp.outputs[0].aval.dtype)
@@ -133,21 +137,21 @@ class Loops:
         precision = region.softmax.product.params["precision"]
         return lax.dot_general(left, right, numbers, precision, _F32), total
 
-    def keeps(self, env: Values, e: Any, block: Block) -> Any:
+    def keeps(self, env: Values, e: jax.Array, block: Block) -> jax.Array:
         """Whether the result has quotients of a row by its sum: all others are selected away, also 0 / 0."""
         return jnp.isnan(self.weigh(env, e, block, lambda x: jnp.full_like(x, jnp.nan))[0])
 
-    def without_empty(self, total: Any, kept: Any) -> tuple[Any, Any]:
+    def without_empty(self, total: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(`total` with 1 for rows that have no key and whose weights are all selected away, these rows)."""
         empty = (total == 0) & (self.from_out(kept.astype(_F32)) == 0)
         return jnp.where(empty, 1.0, total), empty
 
-    def columns(self, env: Values) -> list[Any]:
+    def columns(self, env: Values) -> list[jax.Array]:
         """The further columns of the scores."""
         values = [x.value if isinstance(x, Literal) else env[x] for x in self.region.extra]
         return [jnp.asarray(x).astype(_F32) for x in values]
 
-    def full_columns(self, x: Any) -> Any:
+    def full_columns(self, x: jax.Array) -> jax.Array:
         """Further columns, in the shape of the scores but for the dim of the keys."""
         shape = list(self.region.shape)
         shape[self.region.k] = x.shape[self.region.k]
@@ -159,25 +163,25 @@ class Loops:
         """Around a loop over blocks of keys: see `expected_trips`."""
         return jax.named_scope(f"trips={self.trips:g}")
 
-    def forward(self, values: Values, visits: Visits) -> tuple[Any, Saved]:
+    def forward(self, values: Values, visits: Visits) -> tuple[jax.Array, Saved]:
         region, blocks = self.region, self.blocks
         values = {key: self._padded(key, x) for key, x in values.items()}
         rows, out_shape = self.rows(blocks.q_size), self.out_shape(blocks.q_size)
         order, count, high = map(jnp.asarray, visits)
         may_return = not isinstance(visits.high, np.ndarray) or bool((visits.high > -math.inf).any())
 
-        def of_queries(i: Any) -> Any:
+        def of_queries(i: jax.Array) -> tuple[jax.Array, ...]:
             of_rows = self.cut(values, region.q, i)
             maximum, total = self._start(of_rows, rows)
 
-            def goes_on(carry: Any) -> Any:
+            def goes_on(carry: Carry) -> jax.Array:
                 t, m, total, _, kept = carry
                 further = jnp.any(m - high[i] < GAP) if may_return else False
                 if region.selects:  # 0 or NaN?
                     further |= jnp.any((self.to_out(total) == 0) & ~kept)
                 return (t < count[i]) | ((t < blocks.num_k) & further)
 
-            def visit(carry: Any) -> Any:
+            def visit(carry: Carry) -> Carry:
                 t, m, total, out, kept = carry
                 j = order[i, t]
                 env, block = self.cut(of_rows, region.k, j), self.block(i, j)
@@ -206,7 +210,7 @@ class Loops:
         joined = [_joined(x, d, blocks.queries) for x, d in ((out, self.out_dim), (m, region.q), (total, region.q))]
         return joined[0], Saved(joined[1], joined[2], visited)
 
-    def _start(self, of_rows: Values, rows: tuple[int, ...]) -> tuple[Any, Any]:
+    def _start(self, of_rows: Values, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         m, total = jnp.full(rows, -jnp.inf, _F32), jnp.zeros(rows, _F32)
         for x in self.columns(of_rows):
             new = jnp.maximum(m, x.max(self.region.k, keepdims=True))
@@ -215,76 +219,82 @@ class Loops:
         return m, total
 
     def backward(
-        self, values: Values, wanted: Sequence[Any], visits: Visits, saved: Saved, out: Any, gradient: Any
+        self,
+        values: Values,
+        wanted: Sequence[Key],
+        visits: Visits,
+        saved: Saved,
+        out: jax.Array,
+        gradient: jax.Array,
     ) -> Values:
         """The gradients of the leaves `wanted`, in float32 and summed over the queries of this device."""
-        region, blocks = self.region, self.blocks
+        q, blocks, size = self.region.q, self.blocks, self.blocks.q_size
         shapes = {key: x.shape for key, x in values.items()}
         values = {key: self._padded(key, x) for key, x in values.items()}
         gradient = gradient.astype(_F32)
         delta = self.from_out(gradient * out.astype(_F32))
-        missing = blocks.num_q * blocks.q_size - blocks.queries
-        gradient = _grown(gradient, self.out_dim, missing)
-        delta = _grown(delta, region.q, missing)
-        total = _grown(saved.total, region.q, missing, 1.0)
-        m = _grown(saved.maximum, region.q, missing, jnp.inf)  # rows that do not exist have weights of 0
+        missing = blocks.num_q * size - blocks.queries
+        # Rows that do not exist have weights of 0.
+        rows = [(gradient, self.out_dim, 0.0), (delta, q, 0.0), (saved.maximum, q, jnp.inf), (saved.total, q, 1.0)]
+        rows = [(_grown(x, d, missing, value), d) for x, d, value in rows]
         order = jnp.asarray(visits.order)
-        row_keys = [
-            key for key in wanted if region.q in region.leaves[key][1] and region.k not in region.leaves[key][1]
-        ]
-        kept = [key for key in wanted if key not in row_keys]
+        row_keys = [key for key in wanted if self._dim(key, q) is not None and self._dim(key, self.region.k) is None]
 
-        def of_queries(sums: Any, i: Any) -> Any:
-            mine = self.cut(values, region.q, i)
-            g = _cut(gradient, self.out_dim, i * blocks.q_size, blocks.q_size)
-            d, m_, total_ = (_cut(x, region.q, i * blocks.q_size, blocks.q_size) for x in (delta, m, total))
+        def of_queries(sums: Values, i: jax.Array) -> tuple[Values, Values]:
+            mine = self.cut(values, q, i)
+            g, d, m, total = (_cut(x, dim, i * size, size) for x, dim in rows)
 
-            def visit(t: Any, carry: Any) -> Any:
+            def visit(t: jax.Array, carry: tuple[Values, Values]) -> tuple[Values, Values]:
                 sums, grads = carry
                 j = order[i, t]
-                env, block = self.cut(mine, region.k, j), self.block(i, j)
+                env, block = self.cut(mine, self.region.k, j), self.block(i, j)
 
-                def of_block(leaves: Values) -> Any:
+                def of_block(leaves: Values) -> tuple[jax.Array, jax.Array]:
                     inner = {**env, **leaves}
                     x = self.scores(inner, block)
-                    return self.weigh(inner, jnp.exp(x - m_) / total_, block)
+                    return self.weigh(inner, jnp.exp(x - m) / total, block)
 
                 _, pull = jax.vjp(of_block, {key: env[key] for key in wanted})
                 gradients = pull((g, -d))[0]
-                sums = {key: self._added(key, sums[key], gradients[key], i, j) for key in kept}
-                return sums, {key: grads[key] + gradients[key].astype(_F32) for key in row_keys}
-
-            def of_columns(leaves: Values) -> Any:
-                columns = self.columns({**mine, **leaves})
-                return sum((jnp.exp(x - m_) / total_).sum(region.k, keepdims=True) for x in columns)
+                sums = {key: self._added(key, x, gradients[key], i, j) for key, x in sums.items()}
+                return sums, {key: x + gradients[key].astype(_F32) for key, x in grads.items()}
 
             zeros = {key: jnp.zeros(mine[key].shape, _F32) for key in row_keys}
             with self._named():
                 sums, grads = lax.fori_loop(0, saved.visited[i], visit, (sums, zeros))
-            if mine_extra := {key: mine[key] for key in wanted if key in region.extra}:
-                _, pull = jax.vjp(of_columns, mine_extra)
-                like = jax.eval_shape(of_columns, mine_extra)
-                for key, x in pull(jnp.broadcast_to(-d, like.shape))[0].items():
-                    if key in row_keys:
-                        grads[key] = grads[key] + x.astype(_F32)
-                    else:
-                        sums[key] = sums[key] + x.astype(_F32)
+            for key, x in self._of_columns(mine, [key for key in wanted if key in self.region.extra], m, total, -d):
+                of = grads if key in row_keys else sums
+                of[key] = of[key] + x.astype(_F32)
             return sums, grads
 
-        zeros = {key: jnp.zeros(values[key].shape, _F32) for key in kept}
+        zeros = {key: jnp.zeros(values[key].shape, _F32) for key in wanted if key not in row_keys}
         sums, grads = lax.scan(of_queries, zeros, jnp.arange(blocks.num_q))
-        gradients = {key: _joined(x, self._dim(key, region.q) or 0, blocks.queries) for key, x in grads.items()}
+        gradients = {key: _joined(x, self._dim(key, q) or 0, blocks.queries) for key, x in grads.items()}
         return {key: _limited(x, shapes[key]) for key, x in {**sums, **gradients}.items()}
 
-    def _added(self, key: Any, total: Any, x: Any, i: Any, j: Any) -> Any:
-        at: list[Any] = [jnp.int32(0)] * x.ndim
+    def _of_columns(
+        self, mine: Values, keys: Sequence[Key], m: jax.Array, total: jax.Array, gradient: jax.Array
+    ) -> Iterable[tuple[Key, jax.Array]]:
+        """The gradients of further columns of the scores, from the rows of some queries."""
+
+        def weights(leaves: Values) -> jax.Array:
+            each = [jnp.exp(x - m) / total for x in self.columns({**mine, **leaves})]
+            return sum((x.sum(self.region.k, keepdims=True) for x in each), jnp.zeros(()))
+
+        if not keys:
+            return []
+        out, pull = jax.vjp(weights, {key: mine[key] for key in keys})
+        return pull(jnp.broadcast_to(gradient, out.shape))[0].items()
+
+    def _added(self, key: Key, total: jax.Array, x: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+        at: list[jax.Array] = [jnp.int32(0)] * x.ndim
         for label, number, size in ((self.region.q, i, self.blocks.q_size), (self.region.k, j, self.blocks.k_size)):
             if (d := self._dim(key, label)) is not None:
                 at[d] = jnp.int32(number * size)
         old = lax.dynamic_slice(total, at, x.shape)
         return lax.dynamic_update_slice(total, old + x.astype(_F32), at)
 
-    def _padded(self, key: Any, x: Any) -> Any:
+    def _padded(self, key: Key, x: jax.Array) -> jax.Array:
         blocks = self.blocks
         for label, size in (
             (self.region.q, blocks.num_q * blocks.q_size),
@@ -295,24 +305,24 @@ class Loops:
         return x
 
 
-def _cut(x: Any, dim: int | None, start: Any, size: int) -> Any:
+def _cut(x: jax.Array, dim: int | None, start: ArrayLike, size: int) -> jax.Array:
     return x if dim is None else lax.dynamic_slice_in_dim(x, start, size, axis=dim)
 
 
-def _joined(x: Any, dim: int, length: int) -> Any:
+def _joined(x: jax.Array, dim: int, length: int) -> jax.Array:
     """(block, ..., element of a block at `dim`, ...) as one dim of `length`."""
     x = jnp.moveaxis(x, 0, dim)
     x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
     return lax.slice_in_dim(x, 0, length, axis=dim)
 
 
-def _grown(x: Any, dim: int, count: int, value: float = 0.0) -> Any:
+def _grown(x: jax.Array, dim: int, count: int, value: float = 0.0) -> jax.Array:
     if count <= 0:
         return x
     return lax.pad(x, jnp.asarray(value, x.dtype), [(0, count * (d == dim), 0) for d in range(x.ndim)])
 
 
-def _extended(x: Any, dim: int, count: int) -> Any:
+def _extended(x: jax.Array, dim: int, count: int) -> jax.Array:
     """`x` with `count` more copies of its last element along a dim."""
     if count <= 0:
         return x
@@ -321,5 +331,5 @@ def _extended(x: Any, dim: int, count: int) -> Any:
     return lax.concatenate([x, copies], dim)
 
 
-def _limited(x: Any, shape: Sequence[int]) -> Any:
+def _limited(x: jax.Array, shape: Sequence[int]) -> jax.Array:
     return lax.slice(x, [0] * x.ndim, shape)

@@ -5,15 +5,17 @@ program. A wrong guess costs time only: the operands are moved to the layout tha
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
 from flax_mesh.blockwise.region import Region
-from flax_mesh.jax_compat import scan_sizes
-from flax_mesh.program.graph import Level, Op, Value, source
+from flax_mesh.program.equations import SHARD_MAP
+from flax_mesh.program.follow import Rules
+from flax_mesh.program.graph import Level, Op, Value, facts_of
+from flax_mesh.program.program import Eqn
 
 Axes: TypeAlias = tuple[str, ...]
 Layout: TypeAlias = tuple[Axes, ...]  # the axes of every dim
@@ -36,7 +38,7 @@ class Placement(NamedTuple):
         return PartitionSpec(*(self.axes.get(x, ()) if x is not None and x != without else None for x in labels))
 
 
-def axes_of_spec(spec: Any, rank: int) -> Layout:
+def axes_of_spec(spec: Iterable[str | Iterable[str] | None], rank: int) -> Layout:
     given = [() if x in (None, PartitionSpec.UNCONSTRAINED) else (x,) if isinstance(x, str) else tuple(x) for x in spec]
     return (*given, *[()] * (rank - len(given)))
 
@@ -47,7 +49,7 @@ def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:
     return mesh if of_value.empty or of_value.axis_names != mesh.axis_names else of_value
 
 
-def place(region: Region, layouts: Mapping[int, Layout], mesh: Any) -> Placement | None:
+def place(region: Region, layouts: Mapping[int, Layout], mesh: AbstractMesh) -> Placement | None:
     """The placement of an attention, None to compute it without regard to devices."""
     if mesh.empty or AxisType.Manual in mesh.axis_types:
         return None
@@ -83,78 +85,77 @@ def _has(op: Op, labels: Labels, label: int) -> bool:
 
 
 def follow(
-    level: Level, given: Sequence[Layout | None], of_const: Callable[[Any], Layout | None], mesh: Any
+    level: Level, given: Sequence[Layout | None], of_const: Callable[[object], Layout | None], mesh: AbstractMesh
 ) -> dict[int, Layout]:
     """The axes of every dim of every value, by id, from the axes of inputs and of arrays that are closed over."""
-    known: dict[int, Layout] = {}
-    consts = [(x, of_const(x.const)) for x in level.consts]
-    for x, layout in [*zip(level.inputs, given, strict=True), *consts]:
-        if layout is not None:
-            known[id(x)] = layout
-    spread(level, known, lambda op, out, known: _layout_of(op, out, known, mesh))
-    return known
+    return facts_of(level, given, _Layouts(of_const, mesh))
 
 
-def spread(
-    level: Level, known: dict[int, Layout], result: Callable[[Op, Value, Mapping[int, Layout]], Layout | None]
-) -> None:
-    """Adds `result` of every operation to `known`, through loops and branches."""
-    for op in level.ops:
-        if op.bodies and not op.is_closed:
-            for body in op.bodies:
-                _enter(op, body, known)
-                spread(body, known, result)
-            _leave(op, known)
-            continue
-        for out in op.outputs:
-            if (layout := result(op, out, known)) is not None:
-                known[id(out)] = layout
+class DimRules(Rules[Layout | None]):
+    """Rules for facts about each dim: names, or () where nothing is known. A result has the names of its operands."""
+
+    unknown = None
+
+    def through(self, eqn: Eqn, facts: Sequence[Layout | None]) -> Sequence[Layout | None]:
+        return [self.of_result(eqn, out.aval.shape, facts) for out in eqn.outvars]
+
+    def of_result(self, eqn: Eqn, shape: tuple[int, ...], facts: Sequence[Layout | None]) -> Layout | None:
+        """Each dim of a result has the names of the first operand in which that is known."""
+        combined: list[Axes] = [()] * len(shape)
+        for i, (x, layout) in enumerate(zip(eqn.invars, facts, strict=True)):
+            for names, o in zip(layout, self.dims(eqn, i, x.aval.shape, shape), strict=True) if layout else ():
+                if o is not None and names and not combined[o] and self.fits(names, shape[o], combined):
+                    combined[o] = names
+        return tuple(combined) if any(combined) else None
+
+    def dims(self, eqn: Eqn, number: int, before: tuple[int, ...], after: tuple[int, ...]) -> Sequence[int | None]:
+        """For every dim of an operand, the dim of the result that it becomes."""
+        dims = dim_map(eqn, number, major=True) if len(eqn.outvars) == 1 else None
+        # Not known, such as a function with its own derivative: dims of the same size at the same place.
+        return _aligned(before, after) if dims is None else dims
+
+    def fits(self, names: Axes, size: int, combined: Sequence[Axes]) -> bool:
+        return True
+
+    def join(self, a: Layout | None, b: Layout | None) -> Layout | None:
+        return tuple(x or y for x, y in zip(a, b, strict=True)) if a and b else a or b
+
+    def part(self, eqn: Eqn, fact: Layout | None) -> Layout | None:
+        return fact and fact[1:]
+
+    def whole(self, eqn: Eqn, fact: Layout | None) -> Layout | None:
+        return fact and ((), *fact)
+
+    def opens(self, eqn: Eqn, facts: Sequence[Layout | None]) -> bool:
+        return eqn.primitive.name != SHARD_MAP
 
 
-def _layout_of(op: Op, out: Value, known: Mapping[int, Layout], mesh: Any) -> Layout | None:
-    """The layout of a result: each dim has the axes of the first operand that has some for it."""
-    sharding = op.params.get("sharding") if op.name == "sharding_constraint" else None
-    if isinstance(sharding, NamedSharding):
-        wanted = axes_of_spec(sharding.spec, len(out.shape))
+class _Layouts(DimRules):
+    """The mesh axes that split each dim."""
+
+    def __init__(self, of_const: Callable[[object], Layout | None], mesh: AbstractMesh):
+        self.of_const, self.mesh = of_const, mesh
+
+    def constant(self, value: object) -> Layout | None:
+        return self.of_const(value)
+
+    def of_result(self, eqn: Eqn, shape: tuple[int, ...], facts: Sequence[Layout | None]) -> Layout | None:
+        sharding = eqn.params["sharding"] if eqn.primitive.name == "sharding_constraint" else None
+        if not isinstance(sharding, NamedSharding):
+            return super().of_result(eqn, shape, facts)
+        wanted = axes_of_spec(sharding.spec, len(shape))
         free = [x is PartitionSpec.UNCONSTRAINED for x in sharding.spec]
-        old = known.get(id(source(op.inputs[0])), ((),) * len(wanted))
         free += [False] * (len(wanted) - len(free))
+        old = facts[0] or ((),) * len(wanted)
         return tuple(o if f else w for o, w, f in zip(old, wanted, free, strict=True))
-    combined: list[Axes] = [()] * len(out.shape)
-    for i, x in enumerate(op.inputs):
-        if (layout := known.get(id(source(x)))) is None:
-            continue
-        to = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
-        to = aligned(x.shape, out.shape) if to is None else to  # not known, such as a function with its own derivative
-        for names, o in zip(layout, to, strict=True):
-            used = {name for each in combined for name in each}
-            if o is None or not names or combined[o] or used & {*names}:
-                continue
-            if out.shape[o] % math.prod(mesh.shape[name] for name in names) == 0:
-                combined[o] = names
-    return tuple(combined) if any(combined) else None
+
+    def fits(self, names: Axes, size: int, combined: Sequence[Axes]) -> bool:
+        """An axis splits one dim of an array, into equal parts."""
+        used = {name for each in combined for name in each}
+        return not used & {*names} and size % math.prod(self.mesh.shape[name] for name in names) == 0
 
 
-def aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:
+def _aligned(before: Sequence[int], after: Sequence[int]) -> list[int | None]:
     """Dims of the same size at the same place, counted from the last one if the numbers of dims differ."""
     shift = len(after) - len(before)
     return [d + shift if d + shift >= 0 and size == after[d + shift] else None for d, size in enumerate(before)]
-
-
-def _enter(op: Op, body: Level, known: dict[int, Layout]) -> None:
-    passed = op.inputs[len(op.inputs) - len(body.inputs) :] if op.name in ("cond", "while") else op.inputs
-    if op.name == "while":
-        first = op.params["cond_nconsts"]
-        passed = op.inputs[first:]
-    sizes = scan_sizes(op.eqn) if op.name == "scan" else None
-    for n, (x, inner) in enumerate(zip(passed, body.inputs, strict=True)):
-        if (layout := known.get(id(source(x)))) is not None:
-            known[id(inner)] = layout[1:] if sizes and n >= sum(sizes) else layout
-
-
-def _leave(op: Op, known: dict[int, Layout]) -> None:
-    stacked = scan_sizes(op.eqn)[1] if op.name == "scan" else len(op.outputs)
-    for n, out in enumerate(op.outputs):
-        layout = known.get(id(source(op.bodies[0].outputs[n])))
-        if layout is not None:
-            known[id(out)] = ((), *layout) if n >= stacked else layout

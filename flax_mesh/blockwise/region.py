@@ -3,13 +3,16 @@
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+import jax
 
 from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
-from flax_mesh.program.graph import Literal, Op, Value, source
+from flax_mesh.program.graph import Atom, Literal, Op, Value, source
 
-Key: TypeAlias = Any  # (id of a value, labels), or a Literal
+Key: TypeAlias = tuple[int, Labels] | Literal  # (id of a value, labels) or a number
+Values: TypeAlias = dict[Key, jax.Array]
 
 
 class Step(NamedTuple):
@@ -109,10 +112,10 @@ class _Walk:
         self.leaves: dict[Key, tuple[Value, Labels]] = {}
         self.seen: set[Key] = set()
 
-    def key(self, x: Any, labels: Labels) -> Key:
+    def key(self, x: Atom, labels: Labels) -> tuple[int, Labels]:
         return id(x), tuple(label if x.shape[d] > 1 else None for d, label in enumerate(labels))
 
-    def leaf(self, x: Any, labels: Labels) -> Key:
+    def leaf(self, x: Atom, labels: Labels) -> Key:
         x = source(x)
         if isinstance(x, Literal):
             return x
@@ -120,21 +123,21 @@ class _Walk:
         self.leaves[key] = x, key[1]
         return key
 
-    def visit(self, x: Any, labels: Labels) -> Key:
-        todo: list[Any] = [(x, labels)]
+    def visit(self, x: Atom, labels: Labels) -> Key:
+        todo: list[Step | tuple[Atom, Labels]] = [(x, labels)]
         while todo:
             item = todo.pop()
             if isinstance(item, Step):
                 self.steps.append(item)
-            elif (key := self._key_of(*item)) not in self.seen and not isinstance(key, Literal):
+            elif isinstance(each := source(item[0]), Value) and (key := self.key(each, item[1])) not in self.seen:
                 self.seen.add(key)
-                todo += self._inputs(source(item[0]), key)
+                todo += self._inputs(each, key)
         return self._key_of(x, labels)
 
-    def _key_of(self, x: Any, labels: Labels) -> Key:
+    def _key_of(self, x: Atom, labels: Labels) -> Key:
         return x if isinstance(x := source(x), Literal) else self.key(x, labels)
 
-    def _inputs(self, x: Value, key: Key) -> list[Any]:
+    def _inputs(self, x: Value, key: tuple[int, Labels]) -> list[Step | tuple[Atom, Labels]]:
         """The step of a value, to be added after its inputs, and these inputs with their labels, the last one first."""
         op, labels = x.op, key[1]
         if op is None or not {*self.whole} <= {*labels} or not is_blockable(op, labels, self.whole):
@@ -169,15 +172,16 @@ def _check_jumps(walk: _Walk) -> None:
 def _depends_on(x: Value, products: Collection[Op]) -> bool:
     """Whether a value is computed from one of the products, or from one with the same operands."""
     operands = {frozenset(map(id, map(source, op.inputs))) for op in products}
-    todo, seen = [x], set[int]()
+    todo, seen = list[Atom]([x]), set[int]()
     while todo:
-        op = source(todo.pop()).op
+        each = source(todo.pop())
+        op = each.op if isinstance(each, Value) else None
         if op is None or id(op) in seen:
             continue
         seen.add(id(op))
         if op.name == "dot_general" and frozenset(map(id, map(source, op.inputs))) in operands:
             return True
-        todo += [each for each in op.inputs if isinstance(each, Value)]
+        todo += op.inputs
     return False
 
 
@@ -219,7 +223,7 @@ def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
 
 
 def run_steps(
-    steps: Sequence[Step], env: dict[Any, Any], block: Block, quotient: Callable[[Any], Any] = lambda x: x
+    steps: Sequence[Step], env: Values, block: Block, quotient: Callable[..., jax.Array] = lambda x: x
 ) -> None:
     """`quotient` returns the result of a division by the sum."""
     for step in steps:

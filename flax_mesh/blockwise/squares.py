@@ -5,14 +5,17 @@ any kind, contracted along it. Second, the dims of the inputs are followed throu
 two of its dims come from the same dim of one input, such as the scores of self-attention without a softmax.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import cast
 
-from flax_mesh.blockwise.dims import Labels, dim_map
+import numpy as np
+
+from flax_mesh.blockwise.dims import Labels
 from flax_mesh.blockwise.find import are_scores, is_view
-from flax_mesh.blockwise.place import Axes, Layout, aligned, spread
-from flax_mesh.program.graph import Level, Op, Value, all_levels, source
+from flax_mesh.blockwise.place import DimRules, Layout
+from flax_mesh.program.graph import Level, Op, Value, all_levels, facts_of, source
+from flax_mesh.program.program import Eqn
 
 _EXPONENTIALS = frozenset({"exp", "exp2", "pow"})
 _USUAL = frozenset({"div", "mul", "reduce_sum", "select_n"})  # between the exponential and the product with values
@@ -31,17 +34,14 @@ def unrecognized(
         small: Why attentions that are recognized and small stay, by the ids of their exps.
         block: The fewest elements in each of the two dims of a softmax. Square arrays have `block` times `block`.
     """
-    arrays = [(x, n) for n, x in enumerate(top.inputs)]
-    arrays += [(x, id(x.const)) for level in all_levels(top) for x in level.consts]  # closed over, such as a batch
-    origins: dict[int, Layout] = {id(x): tuple((f"{n}.{d}",) for d in range(len(x.shape))) for x, n in arrays}
-    spread(top, origins, _origins)
+    origins = facts_of(top, [_origin(n, len(x.shape)) for n, x in enumerate(top.inputs)], _Origins())
     unnamed: list[tuple[Value, Op, str]] = []
     for level in all_levels(top):
         ops = [op for op in level.ops if id(op) in needed]
         reasons = [(op, _other_softmax(op, islice(ops, n + 1, None), block)) for n, op in enumerate(ops)]
         similar = {id(op): small.get(id(op), reason) for op, reason in reasons if reason and id(op) not in named}
         outputs = [out for op in ops if not op.bodies for out in op.outputs]
-        square = {id(out) for out in outputs if _is_square(out, origins.get(id(out), ()), block)}
+        square = {id(out) for out in outputs if _is_square(out, origins.get(id(out)), block)}
         ends, before, first = named | similar.keys(), set[int](), list[tuple[Value, Op]]()
         for op in reversed(ops):
             if id(op) in ends or any(id(out) in before for out in op.outputs):
@@ -98,7 +98,8 @@ def _has_softmax(op: Op) -> bool:
 
 
 def _followed(op: Op, i: int, labels: Labels, result: Value) -> Labels:
-    of = {o: label for label, o in zip(labels, _dims(op, i, op.inputs[i], result), strict=True) if o is not None}
+    dims = _RULES.dims(op.eqn, i, op.inputs[i].shape, result.shape)
+    of = {o: label for label, o in zip(labels, dims, strict=True) if o is not None}
     return tuple(of.get(d) for d in range(len(result.shape)))
 
 
@@ -106,7 +107,7 @@ def _merged(labels: Labels | None, others: Labels) -> Labels:
     return others if labels is None else tuple(b if a is None else a for a, b in zip(labels, others, strict=True))
 
 
-def _is_square(x: Value, origins: Layout, block: int) -> bool:
+def _is_square(x: Value, origins: Layout | None, block: int) -> bool:
     """Whether two dims have a common origin, and at least `block` times `block` elements."""
     return any(
         {*origins[d]} & {*origins[e]} and are_scores(n, m, block)
@@ -116,20 +117,20 @@ def _is_square(x: Value, origins: Layout, block: int) -> bool:
     )
 
 
-def _origins(op: Op, out: Value, known: Mapping[int, Layout]) -> Layout | None:
-    """Where the dims of a result come from: each from the first operand in which that is known."""
-    combined: list[Axes] = [()] * len(out.shape)
-    for i, x in enumerate(op.inputs):
-        if (origins := known.get(id(source(x)))) is None:
-            continue
-        for names, o in zip(origins, _dims(op, i, x, out), strict=True):
-            if o is not None and names and not combined[o]:
-                combined[o] = names
-    return tuple(combined) if any(combined) else None
+class _Origins(DimRules):
+    """The dims of inputs, and of arrays that the function closes over, that each dim comes from."""
+
+    def constant(self, value: object) -> Layout | None:
+        return _origin(id(value), np.ndim(cast("np.ndarray", value)))
+
+    def dims(self, eqn: Eqn, number: int, before: tuple[int, ...], after: tuple[int, ...]) -> Sequence[int | None]:
+        if eqn.primitive.name in _PARTS and len(before) == len(after):
+            return range(len(before))
+        return super().dims(eqn, number, before, after)
 
 
-def _dims(op: Op, i: int, x: Any, out: Value) -> list[int | None]:
-    if op.name in _PARTS and len(x.shape) == len(out.shape):
-        return [*range(len(x.shape))]
-    dims = dim_map(op, i, major=True) if len(op.outputs) == 1 else None
-    return aligned(x.shape, out.shape) if dims is None else dims
+def _origin(number: int, rank: int) -> Layout:
+    return tuple((f"{number}.{d}",) for d in range(rank))
+
+
+_RULES = _Origins()

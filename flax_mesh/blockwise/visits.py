@@ -7,26 +7,28 @@ are skipped stay at the end of the order, and are visited if a row's maximum is 
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
-from flax_mesh.blockwise.region import Region
+from flax_mesh.blockwise.bounds import Array, Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
+from flax_mesh.blockwise.region import Key, Region, Values
 from flax_mesh.tree import is_key
 
 LOW = -1e3  # blocks whose scores are surely below this may be skipped
 GAP = 104.0  # exp(-104) is 0 in float32, also as a denormal
+Static: TypeAlias = Mapping[Key, np.ndarray | None]  # leaves that are known at trace time
+Operand: TypeAlias = tuple[Key, Sequence[int]]  # of a product, with the dims that are contracted
 ASSUMED = 1e6  # products are assumed to be within this, if a mask is added; checked at run time by norms
 
 
 class Visits(NamedTuple):
-    order: Any  # (blocks of queries, blocks of keys): the blocks that are visited first
-    count: Any  # (blocks of queries,): how many are visited in any case
-    high: Any  # (blocks of queries,): bound of the scores of all others
+    order: Array  # (blocks of queries, blocks of keys): the blocks that are visited first
+    count: Array  # (blocks of queries,): how many are visited in any case
+    high: Array  # (blocks of queries,): bound of the scores of all others
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Blocks:
     def num_k(self) -> int:
         return -(-self.keys // self.k_size)
 
-    def cuts(self, region: Region, part: Any = None) -> Cuts:
+    def cuts(self, region: Region, part: jax.Array | int | None = None) -> Cuts:
         """Of one device, or of all of them."""
         if part is None:
             rows = np.arange(self.parts)[:, None] * self.queries + np.arange(self.num_q) * self.q_size
@@ -59,7 +61,7 @@ class Blocks:
         return {region.q: (starts, self.q_size, stop), region.k: (columns, self.k_size, self.keys)}
 
 
-def needs_data(region: Region, static: Mapping[Any, Any]) -> bool:
+def needs_data(region: Region, static: Static) -> bool:
     """Whether a mask depends on data: on integers or booleans that are not known at trace time."""
     return any(
         static.get(key) is None and not is_key(x.aval) and not jnp.issubdtype(x.aval.dtype, jnp.floating)
@@ -68,7 +70,7 @@ def needs_data(region: Region, static: Mapping[Any, Any]) -> bool:
     )
 
 
-def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> tuple[Visits, bool]:
+def static_visits(region: Region, blocks: Blocks, static: Static) -> tuple[Visits, bool]:
     """Visits that are known at trace time, of all devices, and whether they hold only if products are small."""
     cuts = blocks.cuts(region)
     leaves = {
@@ -85,11 +87,11 @@ def static_visits(region: Region, blocks: Blocks, static: Mapping[Any, Any]) -> 
 
 
 def data_visits(
-    region: Region, blocks: Blocks, values: Mapping[Any, Any], part: Any, constants: Collection[Any]
+    region: Region, blocks: Blocks, values: Values, part: jax.Array | int, constants: Collection[Key]
 ) -> Visits:
     """Visits of one device, from the values of its leaves: integers, booleans and `constants`, known at trace time."""
     cuts = blocks.cuts(region, part)
-    leaves: dict[Any, Bound] = {}
+    leaves: dict[Key, Bound] = {}
     for key, (x, labels) in region.leaves.items():
         is_known = key in constants or not (is_key(x.aval) or jnp.issubdtype(x.aval.dtype, jnp.floating))
         leaves[key] = bound_leaf(jnp.asarray(values[key]), labels, cuts) if is_known else unknown(len(labels))
@@ -99,14 +101,14 @@ def data_visits(
     return visits if products is None else guarded(region, visits, values)
 
 
-def guarded(region: Region, visits: Visits, values: Mapping[Any, Any]) -> Visits:
+def guarded(region: Region, visits: Visits, values: Values) -> Visits:
     """All blocks are visited if a product may be larger than assumed."""
     is_small = [_norm(x, y, values) < ASSUMED for x, y in _products(region) or []]
     count = jnp.where(functools.reduce(jnp.logical_and, is_small), visits.count, visits.order.shape[1])
     return visits._replace(count=count)
 
 
-def _norm(x: tuple[Any, Sequence[int]], y: tuple[Any, Sequence[int]], values: Mapping[Any, Any]) -> jax.Array:
+def _norm(x: Operand, y: Operand, values: Values) -> jax.Array:
     """The product of the largest norms of two operands, which their product cannot exceed."""
     norms = []
     for key, contracted in (x, y):
@@ -115,19 +117,20 @@ def _norm(x: tuple[Any, Sequence[int]], y: tuple[Any, Sequence[int]], values: Ma
     return norms[0] * norms[1]
 
 
-def _products(region: Region) -> list[tuple[tuple[Any, Sequence[int]], tuple[Any, Sequence[int]]]] | None:
+def _products(region: Region) -> list[tuple[Operand, Operand]] | None:
     """The operands of all products among the scores, with the dims that are contracted; None if one is no leaf."""
-    products = []
+    products: list[tuple[Operand, Operand]] = []
     for step in region.score_steps:
         if step.op.name == "dot_general":
             if any(key not in region.leaves for key in step.inputs):
                 return None
             contracted = step.op.params["dimension_numbers"][0]
-            products.append(tuple(zip(step.inputs, contracted, strict=True)))
+            left, right = zip(step.inputs, contracted, strict=True)
+            products.append((left, right))
     return products or None
 
 
-def _high(region: Region, bound: Bound, shape: tuple[int, int]) -> Any:
+def _high(region: Region, bound: Bound, shape: tuple[int, int]) -> Array:
     """The upper bounds of the blocks, (blocks of queries, blocks of keys)."""
     high = bound[1]
     m = module_of(high)
@@ -135,7 +138,7 @@ def _high(region: Region, bound: Bound, shape: tuple[int, int]) -> Any:
     return m.broadcast_to(high.T if region.q > region.k else high, shape)
 
 
-def _visits(high: Any) -> Visits:
+def _visits(high: Array) -> Visits:
     m = module_of(high)
     skipped = high < LOW
     order = m.argsort(m.where(skipped, 1, 0), axis=1, stable=True).astype(np.int32)

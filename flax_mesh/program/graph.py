@@ -2,19 +2,20 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+import numpy as np
+from jax import core
 from jax.extend import core as jex
 
-from flax_mesh.jax_compat import JIT, REMAT, scan_sizes
+from flax_mesh.jax_compat import JIT, REMAT
+from flax_mesh.program.equations import COND, CUSTOM, SCAN, SHARD_MAP, WHILE, body, branches, scan_parts, while_parts
+from flax_mesh.program.follow import BodyPath, Rules, all_equations, follow
+from flax_mesh.program.program import Eqn, Program, Var, is_var, program_of
 
-CLOSED = (
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "shard_map",
-)  # their bodies are searched, and left as they are
+T = TypeVar("T")
+CLOSED = (*CUSTOM, SHARD_MAP)  # their bodies are searched, and left as they are
 
 
 class Literal:
@@ -22,32 +23,50 @@ class Literal:
 
     __slots__ = ("aval", "value")
 
-    def __init__(self, value: Any, aval: Any):
+    def __init__(self, value: np.ndarray | float, aval: core.ShapedArray):
         self.value, self.aval = value, aval
-
-
-class Value:
-    """The result of `op`, an array `const`, or an input of a level: of a body, `outer` is then its value outside."""
-
-    __slots__ = ("aval", "const", "op", "outer")
-
-    def __init__(self, aval: Any, op: "Op | None" = None, outer: Any = None, const: Any = None):
-        self.aval, self.op, self.outer, self.const = aval, op, outer, const
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.aval.shape
 
 
+class Value:
+    """The result of `op`, an array `const`, or an input of a level: of a body, `outer` is then its value outside.
+
+    It is the variable `var` of the body at `path`.
+    """
+
+    __slots__ = ("aval", "const", "op", "outer", "path", "var")
+
+    def __init__(
+        self,
+        var: Var,
+        path: BodyPath,
+        op: "Op | None" = None,
+        outer: "Atom | None" = None,
+        const: jax.Array | np.ndarray | None = None,
+    ):
+        self.var, self.path, self.op, self.outer, self.const = var, path, op, outer, const
+        self.aval: core.ShapedArray = var.aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+
+Atom: TypeAlias = Value | Literal
+
+
 class Level:
     """The equations of a function or of one body."""
 
-    def __init__(self, op: "Op | None" = None):
-        self.op = op  # of which this is a body
+    def __init__(self, program: Program, op: "Op | None" = None):
+        self.program, self.op = program, op  # of which this is a body
         self.ops: list[Op] = []
         self.inputs: list[Value] = []
         self.consts: list[Value] = []
-        self.outputs: list[Any] = []
+        self.outputs: list[Atom] = []
 
 
 class Op:
@@ -55,9 +74,9 @@ class Op:
 
     __slots__ = ("bodies", "eqn", "inputs", "level", "outputs", "region")
 
-    def __init__(self, eqn: Any, inputs: list[Any], level: Level):
+    def __init__(self, eqn: Eqn, inputs: list[Atom], level: Level, path: BodyPath):
         self.eqn, self.inputs, self.level = eqn, inputs, level
-        self.outputs = [Value(v.aval, self) for v in eqn.outvars]
+        self.outputs = [Value(v, path, self) for v in eqn.outvars]
         self.bodies: list[Level] = []
         self.region: Any = None  # of the product whose attention is computed in blocks
 
@@ -75,90 +94,79 @@ class Op:
 
 
 def build(closed: jex.ClosedJaxpr) -> Level:
-    top = Level()
-    top.inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    top.outputs = _fill(top, closed.jaxpr, closed.consts, top.inputs)
+    top = Level(program_of(closed))
+    top.inputs = [Value(v, ()) for v in top.program.inputs]
+    top.outputs = _fill(top, top.program, top.inputs, ())
     return top
 
 
-def _fill(level: Level, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    for v, const in zip(jaxpr.constvars, consts, strict=True):
-        env[v] = Value(v.aval, const=const)
-        level.consts.append(env[v])
+def _fill(level: Level, program: Program, inputs: Sequence[Atom], path: BodyPath) -> list[Atom]:
+    env: dict[Var, Atom] = dict(zip(program.inputs, inputs, strict=True))
+    consts = {v: Value(v, path, const=const) for v, const in program.consts.items()}
+    level.consts += consts.values()
+    env |= consts
 
-    def read(atom: Any) -> Any:
-        return Literal(atom.val, atom.aval) if isinstance(atom, jex.Literal) else env[atom]
+    def read(atom: Any) -> Atom:
+        return env[atom] if is_var(atom) else Literal(atom.val, atom.aval)
 
-    for eqn in jaxpr.eqns:
+    for eqn in program.eqns:
         values = [read(atom) for atom in eqn.invars]
-        inner = _inlined(eqn)
-        if inner is not None:
-            outputs = _fill(level, *_parts(inner), values)
+        if eqn.primitive.name in JIT or _is_softmax(eqn):
+            outputs = _fill(level, body(eqn), values, (*path, (id(eqn), 0)))
         else:
-            op = Op(eqn, values, level)
-            op.bodies = [_body(op, *each) for each in _bodies_of(op)]
+            op = Op(eqn, values, level, path)
+            op.bodies = [_body(op, *each, (*path, (id(eqn), n))) for n, each in enumerate(_bodies_of(op))]
             level.ops.append(op)
             outputs = op.outputs
         env.update(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return [read(atom) for atom in program.outputs]
 
 
-def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, jex.ClosedJaxpr) else (jaxpr, ())
-
-
-def _inlined(eqn: Any) -> Any:
-    name = eqn.primitive.name
-    if name in JIT:
-        return eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
-    if name == "custom_jvp_call" and _is_softmax(eqn.params["call_jaxpr"]):
-        return eqn.params["call_jaxpr"]
-    return None
-
-
-def _is_softmax(jaxpr: jex.ClosedJaxpr) -> bool:
+def _is_softmax(eqn: Eqn) -> bool:
     """Whether it is a function of JAX, with the derivative of its equations; other functions define derivatives."""
-    names, stack = set(), [jaxpr]
-    if f" at {Path(jax.__file__).parent}" not in str(jaxpr.jaxpr.debug_info.func_src_info):
+    if eqn.primitive.name != "custom_jvp_call":
         return False
-    while stack:
-        for eqn in _parts(stack.pop())[0].eqns:
-            names.add(eqn.primitive.name)
-            if eqn.primitive.name in JIT:
-                stack.append(_inlined(eqn))
-    return {"exp", "reduce_sum"} <= names
+    jaxpr = eqn.params["call_jaxpr"].jaxpr
+    if f" at {Path(jax.__file__).parent}" not in str(jaxpr.debug_info.func_src_info):
+        return False
+    return {"exp", "reduce_sum"} <= {inner.primitive.name for inner in all_equations(jaxpr.eqns)}
 
 
-def _bodies_of(op: Op) -> Iterable[tuple[Any, list[Any]]]:
-    """(jaxpr, the values of its inputs: None where they change) of the bodies of an equation."""
-    name, params, given = op.name, op.params, op.inputs
-    if name == "scan":
-        consts = scan_sizes(op.eqn)[0]
-        yield params["jaxpr"], [*given[:consts], *[None] * (len(given) - consts)]
+def _bodies_of(op: Op) -> Iterable[tuple[Program, Sequence[Atom | None]]]:
+    """(body, the values of its inputs: None where they change) of an equation."""
+    name, eqn, given = op.name, op.eqn, op.inputs
+    if name == SCAN:
+        scan = scan_parts(eqn)
+        consts = scan.inputs(given)[0]
+        yield scan.body, [*consts, *[None] * (len(given) - len(consts))]
     elif name in REMAT:
-        yield params["jaxpr"], given
-    elif name == "cond":
-        yield from ((branch, given[1:]) for branch in params["branches"])
-    elif name == "while":
-        first, consts = params["cond_nconsts"], params["body_nconsts"]
-        after = len(given) - first - consts
-        yield params["body_jaxpr"], [*given[first : first + consts], *[None] * after]
+        yield body(eqn), given
+    elif name == COND:
+        yield from ((branch, given[1:]) for branch in branches(eqn))
+    elif name == WHILE:
+        loop = while_parts(eqn)
+        _, consts, carry = loop.inputs(given)
+        yield loop.body, [*consts, *[None] * len(carry)]
     elif op.is_closed:
-        jaxpr = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
-        if jaxpr is not None:
-            yield jaxpr, [None] * len(_parts(jaxpr)[0].invars)
+        yield body(eqn), [None] * len(given)
 
 
-def _body(op: Op, jaxpr: Any, given: Sequence[Any]) -> Level:
-    level = Level(op)
-    plain, consts = _parts(jaxpr)
-    level.inputs = [Value(v.aval, outer=outer) for v, outer in zip(plain.invars, given, strict=True)]
-    level.outputs = _fill(level, plain, consts, level.inputs)
+def _body(op: Op, program: Program, given: Sequence[Atom | None], path: BodyPath) -> Level:
+    level = Level(program, op)
+    level.inputs = [Value(v, path, outer=outer) for v, outer in zip(program.inputs, given, strict=True)]
+    level.outputs = _fill(level, program, level.inputs, path)
     return level
 
 
-def source(x: Any) -> Any:
+def facts_of(top: Level, given: Sequence[T | None], rules: Rules[T | None]) -> dict[int, T]:
+    """The facts of values by their ids, unless they are None, from the facts `given` of the inputs."""
+    facts = follow(top.program, given, rules)
+    values = [x for level in all_levels(top) for x in (*level.inputs, *level.consts)]
+    values += [out for level in all_levels(top) for op in level.ops for out in op.outputs]
+    return {id(x): fact for x in values if (fact := facts.of(x.var, x.path)) is not None}
+
+
+def source(x: Atom) -> Atom:
     """The value outside of all bodies that `x` is."""
     while isinstance(x, Value) and x.op is None and x.outer is not None:
         x = x.outer
@@ -168,8 +176,8 @@ def source(x: Any) -> Any:
 def all_levels(level: Level) -> Iterable[Level]:
     yield level
     for op in level.ops:
-        for body in op.bodies:
-            yield from all_levels(body)
+        for inner in op.bodies:
+            yield from all_levels(inner)
 
 
 def closed_around(level: Level) -> str:
@@ -185,7 +193,7 @@ def repeats(level: Level) -> tuple[int, bool]:
     """(how often the loops around a level run it, whether a remat is around it)."""
     times, inside = 1, False
     while (op := level.op) is not None:
-        times *= op.params["length"] if op.name == "scan" else 1
+        times *= scan_parts(op.eqn).length if op.name == SCAN else 1
         inside |= op.name in REMAT
         level = op.level
     return times, inside

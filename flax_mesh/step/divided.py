@@ -1,13 +1,16 @@
 """Means of means: a loss or a metric that is divided by a number that differs between the parts of a batch."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import source_line
-from flax_mesh.step.parameter_flow import CALLS, DEPENDS, flow
+from flax_mesh.program.equations import CALLS, COND, body, branches
+from flax_mesh.program.follow import BodyPath, Facts, follow
+from flax_mesh.program.program import Eqn, Program, is_var
+from flax_mesh.step.parameter_flow import DEPENDS, Flow
 from flax_mesh.text import listed
 
 _Flags = Sequence[bool]  # of the inputs of a jaxpr
@@ -22,13 +25,14 @@ def warn_mean_of_means(
     variables of `jaxpr`, whose inputs are its constants and its arguments: rows of a batch, trained parameters, others.
     Nothing is reported if `weight` depends on the batch: the values are sums then.
     """
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    (by_batch,) = flow(jaxpr.eqns, inputs, [weight], [DEPENDS if flag else None for flag in of_batch])
-    if by_batch is not None:
+    program = Program(tuple(jaxpr.eqns), (*jaxpr.constvars, *jaxpr.invars), tuple(jaxpr.outvars), {})
+    flows = [follow(program, [DEPENDS if flag else None for flag in each], Flow()) for each in (of_batch, of_params)]
+    by = _Dependences(*flows)
+    if by.batch.of(weight) is not None:
         return
     lines: dict[str, list[str]] = {}
     for name, value in named.items():
-        eqn = next(_divisions(jaxpr, [value], of_batch, of_params), None) if value.aval.shape == () else None
+        eqn = next(_divisions(program, (), [value], by), None) if value.aval.shape == () else None
         if eqn is not None:
             lines.setdefault(source_line(eqn) or "loss_fn", []).append(repr(name))
     if lines:
@@ -42,34 +46,37 @@ def warn_mean_of_means(
         )
 
 
-def _divisions(jaxpr: jex.Jaxpr, wanted: Sequence[Any], of_batch: _Flags, of_params: _Flags) -> Iterator[jex.JaxprEqn]:
+class _Dependences(NamedTuple):
+    """What the values of a program depend on: None for nothing."""
+
+    batch: Facts[Hashable]
+    params: Facts[Hashable]
+
+    def only_of_batch(self, atom: Any, path: BodyPath) -> bool:
+        return self.batch.of(atom, path) is not None and self.params.of(atom, path) is None
+
+
+def _divisions(program: Program, path: BodyPath, wanted: Sequence[Any], by: _Dependences) -> Iterator[Eqn]:
     """The divisions that follow the last reduction of `wanted`, as described in `warn_mean_of_means`."""
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    producers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-
-    def depends(atoms: Sequence[Any], flags: _Flags) -> list[bool]:
-        flows = flow(jaxpr.eqns, inputs, atoms, [DEPENDS if flag else None for flag in flags])
-        return [value is not None for value in flows]
-
+    producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
     todo, seen = list[Any](wanted), set[Any]()
     while todo:
         v = todo.pop()
-        eqn = None if isinstance(v, jex.Literal) or v in seen else producers.get(v)
+        eqn = producers.get(v) if is_var(v) and v not in seen else None
         if eqn is None:
             continue
         seen.add(v)
-        divisor = _divisor(eqn)
-        if divisor and depends(divisor, of_batch) == [True] and depends(divisor, of_params) == [False]:
+        if any(by.only_of_batch(divisor, path) for divisor in _divisor(eqn)):
             yield eqn
-        for body, atoms in _bodies(eqn):
-            outs = [out for out, of_eqn in zip(body.outvars, eqn.outvars, strict=True) if of_eqn is v]
-            flags = [[False] * len(body.constvars) + depends(atoms, each) for each in (of_batch, of_params)]
-            yield from _divisions(body, outs, *flags)
+        inner = _bodies(eqn)
+        for n, each in enumerate(inner):
+            outs = [out for out, of_eqn in zip(each.outputs, eqn.outvars, strict=True) if of_eqn is v]
+            yield from _divisions(each, (*path, (id(eqn), n)), outs, by)
         scalars = [atom for atom in eqn.invars if getattr(atom.aval, "shape", None) == ()]
-        todo += scalars if len(scalars) == len(eqn.invars) or _bodies(eqn) else []
+        todo += scalars if len(scalars) == len(eqn.invars) or inner else []
 
 
-def _divisor(eqn: jex.JaxprEqn) -> Sequence[Any]:
+def _divisor(eqn: Eqn) -> Sequence[Any]:
     """The divisor of a division or of a negative power, in a list; nothing of other equations."""
     name = eqn.primitive.name
     if name == "integer_pow" and eqn.params["y"] < 0:  # also jnp.reciprocal
@@ -77,11 +84,7 @@ def _divisor(eqn: jex.JaxprEqn) -> Sequence[Any]:
     return eqn.invars[1:] if name == "div" else []
 
 
-def _bodies(eqn: jex.JaxprEqn) -> list[tuple[jex.Jaxpr, Sequence[Any]]]:
-    """The bodies that a call or a branch evaluates once, and their inputs."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "cond":
-        return [(branch.jaxpr, eqn.invars[1:]) for branch in params["branches"]]
-    bodies = [x for x in params.values() if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)] if name in CALLS else []
-    opened = [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in bodies]
-    return [(body, eqn.invars) for body in opened if len(body.invars) == len(eqn.invars)]
+def _bodies(eqn: Eqn) -> list[Program]:
+    """The bodies that a call or a branch evaluates once."""
+    name = eqn.primitive.name
+    return branches(eqn) if name == COND else [body(eqn)] if name in CALLS else []

@@ -57,7 +57,12 @@ class LossFn(Protocol):
     by a number that depends on the batch, such as (losses * mask).sum() / mask.sum(), then has a warning.
 
     A weight that depends on a trained parameter is an error, also if its gradient is zero: (loss, accuracy) would
-    divide by the accuracy. Pass (loss, {"accuracy": accuracy}).
+    divide by the accuracy. Pass (loss, {"accuracy": accuracy}). A loss that depends on none is an error too.
+
+    All variables that a call of the model changes, such as the statistics of BatchNorm, are passed from one microbatch
+    to the next and returned updated. This includes trained parameters, as in `nnx.value_and_grad`: the gradient of a
+    microbatch is that at the values before its call, and the optimizer updates the values after the last call. A call
+    must not add or remove variables, or change the shape or dtype of a parameter.
     """
 
     def __call__(self, model: Any, batch: Batch, /) -> Any: ...

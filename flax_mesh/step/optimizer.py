@@ -7,13 +7,16 @@ from typing import Any, NoReturn, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.modes import promotions
-from flax_mesh.step.parameter_flow import CALLS, DEPENDS, flow
+from flax_mesh.program.follow import Rules, follow
+from flax_mesh.program.program import Eqn, program_of
+from flax_mesh.step.parameter_flow import DEPENDS, flow
 from flax_mesh.text import count_text, paths_text
 from flax_mesh.tree import PyTree, named_leaves
 
@@ -65,7 +68,7 @@ def update_parameters(optimizer: nnx.Optimizer, model: nnx.Pytree, grads: nnx.St
 
         arguments = grads, state, params, loss
         closed, shapes = jax.make_jaxpr(call, return_shape=True)(*arguments)
-        is_zero[:] = _zero_updates(closed.jaxpr, len(jax.tree.leaves(grads)), len(jax.tree.leaves(shapes[0])))
+        is_zero[:] = _zero_updates(closed, len(jax.tree.leaves(grads)), len(jax.tree.leaves(shapes[0])))
         return jax.tree.unflatten(jax.tree.structure(shapes), jex.jaxpr_as_fun(closed)(*jax.tree.leaves(arguments)))
 
     optimizer.tx = optax.GradientTransformationExtraArgs(transformation.init, cast(Any, update))
@@ -86,30 +89,27 @@ def update_parameters(optimizer: nnx.Optimizer, model: nnx.Pytree, grads: nnx.St
     return is_zero
 
 
-def _zero_updates(jaxpr: jex.Jaxpr, num_grads: int, num_updates: int) -> list[bool]:
+class _Zeros(Rules[bool]):
+    """Whether all elements of a value are zero."""
+
+    unknown = False
+
+    def through(self, eqn: Eqn, facts: Sequence[bool]) -> Sequence[bool]:
+        name = eqn.primitive.name
+        return [name in _ZERO_IF and _ZERO_IF[name](facts)] * len(eqn.outvars)
+
+    def join(self, a: bool, b: bool) -> bool:
+        return a and b
+
+    def constant(self, value: object) -> bool:
+        return isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0 and value == 0
+
+
+def _zero_updates(closed: jex.ClosedJaxpr, num_grads: int, num_updates: int) -> list[bool]:
     """Which of the first outputs depend on none of the first inputs, the gradients, and are zero."""
-    outs, others = jaxpr.outvars[:num_updates], len(jaxpr.invars) - num_grads
-    flows = flow(jaxpr.eqns, jaxpr.invars, outs, [DEPENDS] * num_grads + [None] * others)
-    zero = _zeros(jaxpr, [False] * len(jaxpr.invars))
-    return [by_gradient is None and always for by_gradient, always in zip(flows, zero, strict=False)]
-
-
-def _zeros(jaxpr: jex.Jaxpr, given: Sequence[bool]) -> list[bool]:
-    """Which outputs are zero, from the zeros among the inputs."""
-    zeros = {v for v, is_zero in zip(jaxpr.invars, given, strict=True) if is_zero}
-
-    def is_zero(atom: Any) -> bool:
-        return bool(jnp.shape(atom.val) == () and atom.val == 0) if isinstance(atom, jex.Literal) else atom in zeros
-
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, list(map(is_zero, eqn.invars))
-        if name == "cond":
-            sides = [_zeros(branch.jaxpr, inputs[1:]) for branch in eqn.params["branches"]]
-            outs = list(map(all, zip(*sides, strict=True)))
-        elif name in CALLS and "jaxpr" in eqn.params:
-            body = eqn.params["jaxpr"]
-            outs = _zeros(getattr(body, "jaxpr", body), inputs)
-        else:
-            outs = [name in _ZERO_IF and _ZERO_IF[name](inputs)] * len(eqn.outvars)
-        zeros |= {v for v, always in zip(eqn.outvars, outs, strict=True) if always}
-    return list(map(is_zero, jaxpr.outvars))
+    program = program_of(closed)
+    num_others = len(program.inputs) - num_grads
+    outs = program.outputs[:num_updates]
+    flows = flow(program.eqns, program.inputs, outs, [DEPENDS] * num_grads + [None] * num_others)
+    zeros = follow(program, [False] * len(program.inputs), _Zeros()).outputs
+    return [by_gradient is None and is_zero for by_gradient, is_zero in zip(flows, zeros, strict=False)]

@@ -21,7 +21,9 @@ class StepOptions:
         learning_rate: Schedule that is evaluated at the step count and reported as the metric "learning_rate". It does
             not change the optimizer.
         compiler_options: Options of XLA, as in `jax.jit`.
-        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite.
+        skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite;
+            its metric "skipped" is then 1, otherwise 0. The step accepts a third argument, the largest loss and the
+            largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
         attention: "blockwise": every attention of the loss function is computed in blocks, with memory that is linear
             in the length of sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is. "auto": blockwise
             if the scores, as written, take more than an eighth of the memory of a device, or 1 GiB if that is unknown.

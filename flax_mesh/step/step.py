@@ -62,14 +62,9 @@ def make_train_step(
 ) -> Step:
     """Creates a jitted train step: loss, gradients, gradient accumulation and optimizer update.
 
-    The step returns the state with the shardings of the argument `state`, and constraints in the model refer to its
-    mesh, whatever mesh is in context. The keys of all random streams are derived from (seed, step, microbatch, path of
-    the stream): the masks of dropout depend neither on the mesh nor on remat or scan, and a resumed run repeats them.
-
-    Variables that the `wrt` filter of the optimizer selects are trained. All variables that a call of the model
-    changes, such as the statistics of BatchNorm, are passed from one microbatch to the next and returned updated. This
-    includes trained parameters, as in `nnx.value_and_grad`: the gradient of a microbatch is that at the values before
-    its call, and the optimizer updates the values after the last call.
+    Variables that the `wrt` filter of the optimizer selects are trained. Constraints in the model refer to the mesh of
+    `state`, whatever mesh is in context. The keys of all random streams are derived from (seed, step, microbatch, path
+    of the stream): dropout depends neither on the mesh nor on remat or scan, and a resumed run repeats its masks.
 
     Args:
         loss_fn: loss_fn(model, batch) -> (loss_sum, weight) or another form of `LossFn`.
@@ -80,40 +75,25 @@ def make_train_step(
             layers of the model's rule table.
         axes: Maps the logical axes "batch" and "sequence" to mesh axes, for the dims of a batch. Default: the axes of
             the model's rule table. Rows that are split over Explicit axes already stay as they are.
-        options: Seed, reported learning rate, XLA options, whether steps that are not finite are skipped, and whether
-            attention is computed in blocks.
-        keywords: The fields of `options` one by one: `seed`, `learning_rate`, `compiler_options`, `skip_nonfinite`,
-            `attention` ("auto", "blockwise" or "as_written").
-            With `skip_nonfinite` the metric "skipped" is 1 for a step whose loss or gradient norm is NaN or infinite,
-            which returns the state unchanged, and otherwise 0. The step then accepts a third argument, the largest loss
-            and the largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
+        options: See `StepOptions`; `keywords` are its fields one by one, such as `skip_nonfinite=True`.
 
     Returns:
-        step(state, batch) -> (state, metrics). The state is donated: do not use the argument after the call. `batch` is
-        a tree of arrays (row, ...) with equal numbers of rows, of NumPy or of JAX, and of scalars. Each device receives
-        only its rows, and arrays of NumPy are copied. `metrics` is a dict of scalars: "loss", "weight", "grad_norm"
-        (before any clipping) and the metrics of `loss_fn`. The step has the methods `lower`, `trace` and `eval_shape`
-        of `jax.jit`. If a callback (`jax.debug.callback`, `jax.pure_callback`) raises an exception, its results are
-        zeros, and the next call of the step raises the exception.
+        step(state, batch) -> (state, metrics). The state is donated, and returned with the shardings of the argument
+        `state`. `batch` is a tree of arrays (row, ...) with equal numbers of rows, of NumPy (which are copied) or of
+        JAX, and of scalars; each device receives only its rows. `metrics` has the scalars "loss", "weight", "grad_norm"
+        (before any clipping) and the metrics of `loss_fn`. The step has `lower`, `trace` and `eval_shape` of `jax.jit`.
 
     Raises:
-        ConfigError: A callback raised an exception in the previous call; its line is named.
-        ValueError: When the step is traced: the rows of the batch are not divisible by `num_microbatches` and the mesh
-            axes of the batch, the return value of `loss_fn` has another form, its weight depends on trained parameters,
-            its loss on none of them, or the call of the model adds or removes variables or changes the shape or dtype
-            of a parameter.
+        ConfigError: A callback raised an exception in the previous call, which returned zeros; its line is named.
+        ValueError: When the step is traced: the batch cannot be split, or `loss_fn` breaks a rule of `LossFn`.
 
     Example:
         >>> from flax_mesh.train import init_train_state, make_train_step
         >>> def make():
         ...     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
         ...     return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        >>> def loss_fn(model, batch):
-        ...     errors = model(batch["x"]) - batch["y"]
-        ...     return (errors**2).sum(), len(errors)
-        >>> mesh = fm.create_mesh((8,), ("fsdp",))
-        >>> rules = [("kernel", ("embed", None)), ("bias", ())]
-        >>> state = init_train_state(make, fm.abstract_state(make, mesh, rules))
+        >>> loss_fn = lambda model, batch: (((model(batch["x"]) - batch["y"]) ** 2).sum(), len(batch["x"]))
+        >>> state = init_train_state(make, fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), rules="fsdp"))
         >>> step = make_train_step(loss_fn, state, num_microbatches=2)
         >>> batch = {"x": np.ones((32, 16), np.float32), "y": np.ones((32, 8), np.float32)}
         >>> state, first = step(state, batch)
@@ -122,64 +102,81 @@ def make_train_step(
         True
     """
     check_train_state(state)
-    options = replace(options, **keywords)
-    seed, learning_rate = options.seed, options.learning_rate
     layers = (layers,) if isinstance(layers, str) else state.definition.layers if layers is None else tuple(layers)
     axes = state.definition.axes if axes is None else axes
-    mesh, layout = mesh_of_leaves(state.leaves), state
-    attention = AttentionOption(options.attention, mesh, axes)
+    return _Training(loss_fn, state, num_microbatches, layers, axes, replace(options, **keywords)).jitted()
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        with in_mesh(mesh), axis_types_explained():
-            return train(brought(state), batch)
 
-    def guarded_step(state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
-        with in_mesh(mesh), axis_types_explained():
-            state = brought(state)
-            return skip_update(state, *train(state, batch), limits)
+class _Training:
+    """The functions of a train step, and the values that do not change between its calls."""
 
-    def brought(state: TrainState) -> TrainState:
-        check_same_definition(layout, state)
-        return TrainState(on_device(state.leaves, layout.leaves), state.definition)
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        layout: TrainState,
+        num_microbatches: int,
+        layers: tuple[str, ...],
+        axes: PartitionAxis,
+        options: StepOptions,
+    ):
+        self.loss_fn, self.layout, self.num_microbatches = loss_fn, layout, num_microbatches
+        self.layers, self.axes, self.options = layers, axes, options
+        self.mesh = mesh_of_leaves(layout.leaves)
+        self.attention = AttentionOption(options.attention, self.mesh, axes)
 
-    def train(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def jitted(self) -> "_PlacingStep":
+        # Without out_shardings the compiler may return a leaf with another sharding than the input; and leaves that
+        # the step brought from the memory of the host would stay on the device.
+        shardings = jax.tree.map(lambda x: x.sharding if self.mesh is not None or is_on_host(x) else None, self.layout)
+        jit = functools.partial(
+            jax.jit,
+            donate_argnums=0,
+            out_shardings=(shardings, None),
+            compiler_options=dict(self.options.compiler_options or {}) or None,
+            # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that
+            # nothing reads, that could be a result in another memory.
+            keep_unused=any(map(is_on_host, self.layout.leaves)),
+        )
+        function = self.guarded_step if self.options.skip_nonfinite else self.step
+        return _PlacingStep(jit, function, self.mesh, self.axes, self.attention)
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        with in_mesh(self.mesh), axis_types_explained():
+            return self._train(self._on_device(state), batch)
+
+    def guarded_step(self, state: TrainState, batch: Batch, limits: Limits = NO_LIMITS) -> tuple[TrainState, Metrics]:
+        with in_mesh(self.mesh), axis_types_explained():
+            state = self._on_device(state)
+            return skip_update(state, *self._train(state, batch), limits)
+
+    def _on_device(self, state: TrainState) -> TrainState:
+        check_same_definition(self.layout, state)
+        return TrainState(on_device(state.leaves, self.layout.leaves), state.definition)
+
+    def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         model, optimizer = state.merge()
-        count, wrt = optimizer.step[...], optimizer.wrt
+        seeds, wrt = (self.options.seed, optimizer.step[...]), optimizer.wrt
         params, _, others = nnx.state(model, wrt, nnx.RngState, ..., graph=True)
         check_trainable(named_leaves(params))
-        known = attention.layouts(state.leaves, layout.leaves)
-        stored = [[known.get(id(x)) for x in jax.tree.leaves(each)] for each in (params, others)]
+        known = self.attention.layouts(state.leaves, self.layout.leaves)
+        of_params, of_others = ([known.get(id(x)) for x in jax.tree.leaves(each)] for each in (params, others))
 
         def run(variables: Variables, part: Batch, index: int | jax.Array):
             params, others = variables
 
             def loss_of(params: nnx.State):
-                return run_loss(loss_fn, model, wrt, (params, others), part, (seed, count, index), layers)
+                return run_loss(self.loss_fn, model, wrt, (params, others), part, (*seeds, index), self.layers)
 
-            kept = zip(map(id, jax.tree.leaves(others)), stored[1], strict=True)
-            closed_over = {key: layout_of for key, layout_of in kept if layout_of is not None}
-            closed_over |= attention.of_batch(part)
-            rewrite = attention.rewrite(stored[0], closed_over)
-            divided = part if num_microbatches > 1 else None
+            kept = zip(map(id, jax.tree.leaves(others)), of_others, strict=True)
+            closed_over = {key: layout for key, layout in kept if layout is not None} | self.attention.of_batch(part)
+            rewrite = self.attention.rewrite(of_params, closed_over)
+            divided = part if self.num_microbatches > 1 else None
             traced = traced_loss(loss_of, params, trains=True, part=divided, rewrite=rewrite)
             (loss_sum, (weight, metrics, after)), grads = jax.value_and_grad(traced, has_aux=True)(params)
             return after, (grads, {"loss": loss_sum, **metrics}, weight)
 
-        variables, (grads, sums, weight) = _accumulate(run, (params, others), batch, num_microbatches, axes)
-        return apply_gradients(state, variables, grads, sums, weight, learning_rate)
-
-    # Without out_shardings the compiler may return a leaf with another sharding than the input; and leaves that the
-    # step brought from the memory of the host would stay on the device.
-    shardings = jax.tree.map(lambda x: x.sharding if mesh is not None or is_on_host(x) else None, state)
-    xla = dict(options.compiler_options) if options.compiler_options else None
-    chosen = guarded_step if options.skip_nonfinite else step
-    # JAX assigns the first donated leaf to the first result of its shape, and so on. Without the leaves that nothing
-    # reads, that could be a result in another memory.
-    keep = any(map(is_on_host, state.leaves))
-    jit = functools.partial(
-        jax.jit, donate_argnums=0, out_shardings=(shardings, None), compiler_options=xla, keep_unused=keep
-    )
-    return _PlacingStep(jit, chosen, mesh, axes, attention)
+        variables, (grads, sums, weight) = _accumulate(run, (params, others), batch, self.num_microbatches, self.axes)
+        return apply_gradients(state, variables, grads, sums, weight, self.options.learning_rate)
 
 
 @check_types

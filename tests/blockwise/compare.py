@@ -7,15 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex
 
 from flax_mesh.blockwise import loops, visits
-
-# The program that finds each of the mistakes of `plant`.
-PLANTED = {
-    "log-sum-exp in one number": "empty_rows_finite",
-    "a skipped block of a finite mask": "empty_rows_finite",
-    "a bound that is off by one": "causal",
-}
+from tests.mpmd.zoo.base import FAST
 
 
 def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -26,20 +21,31 @@ def scalar_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[...
     def scalar(floats: Sequence[Any]) -> Any:
         given = dict(zip(at, floats, strict=True))
         results = jax.tree.leaves(fn(*jax.tree.unflatten(tree, [given.get(n, x) for n, x in enumerate(leaves)])))
-        weights = [jax.random.normal(jax.random.key(5), x.shape) for x in results]
+        weights = [np.random.default_rng(5).normal(size=x.shape).astype(np.float32) for x in results]
         return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(results, weights, strict=True))
 
     return scalar, [leaves[n] for n in at]
 
 
-def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> float:
+def gradients(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[list[np.ndarray], jex.Jaxpr]:
+    """(the loss and its gradients, each as a flat array, the program that computes them)."""
+    scalar, floats = scalar_of(fn, args)
+    closed = jax.make_jaxpr(jax.value_and_grad(scalar))(floats)
+    options = FAST if jax.default_backend() == "cpu" else None
+    found = jax.jit(jex.jaxpr_as_fun(closed), compiler_options=options)(*floats)
+    return [np.asarray(x, np.float64).ravel() for x in found], closed.jaxpr
+
+
+def apart(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
     """The largest relative difference between the losses and between the gradients of each argument."""
-    both = [jax.jit(jax.value_and_grad(scalar_of(each, args)[0]))(scalar_of(each, args)[1]) for each in (fn, other)]
-    flat = [[np.asarray(x.astype(jnp.float32)).ravel() for x in jax.tree.leaves(found)] for found in both]
-    size = max(float(np.linalg.norm(x)) for x in flat[0])
-    pairs = zip(*flat, strict=True)
+    size = max(np.linalg.norm(x) for x in expected)
+    pairs = zip(found, expected, strict=True)
     # np.max, since max drops a NaN that is not the first.
-    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(x), 1e-2 * size) for x, y in pairs]))
+    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-2 * size, 1e-9) for x, y in pairs]))
+
+
+def difference(fn: Callable[..., Any], other: Callable[..., Any], args: Sequence[Any]) -> float:
+    return apart(gradients(other, args)[0], gradients(fn, args)[0])
 
 
 def largest_square(jaxpr: Any, length: int) -> int:

@@ -32,7 +32,7 @@ def program(fn: Callable[[], Program]) -> Callable[[], Program]:
 
 
 def rand(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed + 7 * sum(shape)), shape).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed + 7 * sum(shape)).normal(size=shape), dtype)
 
 
 def normal(*shape: int) -> np.ndarray:

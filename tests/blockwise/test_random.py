@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.chains import Chain, chains, program_of, rare_chains
-from tests.blockwise.compare import PLANTED, plant, scalar_of, square_of_gradient
-from tests.mpmd.zoo.base import FAST
+from tests.blockwise.compare import PLANTED, apart, gradients, largest_square, plant
 
 MOST = 1e-5
 SAMPLE = (
@@ -22,23 +21,10 @@ SAMPLE = (
 )
 
 
-def values_of(fn, args):
-    """The loss and its gradients, each as a flat array of float64."""
-    scalar, floats = scalar_of(fn, args)
-    found = jax.jit(jax.value_and_grad(scalar), compiler_options=FAST)(floats)
-    return [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(found)]
-
-
-def apart(found, expected):
-    size = max(np.linalg.norm(x) for x in expected)
-    pairs = zip(found, expected, strict=True)
-    return float(np.max([np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-2 * size, 1e-9) for x, y in pairs]))
-
-
 def exact(fn, args):
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in jax.tree.leaves(args)]
-        return values_of(fn, jax.tree.unflatten(jax.tree.structure(args), wide))
+        return gradients(fn, jax.tree.unflatten(jax.tree.structure(args), wide))[0]
 
 
 def problem_of(chain):
@@ -46,10 +32,10 @@ def problem_of(chain):
     fn, args = program_of(chain)
     lines = []
     blockwise = blockwise_attention(fn, block=chain.block, say=lines.append)
-    expected = values_of(fn, args)
+    expected, _ = gradients(fn, args)
     if not all(np.isfinite(x).all() for x in expected):
         return ""
-    found = values_of(blockwise, args)
+    found, jaxpr = gradients(blockwise, args)
     rounded = "bfloat16" in (*chain.scores, *chain.weights)
     difference, most = apart(found, expected), 3e-2 if rounded else MOST
     if not difference <= most:
@@ -59,7 +45,7 @@ def problem_of(chain):
     if not lines:
         return "no line"
     rewritten = not any("stays" in x for x in lines) and chain.queries == chain.keys
-    square = square_of_gradient(blockwise, args, chain.keys) if rewritten else 0
+    square = largest_square(jaxpr, chain.keys) if rewritten else 0
     return f"an array of {square} elements is left, {lines}" if square else ""
 
 

@@ -1,5 +1,6 @@
 """The option `attention` of the train step, of the evaluation and of stages; the placement on meshes."""
 
+import math
 from collections import Counter
 
 import jax
@@ -25,11 +26,15 @@ LINE = "attention: 2 attentions, q 1024 k 1024, 3 of 4 blocks"
 PLACED = "dim 0 over dp, dim 1 over tp, queries over sp, gathered keys"
 
 
-def traced(mesh=None, rules=None, **options):
+def layout_of(sizes=None):
+    sizes = sizes or {"dp": 1}
+    mesh = fm.create_mesh((*sizes.values(),), (*sizes,), devices=jax.devices()[: math.prod(sizes.values())])
+    return abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
+
+
+def traced(sizes=None, **options):
     """(step, its jaxpr) on abstract values."""
-    layout = abstract_train_state(
-        make, fm.abstract_state(make, mesh or fm.create_mesh((1,), ("dp",), devices=jax.devices()[:1]), rules or RULES)
-    )
+    layout = layout_of(sizes)
     step = make_train_step(loss_fn, layout, **options)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(LENGTH))
     return step, step.trace(layout, shapes).jaxpr
@@ -43,9 +48,8 @@ def test_auto_leaves_the_program_of_a_model_below_its_limit_and_says_so():
     )
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_a_step_in_blocks_has_no_array_of_scores(num_microbatches):
-    step, program = traced(attention="blockwise", num_microbatches=num_microbatches)
+def test_a_step_in_blocks_has_no_array_of_scores():
+    step, program = traced(attention="blockwise", num_microbatches=2)
     assert step.attention_lines == (LINE,)
     assert largest_square(program, LENGTH) == 0
 
@@ -57,14 +61,11 @@ def test_auto_computes_attention_in_blocks_above_its_limit(monkeypatch):
 
 
 def test_the_axes_of_an_attention_are_those_of_batch_and_parameters():
-    mesh = fm.create_mesh((*SIZES.values(),), (*SIZES,))
-    assert traced(mesh, attention="blockwise")[0].attention_lines == (f"{LINE}, {PLACED}",)
+    assert traced(SIZES, attention="blockwise")[0].attention_lines == (f"{LINE}, {PLACED}",)
 
 
 def test_an_evaluation_has_the_same_option():
-    layout = abstract_train_state(
-        make, fm.abstract_state(make, fm.create_mesh((1,), ("dp",), devices=jax.devices()[:1]), RULES)
-    )
+    layout = layout_of()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(LENGTH))
     step = make_eval_step(loss_fn, layout, attention="blockwise")
     assert largest_square(jax.make_jaxpr(step)(layout, shapes).jaxpr, LENGTH) == 0

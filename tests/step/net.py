@@ -1,5 +1,7 @@
 """A small model with dropout and BatchNorm, and its train state."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,7 @@ class Net(nnx.Module):
         return self.layers[1](self.drop(jnp.tanh(h)))
 
 
+@functools.cache
 def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), **kinds):  # noqa: B008
     def create():
         model = Net(nnx.Rngs(0), **kinds)
@@ -37,7 +40,13 @@ def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
 
 
 def start(maker, mesh=None):
-    mesh = mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
+    """The initial state, as arrays of its own: a step donates them."""
+    state = _initial(maker, mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]))
+    return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+
+
+@functools.cache
+def _initial(maker, mesh):
     rules = RULES if "tp" in mesh.axis_names else [(".*", ())]
     return init_train_state(maker, abstract_state(maker, mesh, rules))
 

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 from flax_mesh.step.loss import run_loss, traced_loss
-from flax_mesh.step.parameter_flow import DEPENDS, flow
 from flax_mesh.train import make_train_step
 from flax_mesh.tree import named_leaves
 from tests.mpmd.zoo.base import initial_state
@@ -86,56 +85,3 @@ def test_unchanged_parameters_are_no_results_of_the_forward_pass():
     assert [a is b for a, b in zip(results(traced_loss(loss_of, variables[0])), given, strict=True)] == [True] * 6
     # The scan of a remat returns all of its parameters, as copies.
     assert [a is b for a, b in zip(results(loss_of), given, strict=True)].count(False) == 2
-
-
-def flows_of(fn, *args):
-    jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-    return flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, [f"in{i}" for i in range(len(jaxpr.invars))])
-
-
-X = np.ones((3, 2), np.float32)
-FLOWS = {
-    "an input": (lambda x, y: (y, x), ["in1", "in0"]),
-    "a copy by arithmetic": (lambda x, y: (x * 1.0, jnp.ones_like(y)), [DEPENDS, None]),
-    "jit": (lambda x, y: jax.jit(lambda x, y: (y, x + 1, jnp.zeros(3)))(x, y), ["in1", DEPENDS, None]),
-    "remat": (lambda x, y: jax.checkpoint(lambda x, y: (y, x + 1))(x, y), ["in1", DEPENDS]),
-    "rows of a scan": (
-        lambda x, y: jax.lax.scan(jax.checkpoint(lambda c, row: (c, (row, row + 1))), 0.0, x)[1],
-        ["in0", DEPENDS],
-    ),
-    "a scan of other rows": (
-        lambda x, y: jax.lax.scan(jax.checkpoint(lambda c, row: (row, (c, y))), x[0], x),
-        [DEPENDS, DEPENDS, DEPENDS],
-    ),
-    "a row of an outer scan": (
-        lambda x, y: jax.lax.scan(
-            lambda c, row: (c, jax.lax.scan(jax.checkpoint(lambda c, z: (c, row)), 0.0, y)[1]), 0.0, x
-        )[1],
-        [DEPENDS],
-    ),
-    "a carry": (
-        lambda x, y: jax.lax.scan(
-            jax.checkpoint(lambda c, row: ((c[0], c[2], c[1], c[3] + row), None)), (x, x, y, y[0]), y
-        )[0],
-        ["in0", DEPENDS, DEPENDS, DEPENDS],
-    ),
-    "a late dependence": (
-        lambda x, y: jax.lax.scan(lambda c, _: ((c[1], c[2], x[0, 0]), None), (0.0, 0.0, 0.0), None, length=3)[0],
-        [DEPENDS, DEPENDS, DEPENDS],
-    ),
-    "a loop": (
-        lambda x, y: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1], c[2] + 1), (0, x, y)),
-        [None, "in0", DEPENDS],
-    ),
-    "branches": (
-        lambda x, y: jax.lax.cond(True, lambda x, y: (x, y, 0), lambda x, y: (x, x, 1), x, y),
-        ["in0", DEPENDS, None],
-    ),
-    "a chosen branch": (lambda x, y: jax.lax.cond(x.sum() > 0, lambda: (x, 0), lambda: (x, 1)), ["in0", DEPENDS]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FLOWS)
-def test_the_flow_of_every_output(name):
-    fn, expected = FLOWS[name]
-    assert flows_of(fn, X, X) == expected

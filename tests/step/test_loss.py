@@ -193,13 +193,6 @@ def test_a_mean_of_means_is_reported_with_its_line(call, name):
         assert re.search(text, str(said[0].message))
 
 
-def test_the_mean_over_8_rows_of_which_3_have_the_weight_0():
-    with pytest.warns(UserWarning, match="the mean of their means"):
-        of_means = run(with_form("the loss"), start(make()), [ROWS], num_microbatches=2)[1][0]
-    of_sums = run(with_form("sums"), start(make()), [ROWS], num_microbatches=2)[1][0]
-    np.testing.assert_allclose([of_means["loss"], of_sums["loss"]], [1.6959, 1.6100], atol=5e-5)
-
-
 def loss_and_count(y, w):
     """A loss and a weight from one loop over the rows, as chunked losses compute them."""
 

@@ -13,7 +13,7 @@ PLANTED = (
     # A loss that is not finite is applied.
     ("flax_mesh/step/loss.py", "jnp.isfinite(value) & (value <= limit)", "jnp.isfinite(value) | (value <= limit)"),
     # Every microbatch has the dropout masks of the first.
-    ("flax_mesh/step/step.py", "part, (seed, count, index), layers)", "part, (seed, count, 0), layers)"),
+    ("flax_mesh/step/step.py", "part, (*seeds, index), self.layers)", "part, (*seeds, 0), self.layers)"),
     # The moving average is not divided by 1 - decay^steps.
     ("flax_mesh/recipe/optimizers/average.py", "return 1 / (1 - decay**steps)", "return 1.0"),
     # Damaged bytes after the first block of a file have no effect on its checksum.

@@ -33,7 +33,8 @@ from jax.extend import core as jex
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import REMAT
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
-from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, is_var, needed, variables
+from flax_mesh.program.follow import all_equations
+from flax_mesh.program.program import Eqn, Program, Var, flops, is_var, needed, variables
 from flax_mesh.tree import num_bytes
 
 # Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.
@@ -431,7 +432,7 @@ def _stage_boundary(program, required, stages, producer, position, available) ->
 
 def is_expensive(eqn: Eqn, names: Collection[str] = RUN_ONCE) -> bool:
     """Whether the primitive of the equation, or of one in its body, is one of `names`."""
-    return eqn.primitive.name in names or any(is_expensive(e, names) for body in bodies(eqn) for e in body.eqns)
+    return any(each.primitive.name in names for each in all_equations([eqn]))
 
 
 def _aliased(alias: Mapping[Any, Any], atom: Any) -> Any:

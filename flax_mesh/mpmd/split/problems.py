@@ -9,7 +9,8 @@ from jax.sharding import Mesh, NamedSharding
 from flax_mesh.jax_compat import source_line
 from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
-from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, variables
+from flax_mesh.program.follow import all_equations
+from flax_mesh.program.program import Eqn, Program, Var, flops, variables
 from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
 from flax_mesh.tree import PyTree
@@ -66,25 +67,19 @@ def check_references(program: Program) -> None:
 def check_meshes(eqns: Iterable[Eqn]) -> None:
     """CutError for shardings on a mesh of devices: each stage runs on the mesh of its group."""
     texts: dict[str, str] = {}
-
-    def walk(eqns: Iterable[Eqn]) -> None:
-        for eqn in eqns:
-            # jit and device_put have shardings in tuples.
-            items = [
-                cast("Sequence[object]", value) if isinstance(value, tuple | list) else (value,)
-                for value in eqn.params.values()
-            ]
-            named = [x for values in items for x in values if isinstance(x, NamedSharding)]
-            # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
-            params = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
-            meshes = [x for x in [*params, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
-            if meshes:
-                what = f"{named[0].spec}" if named else eqn.primitive.name
-                texts.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
-            for body in bodies(eqn):
-                walk(body.eqns)
-
-    walk(eqns)
+    for eqn in all_equations(eqns):
+        # jit and device_put have shardings in tuples.
+        items = [
+            cast("Sequence[object]", value) if isinstance(value, tuple | list) else (value,)
+            for value in eqn.params.values()
+        ]
+        named = [x for values in items for x in values if isinstance(x, NamedSharding)]
+        # A reshard has the mesh of its sharding as `concrete_mesh`, shard_map has `mesh`.
+        params = [eqn.params.get(name) for name in ("concrete_mesh", "mesh")]
+        meshes = [x for x in [*params, *(sharding.mesh for sharding in named)] if isinstance(x, Mesh)]
+        if meshes:
+            what = f"{named[0].spec}" if named else eqn.primitive.name
+            texts.setdefault(source_line(eqn), f"{what} on {meshes[0].size} devices")
     if texts:
         lines = [f"{line}: {what}" for line, what in texts.items()]
         raise CutError(
