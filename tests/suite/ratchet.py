@@ -83,7 +83,9 @@ def measure() -> dict[str, int]:
         CODE: sum(map(_num_lines, code.values())),
         CODE_OF_TESTS: sum(_num_lines(path.read_text()) for path in TESTS.rglob("*.py")),
         "Any": sum(len(re.findall(r"\bAny\b", text)) for text in code.values()),
-        "modules in SHARED": len(SHARED.split()),
+        "modules in SHARED": len(
+            (TESTS / "test_layering.py").read_text().split('SHARED = """')[1].split('"""')[0].split()
+        ),
         "files that are not checked strictly": len(code.keys() - strict_files(code)),
         f"functions above {FUNCTION} lines": sum((f.end_lineno or 0) - f.lineno >= FUNCTION for f in functions),
         f"files above {MODULE} lines": sum(_num_lines(text) > MODULE for text in code.values()),
