@@ -72,8 +72,6 @@ def problems(limits: Mapping[str, Limit], figures: Mapping[str, int]) -> list[st
 
 def measure() -> dict[str, int]:
     """Every figure of the files as they are."""
-    from tests.test_layering import SHARED
-
     code = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in code.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
