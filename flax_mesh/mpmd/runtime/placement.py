@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.modes import optimizer_of
-from flax_mesh.mpmd.chunks import Chunks, Value
+from flax_mesh.mpmd.chunks import Chunks, Value, rows_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.problems import filter_text
 from flax_mesh.mpmd.split.split import StagedModel
@@ -153,7 +153,8 @@ def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) ->
 
         def leaves(of_group: list[int] = of_group, mesh: Mesh = mesh) -> list[jax.Array]:
             values = made_leaves(make, mesh)
-            return [cut_rows(values[placement.owners[at].source], placement.owners[at].rows) for at in of_group]
+            owners = [placement.owners[at] for at in of_group]
+            return [rows_of(values[owner.source], [owner.rows])[0] for owner in owners]
 
         there = [sharding_on(placement.owners[at].sharding, mesh) for at in of_group]
         initial = initialized(leaves, there)
@@ -168,10 +169,6 @@ def _copied(x: jax.Array, meshes: Mapping[int, Mesh], first: int, sharding: Name
     there = {group: sharding_on(x.sharding, mesh) for group, mesh in meshes.items()}
     parts = [x if group == first else jax.device_put(x, to) for group, to in there.items()]
     return on_all_groups(parts, sharding)
-
-
-def cut_rows(value: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
-    return value if rows is None else value[slice(*rows)]
 
 
 def check_specs(specs: Iterable[tuple[str, PartitionSpec]], mesh: MpmdMesh) -> None:

@@ -131,8 +131,9 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
         >>> batch = np.ones((8, 8), np.float32)
         >>> staged = chain_stages(loss_fn, make, batch, mesh=mesh, schedule="gpipe", num_microbatches=2)
         >>> pipeline = Pipeline(staged, rules="fsdp")
-        >>> len(measure_costs(pipeline, pipeline.init_state(), batch))  # one StageCost per stage
-        2
+        >>> costs = measure_costs(pipeline, pipeline.init_state(), batch)
+        >>> len(costs), costs[0].weights  # one StageCost per stage; gpipe does not split the backward pass
+        (2, 0.0)
     """
     _check_one_process(pipeline, "measure_costs")
     if repeats < 1:

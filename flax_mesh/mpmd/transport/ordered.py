@@ -36,7 +36,7 @@ from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.jax_compat import supports_cross_host_transfers, transfers_over_dcn_are_forced
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
-from flax_mesh.mpmd.transport.keyed import Channel, Key
+from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import put_host
 from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import first_line, processes_text
@@ -150,25 +150,19 @@ class OrderedTransport:
     def _transfer(self, number: int, transfer: OrderedTransfer, value: jax.Array | None) -> jax.Array | None:
         shape, dtype = transfer.aval.shape, transfer.aval.dtype
         there = self.channel.fetch_layout(transfer.layout, shape, dtype, transfer.sender, transfer.receiver)
-        kind, *numbers = transfer.key
-        return self._moved((kind, number, *numbers), value, transfer.aval, there, transfer.sender, transfer.receiver)
+        return self._moved(number, transfer, value, there)
 
     def _moved(
-        self,
-        key: Key,
-        value: jax.Array | None,
-        like: Shaped,
-        there: NamedSharding,
-        sender: int,
-        receiver: int,
+        self, number: int, transfer: OrderedTransfer, value: jax.Array | None, there: NamedSharding
     ) -> jax.Array | None:
-        """The array on group `receiver`, or None if it is remote. `value` is None if another process sends."""
+        """The array on the receiver, or None if it is remote. `value` is None if another process sends."""
+        (kind, *numbers), _, like, sender, receiver = transfer
         here = NamedSharding(self.channel.groups[sender], there.spec)
         shards = [shard.data for shard in value.addressable_shards] if value is not None else []
         moved = self.move(jax.make_array_from_single_device_arrays(like.shape, here, shards, dtype=like.dtype), there)
         if receiver not in self.channel.local_groups:
             return None
-        self.channel.track(key, sender, receiver, moved)
+        self.channel.track((kind, number, *numbers), sender, receiver, moved)
         return moved
 
     def _test_pairs(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -195,7 +189,7 @@ class OrderedTransport:
             if sender in self.channel.local_groups
             else None
         )
-        return self._moved(("trial", 0), value, numbers, there, sender, receiver)
+        return self._moved(0, OrderedTransfer(("trial",), None, numbers, sender, receiver), value, there)
 
     def _numbers(self, sender: int, receiver: int) -> np.ndarray:
         """One number per device, different for every pair of groups."""

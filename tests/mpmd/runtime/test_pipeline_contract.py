@@ -25,6 +25,11 @@ def pipeline():
     return build_net()
 
 
+@pytest.fixture(scope="module")
+def state(pipeline):
+    return pipeline.init_state()
+
+
 def again(pipeline, **kinds):
     """The same stages in another Pipeline."""
     return Pipeline(pipeline.staged, PLAIN_SGD, **{"mesh": pipeline.mesh, "schedule": pipeline.schedule, **kinds})
@@ -32,21 +37,21 @@ def again(pipeline, **kinds):
 
 RAGGED = net_batch(4) | {"y": net_batch(2)["y"]}
 BAD = {
-    "rows": (lambda p: p.step(p.init_state(), net_batch(3)), r"batch of 3 rows is not divisible by 2 \(num"),
-    "ragged": (lambda p: p.step(p.init_state(), RAGGED), r"different numbers of rows, \[2, 4\]"),
-    "count": (lambda p: p.evaluate(p.init_state(), net_batch(4), -1), "at least 1, got -1"),
-    "groups": (lambda p: again(p, mesh=groups(pp=4)), "has 2 groups, the mesh has 4 along 'pp'"),
-    "stages": (lambda p: again(p, schedule=FOUR_STAGES), "has 4 stages, but the model is split into 2; pass this"),
-    "remat": (lambda p: again(p, remat="keep"), "remat must be one of 'none', 'cheap', 'full', got 'keep'"),
-    "pp in a spec": (lambda p: again(p, rules=[(".*", P("pp"))]), r"kernel: .*'pp'.*\n[^$]*must not contain 'pp'"),
+    "rows": (lambda p, state: p.step(state, net_batch(3)), r"batch of 3 rows is not divisible by 2 \(num"),
+    "ragged": (lambda p, state: p.step(state, RAGGED), r"different numbers of rows, \[2, 4\]"),
+    "count": (lambda p, state: p.evaluate(state, net_batch(4), -1), "at least 1, got -1"),
+    "groups": (lambda p, _: again(p, mesh=groups(pp=4)), "has 2 groups, the mesh has 4 along 'pp'"),
+    "stages": (lambda p, _: again(p, schedule=FOUR_STAGES), "has 4 stages, but the model is split into 2; pass this"),
+    "remat": (lambda p, _: again(p, remat="keep"), "remat must be one of 'none', 'cheap', 'full', got 'keep'"),
+    "pp in a spec": (lambda p, _: again(p, rules=[(".*", P("pp"))]), r"kernel: .*'pp'.*\n[^$]*must not contain 'pp'"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused(name, pipeline):
+def test_bad_input_is_refused(name, pipeline, state):
     call, message = BAD[name]
     with pytest.raises(ShardingError if name == "pp in a spec" else ConfigError, match=message):
-        call(pipeline)
+        call(pipeline, state)
 
 
 GOOD = make_schedule("1f1b", num_groups=2, num_microbatches=2)
@@ -192,9 +197,9 @@ def split_two(make, **kinds):
 def test_split_stages_or_the_pipeline_takes_the_optimizer():
     abstract = []
     for wrt in (nnx.Param, kernels):
-        expected = Pipeline(split_two(make_net, wrt=wrt), PLAIN_SGD).abstract
+        staged = split_two(make_net, wrt=wrt)
+        expected, of_object = (Pipeline(staged, x).abstract for x in (PLAIN_SGD, make_trained(wrt)[1]))
         of_make = Pipeline(split_two(lambda: make_trained(wrt))).abstract  # noqa: B023 (called in the loop)
-        of_object = Pipeline(split_two(make_net, wrt=wrt), make_trained(wrt)[1]).abstract
         assert of_make == of_object == expected and expected.merge()[1].wrt is wrt
         abstract.append(expected)
     assert abstract[0] != abstract[1]

@@ -102,10 +102,12 @@ def test_a_move_is_an_explicit_transfer():
 
 def test_a_buffer_can_be_donated_after_the_move():
     x = jax.device_put(np.ones((256, 256), np.float32), NamedSharding(mesh(0), P("dp")))
+    square = jax.jit(lambda x: x @ x / 256, out_shardings=x.sharding)
+    increased = jax.jit(lambda x: x + 1, donate_argnums=0)
     for _ in range(20):
-        x = jax.jit(lambda x: x @ x / 256, out_shardings=x.sharding)(x)  # still computing
+        x = square(x)  # still computing
         there = move(x, NamedSharding(mesh(4), P("dp")))
-        x = jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+        x = increased(x)
         np.testing.assert_array_equal(np.asarray(there) + 1, x)
 
 
