@@ -121,7 +121,7 @@ class Attention:
         return out, saved, [values[key] for key in self.gathered]
 
     def _backward(
-        self, wanted: Sequence[Key], given: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+        self, wanted: Sequence[Key], given: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
         visits = self._visits(loops, values)
@@ -166,7 +166,7 @@ class Attention:
             specs.append(PartitionSpec(*spec))
         return specs
 
-    def _result_specs(self) -> tuple[PartitionSpec, Saved]:
+    def _result_specs(self) -> tuple[PartitionSpec, Saved[PartitionSpec]]:
         if (place := self.placement) is None:
             return PartitionSpec(), Saved(PartitionSpec(), PartitionSpec(), PartitionSpec())
         rows = place.spec(tuple(range(len(self.region.shape))), without=self.region.k)
@@ -182,7 +182,7 @@ class Attention:
         return out, saved, [complete.get(key, x) for key, x in zip(self.keys, values, strict=True)]
 
     def backward(
-        self, wanted: Sequence[int], values: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+        self, wanted: Sequence[int], values: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]:
         """The gradients of the leaves with the numbers `wanted`."""
         keys, (out_spec, saved_specs) = [self.keys[n] for n in wanted], self._result_specs()

@@ -217,7 +217,7 @@ class Block:
         return positions
 
 
-def evaluate_block(op: Op, labels: Labels, values: Sequence[ArrayLike], block: Block) -> jax.Array:
+def evaluate_block(op: Op, labels: Labels, values: Sequence[jax.Array], block: Block) -> jax.Array:
     name, params, out = op.name, op.params, op.outputs[0]
     shape = block.shape(out.shape, labels)
     if name in _SAME:

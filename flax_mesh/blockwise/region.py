@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
@@ -227,5 +228,5 @@ def run_steps(
 ) -> None:
     """`quotient` returns the result of a division by the sum."""
     for step in steps:
-        values = [x.value if isinstance(x, Literal) else env[x] for x in step.inputs]
+        values = [jnp.asarray(x.value, x.aval.dtype) if isinstance(x, Literal) else env[x] for x in step.inputs]
         env[step.output] = quotient(*values) if step.divides else evaluate_block(step.op, step.labels, values, block)
