@@ -8,6 +8,10 @@ Reverse mode runs the loops. Forward mode, and the derivative of a gradient, com
     pulled         the gradients of the leaves              that of the gradients as written
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

@@ -4,6 +4,10 @@ The statistics of a row are two numbers, its maximum m and the sum l of exp(x - 
 row m is -1e38, and m + log l would lose log l. Where factors of the weights are negative, l is too.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
