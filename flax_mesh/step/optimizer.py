@@ -102,7 +102,8 @@ class _Zeros(Rules[bool]):
         return a and b
 
     def constant(self, value: object) -> bool:
-        return isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0 and value == 0
+        is_number = isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0
+        return is_number and bool(value == 0)
 
 
 def _zero_updates(closed: jex.ClosedJaxpr, num_grads: int, num_updates: int) -> list[bool]:
