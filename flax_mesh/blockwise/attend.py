@@ -1,5 +1,9 @@
 """One attention in blocks, as a function of its leaves, on the devices of a placement."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +82,7 @@ class Attention:
     def text(self) -> str:
         blocks, region = self.blocks, self.region
         total = blocks.parts * blocks.num_q * blocks.num_k
-        visited = "blocks by data" if self.has_data else f"{int(self.static.count.sum())} of {total} blocks"
+        visited = "blocks by data" if self.has_data else f"{int(self.static.sure.sum())} of {total} blocks"
         texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}, {visited}"]
         for d, names in self.placement.axes.items() if self.placement else ():
             texts.append(f"{'queries' if d == region.q else f'dim {d}'} over {'+'.join(names)}")
@@ -94,7 +98,7 @@ class Attention:
     @property
     def _trips(self) -> float:
         """Blocks of keys that a block of queries visits on the device with most of them; masks of data skip more."""
-        return float(self.static.count.reshape(self.blocks.parts, -1).sum(1).max()) / self.blocks.num_q
+        return float(self.static.sure.reshape(self.blocks.parts, -1).sum(1).max()) / self.blocks.num_q
 
     def _visits(self, loops: Loops, values: Values) -> Visits:
         part = loops.index.get(self.region.q, 0)
@@ -121,7 +125,7 @@ class Attention:
         return out, saved, [values[key] for key in self.gathered]
 
     def _backward(
-        self, wanted: Sequence[Key], given: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+        self, wanted: Sequence[Key], given: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
         visits = self._visits(loops, values)
@@ -166,7 +170,7 @@ class Attention:
             specs.append(PartitionSpec(*spec))
         return specs
 
-    def _result_specs(self) -> tuple[PartitionSpec, Saved]:
+    def _result_specs(self) -> tuple[PartitionSpec, Saved[PartitionSpec]]:
         if (place := self.placement) is None:
             return PartitionSpec(), Saved(PartitionSpec(), PartitionSpec(), PartitionSpec())
         rows = place.spec(tuple(range(len(self.region.shape))), without=self.region.k)
@@ -182,7 +186,7 @@ class Attention:
         return out, saved, [complete.get(key, x) for key, x in zip(self.keys, values, strict=True)]
 
     def backward(
-        self, wanted: Sequence[int], values: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+        self, wanted: Sequence[int], values: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]:
         """The gradients of the leaves with the numbers `wanted`."""
         keys, (out_spec, saved_specs) = [self.keys[n] for n in wanted], self._result_specs()

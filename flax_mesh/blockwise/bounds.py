@@ -4,6 +4,10 @@ The same code runs on NumPy arrays and on traced ones. A bound is a pair (low, h
 the value: the number of blocks in a dim of queries or keys, and 1 or all elements in another.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType

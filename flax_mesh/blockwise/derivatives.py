@@ -8,6 +8,10 @@ Reverse mode runs the loops. Forward mode, and the derivative of a gradient, com
     pulled         the gradients of the leaves              that of the gradients as written
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -25,8 +29,8 @@ from flax_mesh.jax_compat import linear_primitive
 
 RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
 Arrays = Sequence[jax.Array]
-Operands = tuple[Arrays, Saved, jax.Array, jax.Array]  # of the backward pass: leaves, residuals, result, gradient
-Results = tuple[jax.Array, Saved, list[jax.Array]]  # the result, residuals, and the leaves with all keys
+Operands = tuple[Arrays, Saved[jax.Array], jax.Array, jax.Array]  # of the backward pass; last the gradient
+Results = tuple[jax.Array, Saved[jax.Array], list[jax.Array]]  # the result, residuals, and the leaves with all keys
 
 
 class Passes(Protocol):
@@ -35,7 +39,7 @@ class Passes(Protocol):
     def forward(self, values: Arrays) -> Results: ...
 
     def backward(
-        self, wanted: Sequence[int], values: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array
+        self, wanted: Sequence[int], values: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]: ...
 
     def plain(self, *values: jax.Array) -> jax.Array: ...
@@ -106,7 +110,7 @@ def _forwarded(attention: Passes, floats: Sequence[int]) -> Callable[..., Result
 
 def _pulled(attention: Passes, floats: Sequence[int]) -> Callable[..., tuple[jax.Array, ...]]:
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-    def pulled(wanted: Sequence[int], values: Arrays, saved: Saved, out: jax.Array, gradient: jax.Array):
+    def pulled(wanted: Sequence[int], values: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array):
         return tuple(attention.backward(wanted, values, saved, out, gradient))
 
     @pulled.defjvp

@@ -4,6 +4,10 @@ The dims of an array have labels, one per dim of the scores of an attention; Non
 the scores, and is complete in every block.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -217,7 +221,7 @@ class Block:
         return positions
 
 
-def evaluate_block(op: Op, labels: Labels, values: Sequence[ArrayLike], block: Block) -> jax.Array:
+def evaluate_block(op: Op, labels: Labels, values: Sequence[jax.Array], block: Block) -> jax.Array:
     name, params, out = op.name, op.params, op.outputs[0]
     shape = block.shape(out.shape, labels)
     if name in _SAME:

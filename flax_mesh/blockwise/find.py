@@ -4,7 +4,7 @@ From each exp, forward: its sum determines the dim of the keys, its product the 
 the product above them determines the dim of the queries. Equations between the products are evaluated, not recognized.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def find_softmax(exp: Op, uses: Uses) -> list[Softmax]:
     if {*walk.cut(k, labels)} != {kept}:
         raise NotFoundError("the softmax is cut at other columns than those that are joined")
     q = _query_dim(scores, k)
-    attentions = []
+    attentions: list[Softmax] = []
     for product, at, weighted in walk.products:
         if not walk.divided[id(weighted)]:
             raise NotFoundError("the operand of the product is not divided by the sum")
@@ -87,11 +87,8 @@ def find_softmax(exp: Op, uses: Uses) -> list[Softmax]:
             raise NotFoundError("")  # every query has other values
         lengths = exp.outputs[0].shape[q], scores.shape[k]
         order, divisions = tuple(walk.order), frozenset(walk.divisions)
-        attentions.append(
-            Softmax(
-                exp, product, 1 - at, scores, extra, order, divisions, walk.sums[0][1], weighted, labels, q, k, lengths
-            )
-        )
+        both = walk.sums[0][1], weighted
+        attentions.append(Softmax(exp, product, 1 - at, scores, extra, order, divisions, *both, labels, q, k, lengths))
     return attentions
 
 
@@ -116,7 +113,7 @@ class _Forward:
 
     def _walk(self) -> None:
         todo, seen = [self.exp.outputs[0]], {id(self.exp.outputs[0])}
-        problems = []
+        problems: list[str] = []
         while todo:
             x = todo.pop(0)
             for op, i in self.uses.get(id(x), []):
@@ -143,8 +140,7 @@ class _Forward:
         for op, i in self.order:
             divided = self.divided[id(op.inputs[i])]
             other = op.inputs[1 - i] if op.name in ("div", "mul") else None
-            is_sum = lambda x: id(x) in sums  # noqa: E731
-            if (op.name == "div" and _comes_from(other, is_sum)) or (op.name == "mul" and _is_inverse(other, is_sum)):
+            if (op.name == "div" and _comes_from(other, sums)) or (op.name == "mul" and _is_inverse(other, sums)):
                 if divided:
                     raise NotFoundError("it is divided by its sum twice")
                 divided = True
@@ -157,7 +153,10 @@ class _Forward:
         """The sum of a row may only divide values of this row."""
         out = self.exp.outputs[0]
         rows: dict[int, Order | None] = {id(out): order_of(out.shape)}
-        after = lambda op, i, order: None if order is None else order_after(op, i, order)  # noqa: E731
+
+        def after(op: Op, i: int, order: Order | None) -> Order | None:
+            return None if order is None else order_after(op, i, order)
+
         for op, i in self.order:
             rows[id(op.outputs[0])] = after(op, i, rows[id(op.inputs[i])])
         todo = [(op.outputs[0], after(op, 0, rows[id(x)])) for op, x in self.sums]
@@ -253,20 +252,20 @@ def _is_power(op: Op) -> bool:
     return op.name == "integer_pow" and op.params["y"] == -1
 
 
-def _comes_from(x: Atom | None, is_sum: Callable[[Atom], bool]) -> bool:
-    while isinstance(x, Value) and not is_sum(x):
+def _comes_from(x: Atom | None, sums: Collection[int]) -> bool:
+    while isinstance(x, Value) and id(x) not in sums:
         if x.op is None or not is_view(x.op):
             return False
         x = x.op.inputs[0]
     return isinstance(x, Value)
 
 
-def _is_inverse(x: Atom | None, is_sum: Callable[[Atom], bool]) -> bool:
+def _is_inverse(x: Atom | None, sums: Collection[int]) -> bool:
     while isinstance(x, Value) and x.op is not None:
         if x.op.name == "div" and _is_number(x.op.inputs[0], 1):
-            return _comes_from(x.op.inputs[1], is_sum)
+            return _comes_from(x.op.inputs[1], sums)
         if _is_power(x.op):
-            return _comes_from(x.op.inputs[0], is_sum)
+            return _comes_from(x.op.inputs[0], sums)
         if not is_view(x.op):
             return False
         x = x.op.inputs[0]
@@ -306,7 +305,7 @@ def _columns(x: Atom, k: int) -> tuple[Atom, tuple[Atom, ...], tuple[int, int]]:
 
 def _query_dim(scores: Atom, k: int) -> int:
     """The largest dim of the scores that only one factor of a product has, where the other factor has the keys."""
-    dim, most, seen = None, 0, set()
+    dim, most, seen = None, 0, set[tuple[int, Labels]]()
     todo: list[tuple[Atom, Labels]] = [(scores, tuple(range(len(scores.shape))))]
     while todo:
         x, labels = todo.pop()

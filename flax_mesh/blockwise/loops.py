@@ -4,12 +4,16 @@ The statistics of a row are two numbers, its maximum m and the sum l of exp(x - 
 row m is -1e38, and m + log l would lose log l. Where factors of the weights are negative, l is too.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,7 @@ from flax_mesh.blockwise.region import Key, Region, Values, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 from flax_mesh.program.graph import Literal
 
+T = TypeVar("T")
 _F32 = jnp.float32
 # Of a block of queries: number of visited blocks of keys, maximum, sum, result, which results have quotients.
 Carry: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
@@ -37,12 +42,12 @@ def expected_trips(source: str) -> float | None:
     return float(match[1]) if match else None
 
 
-class Saved(NamedTuple):
+class Saved(NamedTuple, Generic[T]):
     """The residuals that the backward pass reads besides the leaves and the result."""
 
-    maximum: jax.Array
-    total: jax.Array
-    visited: jax.Array  # per block of queries, the number of blocks of keys
+    maximum: T
+    total: T
+    visited: T  # per block of queries, the number of blocks of keys
 
 
 @dataclass(frozen=True)
@@ -163,7 +168,7 @@ class Loops:
         """Around a loop over blocks of keys: see `expected_trips`."""
         return jax.named_scope(f"trips={self.trips:g}")
 
-    def forward(self, values: Values, visits: Visits) -> tuple[jax.Array, Saved]:
+    def forward(self, values: Values, visits: Visits) -> tuple[jax.Array, Saved[jax.Array]]:
         region, blocks = self.region, self.blocks
         values = {key: self._padded(key, x) for key, x in values.items()}
         rows, out_shape = self.rows(blocks.q_size), self.out_shape(blocks.q_size)
@@ -223,7 +228,7 @@ class Loops:
         values: Values,
         wanted: Sequence[Key],
         visits: Visits,
-        saved: Saved,
+        saved: Saved[jax.Array],
         out: jax.Array,
         gradient: jax.Array,
     ) -> Values:

@@ -1,11 +1,16 @@
 """The operations between the two products of an attention, on blocks, and the leaves from which they start."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
@@ -186,8 +191,7 @@ def _depends_on(x: Value, products: Collection[Op]) -> bool:
 
 
 def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[int, Key]]:
-    keys = {id(softmax.exp.outputs[0]): exp}
-    steps = []
+    keys, steps = {id(softmax.exp.outputs[0]): exp}, list[Step]()
     for op, i in sorted(
         {*_path(softmax, softmax.summed), *_path(softmax, softmax.weighted)}, key=softmax.weights.index
     ):
@@ -202,7 +206,7 @@ def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[
             continue
         if softmax.extra and len(op.inputs) > 1 and out.shape[labels.index(softmax.k)] != softmax.lengths[1]:
             raise NotFoundError(f"{op.name} is before the further columns of the scores are cut off")
-        inputs = []
+        inputs: list[Key] = []
         for n, other in enumerate(op.inputs):
             before = labels_before(op, n, labels, walk.whole)
             if before is None:
@@ -215,17 +219,21 @@ def _weights(walk: _Walk, softmax: Softmax, exp: Key) -> tuple[list[Step], dict[
 
 def _path(softmax: Softmax, x: Value) -> list[tuple[Op, int]]:
     """The operations from the exp to the operand of the sum or of the product, in order."""
-    made_by, path = {id(op.outputs[0]): (op, i) for op, i in softmax.weights}, []
-    while x is not softmax.exp.outputs[0]:
-        path.append(made_by[id(x)])
-        x = path[-1][0].inputs[path[-1][1]]
+    made_by, path = {id(op.outputs[0]): (op, i) for op, i in softmax.weights}, list[tuple[Op, int]]()
+    at: Atom = x
+    while at is not softmax.exp.outputs[0]:
+        path.append(made_by[id(at)])
+        op, i = path[-1]
+        at = op.inputs[i]
     return path[::-1]
 
 
-def run_steps(
-    steps: Sequence[Step], env: Values, block: Block, quotient: Callable[..., jax.Array] = lambda x: x
-) -> None:
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def run_steps(steps: Sequence[Step], env: Values, block: Block, quotient: Callable[..., jax.Array] = _same) -> None:
     """`quotient` returns the result of a division by the sum."""
     for step in steps:
-        values = [x.value if isinstance(x, Literal) else env[x] for x in step.inputs]
+        values = [jnp.asarray(x.value, x.aval.dtype) if isinstance(x, Literal) else env[x] for x in step.inputs]
         env[step.output] = quotient(*values) if step.divides else evaluate_block(step.op, step.labels, values, block)

@@ -4,6 +4,10 @@ A skipped block of a finite mask is not nothing: a row that has no key has unifo
 are skipped stay at the end of the order, and are visited if a row's maximum is not far enough above their bound.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ ASSUMED = 1e6  # products are assumed to be within this, if a mask is added; che
 
 class Visits(NamedTuple):
     order: Array  # (blocks of queries, blocks of keys): the blocks that are visited first
-    count: Array  # (blocks of queries,): how many are visited in any case
+    sure: Array  # (blocks of queries,): how many are visited in any case
     high: Array  # (blocks of queries,): bound of the scores of all others
 
 
@@ -104,8 +108,8 @@ def data_visits(
 def guarded(region: Region, visits: Visits, values: Values) -> Visits:
     """All blocks are visited if a product may be larger than assumed."""
     is_small = [_norm(x, y, values) < ASSUMED for x, y in _products(region) or []]
-    count = jnp.where(functools.reduce(jnp.logical_and, is_small), visits.count, visits.order.shape[1])
-    return visits._replace(count=count)
+    sure = jnp.where(functools.reduce(jnp.logical_and, is_small), visits.sure, visits.order.shape[1])
+    return visits._replace(sure=sure)
 
 
 def _norm(x: Operand, y: Operand, values: Values) -> jax.Array:

@@ -1,7 +1,6 @@
 """The option `attention` of a step: whether the attention of a traced loss function is computed in blocks."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 from jax.extend import core as jex
@@ -18,7 +17,7 @@ from flax_mesh.tree import PyTree
 UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
 SHARE = 8  # otherwise this part of its memory
 
-Rewrite = Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None]
+Rewrite = Callable[[jex.ClosedJaxpr], Callable[..., list[jax.Array]] | None]
 
 
 class AttentionOption:
@@ -31,10 +30,10 @@ class AttentionOption:
         self.limit = score_limit(mesh)
         self.lines: tuple[str, ...] = ()
 
-    def layouts(self, arrays: Iterable[Any], like: Iterable[Any]) -> dict[int, Layout]:
+    def layouts(self, arrays: Iterable[object], like: Iterable[object]) -> dict[int, Layout]:
         """The axes of the dims of traced arrays, by id, from arrays `like` them with shardings."""
         pairs = zip(arrays, like, strict=True)
-        return {id(x): _layout(y) for x, y in pairs if isinstance(getattr(y, "sharding", None), NamedSharding)}
+        return {id(x): axes for x, y in pairs if (axes := _layout(y)) is not None}
 
     def of_batch(self, batch: PyTree) -> dict[int, Layout]:
         if self.mesh is None:
@@ -46,7 +45,7 @@ class AttentionOption:
     def rewrite(self, inputs: Iterable[Layout | None], others: Mapping[int, Layout]) -> Rewrite:
         """For a trace whose inputs have these layouts, and which closes over the arrays of `others`."""
 
-        def chosen(closed: jex.ClosedJaxpr) -> Callable[..., list[Any]] | None:
+        def chosen(closed: jex.ClosedJaxpr) -> Callable[..., list[jax.Array]] | None:
             choice = choose(closed, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
             self.lines = choice.lines
             return choice.call
@@ -54,8 +53,10 @@ class AttentionOption:
         return chosen
 
 
-def _layout(x: Any) -> Layout:
-    return axes_of_spec(x.sharding.spec, x.ndim)
+def _layout(x: object) -> Layout | None:
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
+        return axes_of_spec(x.sharding.spec, x.ndim)
+    return None
 
 
 def score_limit(mesh: Mesh | AbstractMesh | None) -> int:

@@ -1,12 +1,12 @@
 """Batches: the checks of their rows, and their placement on a mesh, as a whole and as equal microbatches."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
@@ -131,7 +131,7 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
 def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis) -> PyTree:
     """The arrays of NumPy on the devices, which may use their memory; other leaves as they are."""
 
-    def put(x: Any) -> Any:
+    def put(x: object) -> object:
         if not isinstance(x, np.ndarray):
             return x
         return array_from(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, x.dtype)
@@ -150,7 +150,7 @@ def on_device_dtypes(batch: PyTree, what: str) -> PyTree:
     if problems := [f"{what}: {path!r} {problem}" for path, x in arrays if (problem := array_problem(x))]:
         raise ConfigError(problems)
 
-    def convert(path: Any, x: Any) -> Any:
+    def convert(path: KeyPath, x: object) -> object:
         if not isinstance(x, np.ndarray | np.generic):
             return x
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)

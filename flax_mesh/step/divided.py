@@ -2,14 +2,14 @@
 
 import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from flax_mesh.jax_compat import source_line
 from flax_mesh.program.equations import CALLS, COND, body, branches
 from flax_mesh.program.follow import BodyPath, Facts, follow
-from flax_mesh.program.program import Eqn, Program, is_var
+from flax_mesh.program.program import Eqn, Program, Var, is_var
 from flax_mesh.step.parameter_flow import DEPENDS, Flow
 from flax_mesh.text import listed
 
@@ -17,7 +17,7 @@ _Flags = Sequence[bool]  # of the inputs of a jaxpr
 
 
 def warn_mean_of_means(
-    jaxpr: jex.Jaxpr, named: Mapping[str, Any], weight: Any, of_batch: _Flags, of_params: _Flags
+    jaxpr: jex.Jaxpr, named: Mapping[str, Var], weight: Var, of_batch: _Flags, of_params: _Flags
 ) -> None:
     """Warns if a value of `named` is divided by a scalar that depends on the batch and on no parameter.
 
@@ -52,14 +52,14 @@ class _Dependences(NamedTuple):
     batch: Facts[Hashable]
     params: Facts[Hashable]
 
-    def only_of_batch(self, atom: Any, path: BodyPath) -> bool:
+    def only_of_batch(self, atom: Var, path: BodyPath) -> bool:
         return self.batch.of(atom, path) is not None and self.params.of(atom, path) is None
 
 
-def _divisions(program: Program, path: BodyPath, wanted: Sequence[Any], by: _Dependences) -> Iterator[Eqn]:
+def _divisions(program: Program, path: BodyPath, wanted: Sequence[Var], by: _Dependences) -> Iterator[Eqn]:
     """The divisions that follow the last reduction of `wanted`, as described in `warn_mean_of_means`."""
     producers = {v: eqn for eqn in program.eqns for v in eqn.outvars}
-    todo, seen = list[Any](wanted), set[Any]()
+    todo, seen = list[Var](wanted), set[Var]()
     while todo:
         v = todo.pop()
         eqn = producers.get(v) if is_var(v) and v not in seen else None
@@ -76,7 +76,7 @@ def _divisions(program: Program, path: BodyPath, wanted: Sequence[Any], by: _Dep
         todo += scalars if len(scalars) == len(eqn.invars) or inner else []
 
 
-def _divisor(eqn: Eqn) -> Sequence[Any]:
+def _divisor(eqn: Eqn) -> Sequence[Var]:
     """The divisor of a division or of a negative power, in a list; nothing of other equations."""
     name = eqn.primitive.name
     if name == "integer_pow" and eqn.params["y"] < 0:  # also jnp.reciprocal

@@ -6,7 +6,7 @@ The plain step and the pipeline both call these functions, so that both compute 
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,17 @@ import optax
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend import core as jex
+from jax.typing import ArrayLike
 
 from flax_mesh.modes import user_modes
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
+from flax_mesh.step.attention import Rewrite
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.optimizer import update_parameters, wide
 from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, at_most, group_paths, listed
-from flax_mesh.tree import PyTree, in_stack, is_key, layer_path, map_named, named_leaves, path_of
+from flax_mesh.tree import PyTree, Shaped, in_stack, is_key, layer_path, map_named, named_leaves, path_of
 from flax_mesh.user_code import check_arguments
 
 Batch = PyTree  # of arrays whose first dim is the batch
@@ -112,7 +114,7 @@ def traced_loss(
     *,
     trains: bool = False,
     part: Batch | None = None,
-    rewrite: Callable[[jex.ClosedJaxpr], Callable[..., list[Any]] | None] = lambda closed: None,
+    rewrite: Rewrite = lambda closed: None,
 ) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)` and returns the same results as `run_loss`.
 
@@ -269,15 +271,15 @@ def is_sum_over_rows(loss_fn: LossFn, make: Make, batch: Batch) -> bool:
     return is_unchanged[0] and not any(id(v) in read for v in jaxpr.invars[: len(jax.tree.leaves(streams))])
 
 
-def _flat(metrics: Any, prefix: str = "") -> list[tuple[str, Any]]:
+def _flat(metrics: PyTree, prefix: str = "") -> list[tuple[str, jax.Array]]:
     """(name, value) of all metrics; the names of nested dicts are joined by "/"."""
-    pairs = []
+    pairs: list[tuple[str, jax.Array]] = []
     for name, value in metrics.items():
         pairs += _flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
     return pairs
 
 
-def _is_numeric(x: object) -> bool:
+def _is_numeric(x: object) -> TypeGuard[ArrayLike]:
     """Whether `x` is a number or an array of numbers."""
     if isinstance(x, bool | int | float | np.generic):
         return True
@@ -286,7 +288,7 @@ def _is_numeric(x: object) -> bool:
     )
 
 
-def _is_scalar(x: Any) -> bool:
+def _is_scalar(x: object) -> bool:
     return _is_numeric(x) and jnp.shape(x) == () and not jnp.issubdtype(jnp.result_type(x), jnp.complexfloating)
 
 
@@ -299,7 +301,7 @@ def _form_text(x: object) -> str:
     return array_text(x) if hasattr(x, "dtype") else "None" if x is None else type(x).__name__
 
 
-def check_trainable(named: Iterable[tuple[str, Any]]) -> None:
+def check_trainable(named: Iterable[tuple[str, Shaped]]) -> None:
     """Raises a ValueError for trained leaves, as (path, leaf) pairs, whose dtype has no sums in float32."""
     wrong = [(path, x.dtype) for path, x in named if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2]
     if wrong:

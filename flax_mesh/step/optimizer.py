@@ -32,7 +32,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def call_update(
-    transformation: Any, grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array, **others: Any
+    transformation: Any, grads: PyTree, state: PyTree, params: PyTree, loss: jax.Array, **others: object
 ) -> tuple[PyTree, PyTree]:
     """The updates and the new state. A transformation with further arguments receives the loss as `value`.
 
@@ -46,7 +46,7 @@ def call_update(
     return transformation.update(grads, state, params, **others)
 
 
-def _refuse(*arguments: Any, obj_fn: Any = None) -> NoReturn:
+def _refuse(*arguments: object, obj_fn: object = None) -> NoReturn:
     """In the place of a loss function. Line searches require that it takes all arguments that they do not know."""
     raise ConfigError(
         "the optimizer must compute its update from the gradients, its state, the parameters and the loss of the step, "
@@ -62,8 +62,8 @@ def update_parameters(optimizer: nnx.Optimizer, model: nnx.Pytree, grads: nnx.St
     """
     transformation, is_zero = optimizer.tx, list[bool]()
 
-    def update(grads: PyTree, state: PyTree, params: PyTree = None, **others: Any) -> tuple[PyTree, PyTree]:
-        def call(*arguments: Any) -> tuple[PyTree, PyTree]:
+    def update(grads: PyTree, state: PyTree, params: PyTree = None, **others: object) -> tuple[PyTree, PyTree]:
+        def call(*arguments: PyTree) -> tuple[PyTree, PyTree]:
             return call_update(transformation, *arguments, **others)
 
         arguments = grads, state, params, loss
@@ -102,7 +102,8 @@ class _Zeros(Rules[bool]):
         return a and b
 
     def constant(self, value: object) -> bool:
-        return isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0 and value == 0
+        is_number = isinstance(value, int | float | np.generic | np.ndarray) and np.ndim(value) == 0
+        return is_number and bool(value == 0)
 
 
 def _zero_updates(closed: jex.ClosedJaxpr, num_grads: int, num_updates: int) -> list[bool]:

@@ -31,7 +31,7 @@ class StepOptions:
 
     seed: int = 0
     learning_rate: optax.Schedule | None = None
-    compiler_options: Mapping[str, Any] | None = None
+    compiler_options: Mapping[str, object] | None = None
     skip_nonfinite: bool = False
     attention: Attention = "auto"
 
@@ -59,7 +59,7 @@ class StepKeywords(TypedDict, total=False):
 
     seed: int
     learning_rate: optax.Schedule | None
-    compiler_options: Mapping[str, Any] | None
+    compiler_options: Mapping[str, object] | None
     skip_nonfinite: bool
     attention: Attention
 

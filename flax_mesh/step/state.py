@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx.filterlib import Filter
 from jax.core import Tracer
 
 from flax_mesh.axes import PartitionAxis
@@ -55,7 +56,7 @@ class TreeDefinition:
         return ranks_in(self._model)
 
     @functools.cached_property
-    def wrt(self) -> Any:
+    def wrt(self) -> Filter:
         """The filter of the variables that the optimizer trains."""
         return self._modules["optimizer"].wrt
 

@@ -47,6 +47,7 @@ from flax_mesh.step.state import TrainState, check_not_donated, check_same_defin
 from flax_mesh.tree import named_leaves
 
 Step = Callable[..., tuple[TrainState, Metrics]]
+Sums = tuple[nnx.State, Metrics, jax.Array]  # of microbatches: gradients, losses and metrics, weights
 
 
 @check_types
@@ -161,7 +162,7 @@ class _Training:
         known = self.attention.layouts(state.leaves, self.layout.leaves)
         of_params, of_others = ([known.get(id(x)) for x in jax.tree.leaves(each)] for each in (params, others))
 
-        def run(variables: Variables, part: Batch, index: int | jax.Array):
+        def run(variables: Variables, part: Batch, index: int | jax.Array) -> tuple[Variables, Sums]:
             params, others = variables
 
             def loss_of(params: nnx.State):
@@ -250,7 +251,7 @@ class _PlacingStep:
     def __init__(
         self,
         jit: Callable[..., Any],
-        function: Callable[..., Any],
+        function: Callable[..., object],
         mesh: Mesh | AbstractMesh | None,
         axes: PartitionAxis,
         attention: AttentionOption,
@@ -291,13 +292,19 @@ class _PlacingStep:
         return (self._recording if self._has_callbacks[key] else self._jitted)(state, batch, *limits)
 
 
-def _accumulate(run: Callable[..., Any], variables: Any, batch: Batch, num_microbatches: int, axes: PartitionAxis):
+def _accumulate(
+    run: Callable[[Variables, Batch, int | jax.Array], tuple[Variables, Sums]],
+    variables: Variables,
+    batch: Batch,
+    num_microbatches: int,
+    axes: PartitionAxis,
+) -> tuple[Variables, Sums]:
     """Sums the results of `run(variables, part, index)` over equal parts of the batch; `variables` is carried along."""
     microbatch_shapes(batch, num_microbatches, current_mesh(), axes)  # checks the batch
     if num_microbatches == 1:
         return run(variables, split_over_mesh(batch, axes), 0)
 
-    def body(carry: Any, indexed: Any):
+    def body(carry: tuple[Variables, Sums], indexed: tuple[Batch, jax.Array]):
         variables, total = carry
         variables, sums = run(variables, *indexed)
         return (variables, jax.tree.map(jnp.add, total, sums)), None

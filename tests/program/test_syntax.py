@@ -19,7 +19,7 @@ PARAMETERS |= {"num_consts", "num_carry", "ft_in", "length", "reverse", "unroll"
 PARAMETERS |= {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd"}
 # Files that read them until they are rules of program/rewrite.py.
 NOT_YET = {"lora/products.py", "mpmd/split/interpret.py", "mpmd/split/split_scan.py", "mpmd/split/widen.py"}
-NOT_YET |= {"blockwise/rewrite.py", "mpmd/split/check.py"}
+NOT_YET |= {"blockwise/rewrite.py"}
 READS = """
 eqn.params["jaxpr"]; params["branches"]; op.eqn.params.get("length", 1)
 {name: eqn.params[name] for name in ("reverse", "unroll")}

@@ -1,5 +1,6 @@
 """The optimizer's part of a step: norms of half types, the loss as an argument, updates that are always zero."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
+from flax_mesh.step.optimizer import update_parameters
 from flax_mesh.train import make_train_step
 from flax_mesh.tree import map_named, named_leaves
 from tests.step.net import batch, make, start
@@ -118,6 +120,24 @@ def test_a_parameter_whose_update_is_always_zero_counts_in_no_norm(name):
     assert len(said) == 1
     assert "updates 2 of 4 trained arrays" in str(said[0].message)
     np.testing.assert_allclose(row["grad_norm"], of_biases**0.5, rtol=1e-5)
+
+
+LOOPS = {
+    "rows of a scan": (lambda g, p: jax.lax.scan(lambda c, x: (c, x * 0.0), p, p)[1], True),
+    "the variable of a scan": (lambda g, p: jax.lax.scan(lambda c, x: (c * x, None), 0.0, p)[0] * p, True),
+    "the variable of a loop": (lambda g, p: jax.lax.fori_loop(0, 3, lambda i, c: c * p, 0 * p), True),
+    "a variable that grows": (lambda g, p: jax.lax.fori_loop(0, 3, lambda i, c: c + 1, 0 * p), False),
+    "zero times the gradient": (lambda g, p: 0 * g, False),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_an_update_that_a_loop_computes_is_zero_if_every_iteration_keeps_it(name):
+    update, is_zero = LOOPS[name]
+    model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+    optimizer = nnx.Optimizer(model, optax.stateless(lambda g, p: jax.tree.map(update, g, p)), wrt=nnx.Param)
+    with pytest.warns(UserWarning, match="updates 1 of 1") if is_zero else contextlib.nullcontext():
+        assert update_parameters(optimizer, model, nnx.state(model, nnx.Param), jnp.zeros(())) == [is_zero]
 
 
 class UpdatesOneAgain(nnx.Optimizer):
