@@ -90,7 +90,8 @@ def has_explicit_axes(mesh: Any) -> bool:
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def bodies(eqn: Eqn) -> list[Any]:
+def bodies(eqn: Eqn) -> list[jex.Jaxpr]:
+    """Every jaxpr among the parameters of any equation, for a search."""
     params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
     jaxprs = [x for items in params for x in items if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
     return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]
@@ -147,11 +148,6 @@ def flops(eqn: Eqn) -> int:
     if inner:
         return max(inner) * eqn.params.get("length", 1) if name in ("scan", "cond") else sum(inner)
     return size
-
-
-def body(eqn: Eqn) -> Program:
-    """The program of a jit or remat equation."""
-    return program_of(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
 def closed_of(program: Program) -> jex.ClosedJaxpr:
