@@ -81,7 +81,7 @@ def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) ->
                 outputs = [attend(op, values)]
         elif op.bodies and not op.is_closed:
             given = {id(x) for x in _given(op)}
-            values = [_as_array(read(x), x) if id(x) in given else None for x in op.inputs]
+            values: list[Any] = [_as_array(read(x), x) if id(x) in given else None for x in op.inputs]
             with in_source_of(op.eqn):
                 outputs = open_bodies(op.eqn, values, partial(_call, op, env, needed, attend), lambda eqn, x: None)
         else:

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeAlias
 
 import jax
+from jax.extend import core as jex
 from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import evaluate, in_source_of, source_line
 from flax_mesh.program.bodies import Composite, Lost, Value, can_open, open_bodies, whole
 from flax_mesh.program.equations import JIT, REMAT, body
-from flax_mesh.program.program import Eqn, Program, is_var, shape_of, trace
+from flax_mesh.program.program import Atom, Eqn, Program, shape_of, trace
 
 Rule: TypeAlias = Callable[[Eqn, list[Value]], Sequence[Value] | None]
 Touches: TypeAlias = Callable[[Eqn, Sequence[Value]], bool]
@@ -83,7 +84,10 @@ class _Rewriting(NamedTuple):
 
     def run(self, program: Program, values: Sequence[Value]) -> list[Value]:
         env = {v: self.constant(x) for v, x in program.consts.items()} | dict(zip(program.inputs, values, strict=True))
-        read = lambda atom: env[atom] if is_var(atom) else self.constant(atom.val)  # noqa: E731
+
+        def read(atom: Atom) -> Value:
+            return self.constant(atom.val) if isinstance(atom, jex.Literal) else env[atom]
+
         for eqn in program.eqns:
             env.update(zip(eqn.outvars, self.outputs(eqn, [*map(read, eqn.invars)]), strict=True))
         return [*map(read, program.outputs)]
