@@ -19,6 +19,7 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.split.widen import call_widened, rough_outputs
+from flax_mesh.program.equations import SCAN, scan_parts
 from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, shape_of, trace
 from flax_mesh.sharding.abstract import Make, Split, made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
@@ -376,4 +377,5 @@ def _rows(leaf: ModelLeaf, value: jax.Array) -> jax.Array:
 def _bytes(eqn: Eqn) -> int:
     """Bytes of all values that an equation computes, with the body of a scan once per iteration."""
     inner = [sum(map(_bytes, body.eqns)) for body in bodies(eqn)]
-    return sum(num_bytes(v.aval) for v in eqn.outvars) + max(inner, default=0) * eqn.params.get("length", 1)
+    times = scan_parts(eqn).length if eqn.primitive.name == SCAN else 1
+    return sum(num_bytes(v.aval) for v in eqn.outvars) + max(inner, default=0) * times
