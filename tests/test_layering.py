@@ -68,7 +68,8 @@ SHARED = """
     plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers processes.output
     processes.store program.equations program.follow program.graph program.program program.rewrite recipe.checks
     recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
-    sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks step.divided
+    program.bodies sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks
+    step.divided
     step.loss step.optimizer step.parameter_flow train.export train.run_folder
 """
 

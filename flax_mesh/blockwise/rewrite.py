@@ -1,18 +1,21 @@
 """Evaluates a graph with its attentions in blocks. Values that only they needed, such as masks, are not computed."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import core, lax
-from jax.extend import core as jex
+from jax import core
 
 from flax_mesh.blockwise.dims import Block, evaluate_block
 from flax_mesh.blockwise.place import mesh_of
-from flax_mesh.jax_compat import REMAT, evaluate, in_source_of, scan_sizes
+from flax_mesh.jax_compat import evaluate, in_source_of
+from flax_mesh.program.bodies import open_bodies
+from flax_mesh.program.equations import COND, SCAN, WHILE, scan_parts, while_parts
 from flax_mesh.program.graph import Level, Literal, Op, Value, source
+from flax_mesh.program.program import Program
 from flax_mesh.tree import is_key
 
 Attend = Callable[[Op, Sequence[Any]], Any]  # (product with a region, values of its leaves) -> its result
@@ -43,14 +46,18 @@ class Needed:
             return [x for x, _ in op.region.leaves.values()]
         if not op.bodies or op.is_closed:
             return op.inputs
-        if op.name == "scan":
-            kept = op.inputs[scan_sizes(op.eqn)[0] :]  # constants only if the body needs them
-        elif op.name == "while":
-            first, consts = op.params["cond_nconsts"], op.params["body_nconsts"]
-            kept = [*op.inputs[:first], *op.inputs[first + consts :]]
-        else:
-            kept = op.inputs[:1] if op.name == "cond" else []
-        return [*kept, *op.bodies]
+        return [*_given(op), *op.bodies]
+
+
+def _given(op: Op) -> list[Any]:
+    """The inputs of an operation that its bodies do not read as values around them: they change, or choose a body."""
+    if op.name == SCAN:
+        _, carry, rows = scan_parts(op.eqn).inputs(op.inputs)
+        return [*carry, *rows]
+    if op.name == WHILE:
+        of_test, _, carry = while_parts(op.eqn).inputs(op.inputs)
+        return [*of_test, *carry]
+    return op.inputs[:1] if op.name == COND else []
 
 
 def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) -> list[Any]:
@@ -62,7 +69,7 @@ def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) ->
             return x.value
         if id(x) in env:
             return env[id(x)]
-        return x.const if x.const is not None else read(x.outer)
+        return x.const if x.const is not None else _as_array(read(x.outer), x)
 
     for op in level.ops:
         if id(op) not in needed.ops:
@@ -73,60 +80,31 @@ def run(level: Level, env: Mapping[int, Any], needed: Needed, attend: Attend) ->
             with jax.sharding.use_abstract_mesh(mesh), in_source_of(op.eqn), jax.named_scope("blockwise_attention"):
                 outputs = [attend(op, values)]
         elif op.bodies and not op.is_closed:
-            outputs = _run_bodies(op, env, read, needed, attend)
+            given = {id(x) for x in _given(op)}
+            values: list[Any] = [_as_array(read(x), x) if id(x) in given else None for x in op.inputs]
+            with in_source_of(op.eqn):
+                outputs = open_bodies(op.eqn, values, partial(_call, op, env, needed, attend), lambda eqn, x: None)
         else:
             outputs = evaluate(op.eqn, [read(x) for x in op.inputs])
         env.update((id(v), x) for v, x in zip(op.outputs, outputs, strict=True))
     return [read(x) for x in level.outputs]
 
 
-def _run_bodies(
-    op: Op, env: Mapping[int, Any], read: Callable[[Any], Any], needed: Needed, attend: Attend
-) -> Sequence[Any]:
-    params = op.params
-
-    def call(body: Level, inputs: Sequence[Value], values: Sequence[Any]) -> list[Any]:
-        inner = {**env, **{id(v): x for v, x in zip(inputs, values, strict=True)}}
-        return run(body, inner, needed, attend)
-
-    if op.name == "scan":
-        consts, carried = scan_sizes(op.eqn)
-        (body,) = op.bodies
-        given = [_as_array(read(x), x) for x in op.inputs[consts:]]
-
-        def step(carry: Any, xs: Any) -> Any:
-            results = call(body, body.inputs[consts:], [*carry, *xs])
-            results = [_as_array(x, v) for x, v in zip(results, body.outputs, strict=True)]
-            return tuple(results[:carried]), tuple(results[carried:])
-
-        how = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, stacked = lax.scan(step, tuple(given[:carried]), tuple(given[carried:]), **how)
-        return [*carry, *stacked]
-    if op.name == "while":
-        first, consts = params["cond_nconsts"], params["body_nconsts"]
-        (body,), condition = op.bodies, params["cond_jaxpr"]
-        of_condition = [read(x) for x in op.inputs[:first]]
-        given = [_as_array(read(x), x) for x in op.inputs[first + consts :]]
-        goes_on = lambda carry: jex.jaxpr_as_fun(condition)(*of_condition, *carry)[0]  # noqa: E731
-        return lax.while_loop(goes_on, lambda carry: call(body, body.inputs[consts:], carry), given)
-    if op.name == "cond":
-        # Both branches have the same operands, those that one of them reads.
-        used = [n for n in range(len(op.inputs) - 1) if any(id(b.inputs[n]) in needed.values for b in op.bodies)]
-        branches = [
-            lambda *values, b=body: [
-                _as_array(x, v) for x, v in zip(call(b, [b.inputs[n] for n in used], values), b.outputs, strict=True)
-            ]
-            for body in op.bodies
-        ]
-        operands = [_as_array(read(op.inputs[n + 1]), op.inputs[n + 1]) for n in used]
-        return lax.switch(jnp.asarray(read(op.inputs[0]), jnp.int32), branches, *operands)
-    assert op.name in REMAT
-    (body,) = op.bodies
-    inputs = [v for v in body.inputs if id(v) in needed.values]
-    remat = jax.checkpoint(
-        lambda *values: call(body, inputs, values), policy=params["policy"], prevent_cse=params["prevent_cse"]
-    )
-    return remat(*(_as_array(read(v.outer), v) for v in inputs))
+def _call(
+    op: Op,
+    env: Mapping[int, Any],
+    needed: Needed,
+    attend: Attend,
+    number: int,
+    program: Program,
+    values: Sequence[Any],
+) -> list[Any]:
+    """The outputs of a body. It reads the values around it in `env`, in the place of inputs that are None."""
+    if number >= len(op.bodies):  # the test of a while
+        return program.call(*values)
+    level = op.bodies[number]
+    inner = {id(v): x for v, x in zip(level.inputs, values, strict=True) if x is not None}
+    return [_as_array(x, v) for x, v in zip(run(level, {**env, **inner}, needed, attend), level.outputs, strict=True)]
 
 
 def _as_array(x: Any, of: Any) -> Any:

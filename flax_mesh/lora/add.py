@@ -52,8 +52,8 @@ def add_lora(
     """A function that returns the model of `make` with adapters, the nnx.LoRAParams A and B, of some of its weights.
 
     A weight is adapted where it is an operand of a matrix product: in einsum, matmul and dot_general, in the layers of
-    Flax, and in jit, remat, scan and branches. Layers of a stack, and matrices of a batch, have an A and a B each. B is
-    zero at the start, so that the adapted model is the model itself.
+    Flax, and in jit, remat, loops and branches. Layers of a stack, and matrices of a batch, have an A and a B each. B
+    is zero at the start, so that the adapted model is the model itself.
 
     Args:
         make: Function without arguments that returns an nnx.Module. It is traced only.

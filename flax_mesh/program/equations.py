@@ -14,12 +14,11 @@ Other equations have bodies too, such as the sum of a scatter and the kernel of 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar
 
-from jax.extend import core as jex
-
 from flax_mesh.jax_compat import JIT as JIT
 from flax_mesh.jax_compat import REMAT as REMAT
 from flax_mesh.jax_compat import scan_sizes
 from flax_mesh.program.program import Eqn, Program, program_of
+from flax_mesh.program.program import bodies as bodies
 
 CUSTOM = ("custom_jvp_call", "custom_vjp_call")  # functions with a derivative that the user defines
 CALLS = (*JIT, *REMAT, *CUSTOM)  # of which the results are the outputs of the body for the same inputs
@@ -98,10 +97,3 @@ def shard_map_options(eqn: Eqn) -> Mapping[str, Any]:
     """Arguments of `jax.shard_map`."""
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
     return options | {"axis_names": eqn.params["newly_manual_axes"]}
-
-
-def bodies(eqn: Eqn) -> list[jex.Jaxpr]:
-    """Every jaxpr among the parameters of any equation, for a search."""
-    params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
-    jaxprs = [x for items in params for x in items if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
-    return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jax import core
 from jax.extend import core as jex
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import empty_debug_info
 from flax_mesh.text import array_text, listed
@@ -17,6 +18,7 @@ from flax_mesh.tree import is_key
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
+Atom: TypeAlias = Var | jex.Literal
 
 
 class Program(NamedTuple):
@@ -24,8 +26,8 @@ class Program(NamedTuple):
 
     eqns: tuple[Eqn, ...]
     inputs: tuple[Var, ...]
-    outputs: tuple[Any, ...]  # Var or Literal
-    consts: Mapping[Var, Any]
+    outputs: tuple[Atom, ...]
+    consts: Mapping[Var, ArrayLike]
 
     def call(self, *args: Any) -> list[Any]:
         """Evaluate the program on one value per input. Inside a trace, the equations become part of the trace."""
@@ -42,12 +44,12 @@ def with_axes_of(v: Var, x: Any) -> Any:
     return jax.sharding.reshard(x, v.aval.sharding)
 
 
-def is_var(atom: Any) -> bool:
+def is_var(atom: Atom) -> bool:
     """Whether an atom of a jaxpr is a variable. Otherwise it is a literal."""
     return isinstance(atom, jex.Var)
 
 
-def variables(atoms: Iterable[Any]) -> list[Var]:
+def variables(atoms: Iterable[Atom]) -> list[Var]:
     """The variables in `atoms`, without duplicates, in order."""
     return list(dict.fromkeys(atom for atom in atoms if is_var(atom)))
 
@@ -85,12 +87,13 @@ def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=x.sharding if _is_on_mesh(x) else None)
 
 
-def has_explicit_axes(mesh: Any) -> bool:
+def has_explicit_axes(mesh: Mesh | AbstractMesh | None) -> bool:
     """Whether the shardings of arrays on `mesh`, which may be None, belong to their types."""
     return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
-def bodies(eqn: Eqn) -> list[Any]:
+def bodies(eqn: Eqn) -> list[jex.Jaxpr]:
+    """Every jaxpr among the parameters of any equation, for a search."""
     params = [value if isinstance(value, tuple | list) else (value,) for value in eqn.params.values()]
     jaxprs = [x for items in params for x in items if isinstance(x, jex.ClosedJaxpr | jex.Jaxpr)]
     return [x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x for x in jaxprs]
@@ -99,17 +102,20 @@ def bodies(eqn: Eqn) -> list[Any]:
 def with_inputs(program: Program, inputs: Sequence[Var]) -> Program:
     """The program with other variables as inputs."""
     names = dict(zip(program.inputs, inputs, strict=True))
-    renamed = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]  # noqa: E731
+
+    def renamed(atoms: Iterable[Atom]) -> list[Atom]:
+        return [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
     eqns = tuple(eqn.replace(invars=renamed(eqn.invars)) for eqn in program.eqns)
     return Program(eqns, tuple(inputs), tuple(renamed(program.outputs)), program.consts)
 
 
-def needed(eqns: Sequence[Eqn], required: Iterable[Any], effects: bool = True) -> tuple[list[int], list[Var]]:
+def needed(eqns: Sequence[Eqn], required: Iterable[Atom], effects: bool = True) -> tuple[list[int], list[Var]]:
     """Returns (indices of the equations that `required` depends on, `required` and the inputs of these equations).
 
     With `effects`, equations with side effects are always included.
     """
-    live, kept = dict.fromkeys(variables(required)), []
+    live, kept = dict.fromkeys(variables(required)), list[int]()
     for index in reversed(range(len(eqns))):
         eqn = eqns[index]
         if (effects and eqn.effects) or any(out in live for out in eqn.outvars):
@@ -143,15 +149,10 @@ def flops(eqn: Eqn) -> int:
         kernel = eqn.invars[1].aval.shape
         out_features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * size * math.prod(kernel) // out_features
-    inner = [sum(flops(e) for e in body.eqns) for body in bodies(eqn)]
+    inner = [sum(map(flops, body.eqns)) for body in bodies(eqn)]
     if inner:
         return max(inner) * eqn.params.get("length", 1) if name in ("scan", "cond") else sum(inner)
     return size
-
-
-def body(eqn: Eqn) -> Program:
-    """The program of a jit or remat equation."""
-    return program_of(eqn.params.get("jaxpr") or eqn.params["call_jaxpr"])
 
 
 def closed_of(program: Program) -> jex.ClosedJaxpr:
@@ -160,20 +161,20 @@ def closed_of(program: Program) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(jaxpr, tuple(program.consts.values()))
 
 
-def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Any], eqns: Sequence[Eqn]) -> jex.Jaxpr:
+def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[Eqn]) -> jex.Jaxpr:
     return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=empty_debug_info())
 
 
-def program_of(inner: Any) -> Program:
+def program_of(inner: jex.ClosedJaxpr | jex.Jaxpr) -> Program:
     """The program of a jaxpr, closed or not."""
     return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
 
 
-def _program(jaxpr: jex.Jaxpr, consts: Sequence[Any]) -> Program:
+def _program(jaxpr: jex.Jaxpr, consts: Sequence[ArrayLike]) -> Program:
     names = dict(zip(jaxpr.constvars, consts, strict=True))
     return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), names)
 
 
-def _is_on_mesh(x: Any) -> bool:
+def _is_on_mesh(x: object) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.mesh.empty

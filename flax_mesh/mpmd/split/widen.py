@@ -15,9 +15,10 @@ from jax.extend.core import primitives
 
 from flax_mesh.jax_compat import evaluate
 from flax_mesh.mpmd.chunks import ELEMENTWISE
+from flax_mesh.program.bodies import Value
 from flax_mesh.program.equations import CALLS, COND, SCAN, SHARD_MAP, WHILE, bodies, body
 from flax_mesh.program.program import Eqn, Program, is_var, program_of, shape_of, variables
-from flax_mesh.program.rewrite import Value, rewrite
+from flax_mesh.program.rewrite import rewrite
 
 LOOPS = (SCAN, WHILE, COND, SHARD_MAP)
 # Primitives that compute the same function for every floating-point type, and are not in jax.extend.core.primitives.
