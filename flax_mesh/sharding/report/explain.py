@@ -1,8 +1,8 @@
 """Report on a model, a rule table and a mesh: every array with its rule and spec, and all findings."""
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -12,6 +12,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.html import html_frame
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
+    Make,
     abstract_split,
     has_optimizer,
     lay_out,
@@ -69,7 +70,7 @@ class Explanation(NamedTuple):
             ]
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The content of `to_text` as plain data for `json.dumps`, with one entry per array."""
         rules = [
             {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}
@@ -97,7 +98,7 @@ class Explanation(NamedTuple):
 
 @check_types
 def explain_sharding(
-    make: Callable[[], Any],
+    make: Make,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
     *,

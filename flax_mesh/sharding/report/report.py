@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
@@ -64,7 +64,7 @@ class ArrayReport(NamedTuple):
         """`embed, heads, head_dim`; `-` without a rule, or if the rule has a PartitionSpec."""
         return dims_text(self.logical) if self.logical else "-"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data. The spec is a list with None, a name or a list of names per dim."""
         spec = None if self.spec is None else [list(e) if isinstance(e, tuple) else e for e in self.spec]
         return self._asdict() | {"spec": spec, "copies": round(self.copies, 6)}
@@ -81,7 +81,7 @@ class AxisStats(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ShardingReport(Mapping[str, Any]):
+class ShardingReport(Mapping[str, object]):
     """Memory and traffic of a sharding, by attribute or by key: `report["balance_score"]`. Activations are not counted.
 
     Attributes:
@@ -98,7 +98,7 @@ class ShardingReport(Mapping[str, Any]):
 
     total_parameters: int
     sharded_parameters: int
-    memory_per_device: dict[Any, int]
+    memory_per_device: dict[Hashable, int]
     balance_score: float
     partition_stats: dict[str, AxisStats]
     total_bytes: int
@@ -148,7 +148,7 @@ class ShardingReport(Mapping[str, Any]):
         ]
         return "\n\n".join(filter(None, parts))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain data for `json.dumps`, with one entry per array. Devices are converted to text."""
         devices = {str(device): size for device, size in self.memory_per_device.items()}
         sizes = set(devices.values())
@@ -286,7 +286,7 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
     ]
 
 
-def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, Any]:
+def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, object]:
     leaf, number = leaves[0], len(leaves)
     entries = [] if leaf.spec is None else [[a for a in as_tuple(e) if report.mesh[a] > 1] for e in leaf.spec]
     return {
