@@ -66,7 +66,7 @@ SHARED = """
     mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file mpmd.split.interpret
     mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips
     plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers processes.output
-    processes.store program.graph program.program recipe.checks recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
+    processes.store program.graph program.program recipe.checks recipe.optimizers.schedule_free recipe.saved
     sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks step.divided
     step.loss step.optimizer step.parameter_flow train.export train.run_folder
 """

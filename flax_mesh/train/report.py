@@ -13,7 +13,6 @@ from flax import nnx
 
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import SaveError
-from flax_mesh.recipe.compiler_options import options_text
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import Recipe
@@ -75,8 +74,8 @@ def describe(run: Run) -> None:
     run.say(f"optimizer: {_optimizer_text(program)}")
     for line in rounding_notes(_trained(program), None if recipe.optimizer.make else settings):
         run.say(f"note: {line}")
-    if options := recipe.step_options.compiler_options:
-        run.say(f"compiler: {options_text(options)}")
+    if recipe.run.compiler_options:
+        run.say(f"compiler: {recipe.run.compiler_options}")
     is_named = recipe.optimizer.make is None and recipe.optimizer.make_schedule is None
     if is_named and settings.schedule != "constant" and recipe.run.steps > settings.decay_steps:
         run.say(

@@ -1,9 +1,6 @@
 """The optimizer of a config, by name, as an optax transformation."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownLambdaType=false
 
 import re
 from collections.abc import Callable, Mapping, Sequence
