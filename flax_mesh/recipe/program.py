@@ -43,7 +43,8 @@ RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over 
 # The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides the metrics of the step.
 FIELDS_OF_ROW = {
     *("step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"),
-    *(*RATES, *METRICS_OF_EVALUATION),
+    *RATES,
+    *METRICS_OF_EVALUATION,
 }
 
 

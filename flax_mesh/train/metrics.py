@@ -113,7 +113,7 @@ class Rows:
         warn_or_raise: Callable[[SaveError], None],
     ):
         self.last: Row = {}
-        self._file, self._check = file, check
+        self._file, self.check = file, check
         self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
         self._lost = 0  # consecutive rows that could not be written
         self._pending: tuple[int, Metrics, float] | None = None
@@ -139,7 +139,7 @@ class Rows:
         self._check_callbacks()
         self.last = row | self._extra | last_values()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
-        if warning := self._check.read(self.last):
+        if warning := self.check.read(self.last):
             self._say(warning)
         self._write()
         for hook in self._hooks:
