@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -70,7 +70,7 @@ class Explanation(NamedTuple):
             ]
         )
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The content of `to_text` as plain data for `json.dumps`, with one entry per array."""
         rules = [
             {"pattern": use.pattern, "dims": dims_text(use.dims), "arrays": use.arrays, "shadowed_by": use.shadowed_by}

@@ -64,7 +64,7 @@ class ArrayReport(NamedTuple):
         """`embed, heads, head_dim`; `-` without a rule, or if the rule has a PartitionSpec."""
         return dims_text(self.logical) if self.logical else "-"
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data. The spec is a list with None, a name or a list of names per dim."""
         spec = None if self.spec is None else [list(e) if isinstance(e, tuple) else e for e in self.spec]
         return self._asdict() | {"spec": spec, "copies": round(self.copies, 6)}
@@ -148,7 +148,7 @@ class ShardingReport(Mapping[str, object]):
         ]
         return "\n\n".join(filter(None, parts))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain data for `json.dumps`, with one entry per array. Devices are converted to text."""
         devices = {str(device): size for device, size in self.memory_per_device.items()}
         sizes = set(devices.values())
