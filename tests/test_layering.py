@@ -59,18 +59,16 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
     checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
-    data.batches data.chat_tokens data.corpus data.iterators data.run_data hlo.collectives
-    data.row_hashes data.tokenizers.chat data.tokenizers.process
-    hlo.instructions hlo.live hlo.program inference.chat inference.memory inference.prompts inference.source
-    inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache models.kernels
-    mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search mpmd.schedules.file
-    mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report plan.search.chips
-    plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers processes.output
-    processes.store program.equations program.follow program.graph program.program program.rewrite recipe.checks
-    recipe.compiler_options recipe.optimizers.schedule_free recipe.saved
-    program.bodies sharding.annotations sharding.explicit sharding.follow sharding.memory step.attention step.callbacks
-    step.divided
-    step.loss step.optimizer step.parameter_flow train.export train.run_folder
+    data.batches data.chat_tokens data.corpus data.iterators data.row_hashes data.run_data data.tokenizers.chat
+    data.tokenizers.process hlo.collectives hlo.instructions hlo.live hlo.program inference.chat inference.memory
+    inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes
+    mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
+    mpmd.schedules.file mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report
+    plan.search.chips plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers
+    processes.output processes.store program.bodies program.equations program.follow program.graph program.program
+    program.rewrite recipe.checks recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit
+    sharding.follow sharding.memory step.attention step.callbacks step.divided step.loss step.optimizer
+    step.parameter_flow train.export train.run_folder
 """
 
 

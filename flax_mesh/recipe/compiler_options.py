@@ -1,9 +1,7 @@
 """XLA options of the training step: their text, and a check on a device."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 
 import re
 from collections.abc import Mapping

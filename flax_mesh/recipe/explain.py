@@ -3,10 +3,7 @@
 `explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
 """
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -196,10 +196,9 @@ def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     fields, now, saved = flat_fields(config), to_texts(config), added_settings(config) | complete_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [
-        Change(
-            key, saved.get(key, "(absent)"), now.get(key, "(absent)"), key not in fields or fields[key].changes_result
-        )
+        Change(key, saved.get(key, "(absent)"), now.get(key, "(absent)"), matters)
         for key in keys
+        for matters in [key not in fields or fields[key].changes_result]
         if saved.get(key) != now.get(key)
     ]
 

@@ -1,9 +1,6 @@
 """From a Recipe to a TrainProgram: layout of the state, step, evaluation."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
 import numbers
@@ -46,7 +43,8 @@ RATES = tuple(f"{unit}_per_s{over}" for unit in ("examples", "tokens") for over 
 # The names in rows of metrics.jsonl that no metric of `loss_fn` may have, besides the metrics of the step.
 FIELDS_OF_ROW = {
     *("step", "skipped", "resumed_from", "mfu", "device_bytes", "seconds", "data_wait_seconds"),
-    *(*RATES, *METRICS_OF_EVALUATION),
+    *RATES,
+    *METRICS_OF_EVALUATION,
 }
 
 

@@ -1,9 +1,7 @@
 """`resolve`: from the settings of a recipe and a target to the parts that a run, a plan or a report needs."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The mesh of a recipe, on devices or without them."""
 
-# JAX has no types for devices.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
 from collections.abc import Mapping, Sequence

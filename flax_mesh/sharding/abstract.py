@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 from flax import nnx
@@ -38,7 +38,7 @@ from flax_mesh.user_code import check_arguments
 Model = TypeVar("Model", bound=type[nnx.Pytree])
 Split: TypeAlias = tuple[nnx.GraphDef, nnx.State]
 ATTRIBUTE = "partition_rules"  # attribute of a class that has a rule table
-Make = Callable[[], Any]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
+Make = Callable[[], PyTree]  # returns a model, (model, nnx.Optimizer), or a dict or list of modules
 
 
 @check_types
@@ -279,7 +279,7 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
 
 
 @check_types
-def init_model(make: Make, abstract: nnx.State) -> Any:
+def init_model(make: Make, abstract: nnx.State) -> PyTree:
     """The model, or (model, optimizer), initialized directly with the shardings of `abstract`.
 
     Args:

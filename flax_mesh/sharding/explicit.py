@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -26,12 +26,12 @@ _Result = TypeVar("_Result")
 
 
 def on_auto_axes(
-    function: Callable[..., Any],
+    function: Callable[..., PyTree],
     *args: PyTree,
     out: Iterable[tuple[str | None, ...]],
     axes: PartitionAxis,
     mode: Mode = "train",
-) -> Any:
+) -> PyTree:
     """`function(*args)`, in which the Explicit axes of the mesh in context are Auto: XLA chooses the shardings.
 
     A model that is written for Auto axes then runs on Explicit axes too. `out` has the logical axes of every result, as

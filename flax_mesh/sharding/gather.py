@@ -3,7 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax_mesh.text import path_lines, processes_text, shown
 from flax_mesh.tree import PyTree, check_dtype, is_key, named_leaves
 
 _Name = TypeVar("_Name")
+_Leaf = TypeVar("_Leaf")  # an array, or a number, which is returned itself
 Index = tuple[slice, ...]
 _Bounds = tuple[tuple[int, int], ...]  # start and stop of each dim: an index that can be hashed and sorted
 _Remote = Literal["error", "leave", "collect"]
@@ -66,14 +67,14 @@ def gather(
     return jax.tree.unflatten(treedef, [by_index[i] for i in range(len(leaves))])
 
 
-def gather_leaf(x: Any, dtype: DTypeLike | None = None) -> Any:
+def gather_leaf(x: _Leaf, dtype: DTypeLike | None = None) -> np.ndarray | _Leaf:
     """As `gather` for one array, without the overhead of flattening a tree."""
     if isinstance(x, jax.Array) and not _is_local(x):
         return gather(x, dtype=dtype)
     return _cast(jax.device_get(x), dtype)
 
 
-def stream(leaves: Sequence[Any], dtype: DTypeLike | None, bytes_in_flight: int) -> list[Any]:
+def stream(leaves: Sequence[PyTree], dtype: DTypeLike | None, bytes_in_flight: int) -> list[PyTree]:
     """The leaves as numpy, transferred shard by shard in their order, at most `bytes_in_flight` at a time."""
     if bytes_in_flight < 1:
         raise ValueError(f"bytes_in_flight must be at least 1, got {bytes_in_flight}.")
@@ -89,7 +90,7 @@ def stream(leaves: Sequence[Any], dtype: DTypeLike | None, bytes_in_flight: int)
     return done
 
 
-def in_turn(pieces: Iterable[tuple[_Name, Any]], limit: int) -> Iterator[tuple[_Name, np.ndarray]]:
+def in_turn(pieces: Iterable[tuple[_Name, jax.Array]], limit: int) -> Iterator[tuple[_Name, np.ndarray]]:
     """Yields each (name, data) as (name, numpy), in order. A transfer starts once its bytes fit within `limit`."""
     in_flight: deque[tuple[_Name, jax.Array]] = deque()
     total = 0
@@ -188,7 +189,7 @@ def _remote_text(named: Sequence[tuple[str, jax.Array]]) -> str:
     )
 
 
-def _cast(x: Any, dtype: DTypeLike | None) -> Any:
+def _cast(x: _Leaf, dtype: DTypeLike | None) -> np.ndarray | _Leaf:
     if dtype is None or not isinstance(x, np.ndarray):
         return x
     return x.astype(_cast_dtype(x.dtype, dtype), copy=False)

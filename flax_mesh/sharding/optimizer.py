@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -156,7 +155,7 @@ def _check_replicated(
     return [Finding(path, problem, f"Split another dim of {owner}, or accept the copies with on_mismatch='warn'")]
 
 
-def _with_default_rule(table: PartitionRules, leaves: Iterable[tuple[str, Any]]) -> PartitionRules:
+def _with_default_rule(table: PartitionRules, leaves: Iterable[tuple[str, jax.Array]]) -> PartitionRules:
     """The table with a last rule for small arrays of the optimizer itself, such as Muon's coefficients."""
     if any(table.find(path) is None and leaf.size * leaf.dtype.itemsize >= LARGE for path, leaf in leaves):
         return table

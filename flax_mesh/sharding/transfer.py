@@ -106,7 +106,7 @@ def reshard(
     require_types(reshard, dtype=dtype, memory_kind=memory_kind, dropped=dropped)
     check_dtype(dtype)
     leaves, treedef = jax.tree.flatten(tree)
-    current = [getattr(leaf, "sharding", None) for leaf in leaves]
+    current: list[PyTree] = [getattr(leaf, "sharding", None) for leaf in leaves]
     if without_mesh := [number for number, sharding in enumerate(current) if not isinstance(sharding, NamedSharding)]:
         named = named_leaves(tree)
         paths = paths_text(named[number][0] for number in without_mesh)
@@ -195,7 +195,7 @@ def _shard_fn(
     return place
 
 
-def _aligned(tree: PyTree, leaves: list[Any], treedef: object, specs: PyTree) -> list[Any]:
+def _aligned(tree: PyTree, leaves: Sequence[object], treedef: object, specs: PyTree) -> list[Any]:
     """A PartitionSpec or a sharding for each leaf. Trees of different node types are matched by path."""
     if isinstance(specs, PartitionSpec | Sharding):
         return [specs] * len(leaves)
@@ -212,7 +212,7 @@ def _aligned(tree: PyTree, leaves: list[Any], treedef: object, specs: PyTree) ->
     return layouts
 
 
-def align_by_path(tree: PyTree, specs: PyTree, further_problems: Sequence[str] = ()) -> list[Any]:
+def align_by_path(tree: PyTree, specs: PyTree, further_problems: Sequence[str] = ()) -> list[PyTree]:
     """The leaf of `specs` for each leaf of `tree`.
 
     Raises one ShardingError that lists all paths that only one of the trees has, and `further_problems`.
@@ -226,7 +226,10 @@ def align_by_path(tree: PyTree, specs: PyTree, further_problems: Sequence[str] =
 
 
 def _layout(
-    spec: Any, mesh: Mesh | AbstractMesh | None, memory_kind: str | None, current: NamedSharding | None = None
+    spec: PartitionSpec | Sharding,
+    mesh: Mesh | AbstractMesh | None,
+    memory_kind: str | None,
+    current: NamedSharding | None = None,
 ) -> _UnfittedSharding | Sharding:
     """`spec` with the mesh and the memory kind that it lacks: from the `current` sharding, or else the context."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
@@ -283,7 +286,7 @@ def _sharding(
 
 
 def _place(
-    leaves: list[Any],
+    leaves: list[PyTree],
     shardings: Sequence[Sharding],
     dtype: DTypeLike | None,
     donate: bool = False,
@@ -295,7 +298,7 @@ def _place(
         return [_place_and_free(leaves, number, sharding, dtype, may_alias) for number, sharding in pairs]
     if dtype is not None:
         leaves = [cast(leaf, dtype) for leaf in leaves]
-    placed: list[Any] = [
+    placed: list[PyTree] = [
         _from_numpy(leaf, sharding, may_alias) if isinstance(leaf, np.ndarray) else None
         for leaf, sharding in zip(leaves, shardings, strict=True)
     ]
@@ -317,7 +320,7 @@ def _from_numpy(leaf: np.ndarray, sharding: Sharding, may_alias: bool | None) ->
 
 
 def _place_and_free(
-    leaves: list[Any], number: int, sharding: Sharding, dtype: DTypeLike | None, may_alias: bool | None
+    leaves: list[PyTree], number: int, sharding: Sharding, dtype: DTypeLike | None, may_alias: bool | None
 ) -> jax.Array:
     leaf, leaves[number] = leaves[number], None
     device = next(iter(leaf.sharding.device_set)) if isinstance(leaf, jax.Array) else None

@@ -58,8 +58,9 @@ from flax_mesh.recipe.saved import (
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
+from flax_mesh.step.state import TrainState
 from flax_mesh.text import mesh_text, one_line
-from flax_mesh.tree import named_leaves, nest
+from flax_mesh.tree import PyTree, named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings from config.json -> config
 FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file
@@ -68,7 +69,7 @@ HOST_BYTES = 2**30  # maximum size of the arrays copied to the host at a time
 
 def export(
     folder: str, out: str, to: str, step: int | None, dtype: str | None, *, average: bool = True
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write the newest valid step, or `step`: parameters as "safetensors", as "orbax", or the adapters as "peft".
 
     If the run has a moving average of its parameters (`optimizer.ema`), the average is written, unless `average` is
@@ -77,7 +78,7 @@ def export(
     return of_newest(lambda: _export(folder, out, to, step, dtype, average), folder, step=step)
 
 
-def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None, average: bool) -> dict[str, Any]:
+def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None, average: bool) -> dict[str, object]:
     checkpoint, passed_over = find_valid(folder, step)
     record = saved_record(checkpoint)
     arrays = read_tree(checkpoint, record)
@@ -155,14 +156,14 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     return {"from": folder, "out": out, "to": "checkpoint", "model_type": source.model_type, **sizes}
 
 
-def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, Any]:
+def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dict[str, object]:
     """Save the newest valid step, or `step`, in the layout of a recipe on the available devices."""
     check(config)
     target = local_target(config.mesh, config.run.platform)
     program = train_program(resolve_checked(config, target, tries_options=False))
     abstract, layers = program.layout, program.rules.layers
 
-    def read() -> tuple[Path, dict[Path, list[str]], dict[str, Any], Any]:
+    def read() -> tuple[Path, dict[Path, list[str]], dict[str, Any], TrainState]:
         source, passed_over = find_valid(folder, step)
         check_committed(source)
         with noticing_deletion(source), Checkpointer(source.parent, layers=layers or None) as checkpointer:
@@ -346,7 +347,7 @@ def _cast(stored: str, dtype: str | None) -> str:
     return dtype if dtype and jnp.issubdtype(jnp.dtype(stored), jnp.floating) else stored
 
 
-def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Mapping[str, Any]) -> dict[str, int]:
+def _save(folder: Path, step: int, state: PyTree, layers: Sequence[str], record: Mapping[str, Any]) -> dict[str, int]:
     """Save and verify `state`. Returns the number of its arrays and bytes."""
     with Checkpointer(folder, keep=None, layers=layers or None, host_bytes=HOST_BYTES) as checkpointer:
         checkpointer.save(step, state, record)
@@ -357,7 +358,7 @@ def _save(folder: Path, step: int, state: Any, layers: Sequence[str], record: Ma
     return {"arrays": len(named), "bytes": sum(leaf.nbytes for _, leaf in named)}
 
 
-def _written(step: Path, out: str, passed_over: Mapping[Path, Sequence[str]]) -> dict[str, Any]:
+def _written(step: Path, out: str, passed_over: Mapping[Path, Sequence[str]]) -> dict[str, object]:
     return {
         "from": str(step),
         "out": out,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from flax_mesh.data.corpus import Corpus, load_corpus
 from flax_mesh.data.evaluation import host_evaluate, run_eval_fns
@@ -44,7 +43,7 @@ def evaluation_of(program: TrainProgram, data: RunData) -> Callable[[TrainState]
     return evaluate
 
 
-def vocabulary_problems(ids: Any, corpus: Corpus, source: str) -> list[str]:
+def vocabulary_problems(ids: object, corpus: Corpus, source: str) -> list[str]:
     """One line if the vocabulary is smaller than the vocabulary of the text, or larger than the dtype of the files."""
     size = corpus.vocab_size
     if isinstance(ids, int) and size is not None and ids < size:

@@ -17,7 +17,7 @@ from flax_mesh.errors import SaveError
 from flax_mesh.hardware import peak_flops
 from flax_mesh.recipe.config import RunConfig
 from flax_mesh.recipe.program import TrainProgram
-from flax_mesh.step.loss import Limits
+from flax_mesh.step.loss import Limits, Metrics
 from flax_mesh.train.run_folder import MetricsFile, Row
 
 WINDOW, LEAST = 64, 16  # values of the running median: at most, and before there is a limit
@@ -113,10 +113,10 @@ class Rows:
         warn_or_raise: Callable[[SaveError], None],
     ):
         self.last: Row = {}
-        self._file, self._check = file, check
+        self._file, self.check = file, check
         self._hooks, self._say, self._warn_or_raise = hooks, say, warn_or_raise
         self._lost = 0  # consecutive rows that could not be written
-        self._pending: tuple[int, Any, float] | None = None
+        self._pending: tuple[int, Metrics, float] | None = None
         self._extra: Row = {"resumed_from": start} if start else {}
         self._since = time.perf_counter()
         self._check_callbacks = program.check
@@ -128,7 +128,7 @@ class Rows:
         self._peak = recipe.chip.peak("bfloat16") if recipe.chip else peak_flops(kind)
         self._flops = recipe.flops_per_token and recipe.flops_per_token(program.num_parameters)
 
-    def begin(self, step: int, metrics: Any, waited: float) -> None:
+    def begin(self, step: int, metrics: Metrics, waited: float) -> None:
         self._pending = (step, metrics, waited)
 
     def finish(self, last_values: Callable[[], Row] = dict) -> None:
@@ -139,13 +139,13 @@ class Rows:
         self._check_callbacks()
         self.last = row | self._extra | last_values()
         self._pending, self._extra, self._since = None, {}, time.perf_counter()
-        if warning := self._check.read(self.last):
+        if warning := self.check.read(self.last):
             self._say(warning)
         self._write()
         for hook in self._hooks:
             hook(self.last)
 
-    def _row(self, step: int, metrics: Any, waited: float) -> Row:
+    def _row(self, step: int, metrics: Metrics, waited: float) -> Row:
         """mfu = tokens/s * FLOPs per token / (devices * peak FLOP/s of a device), None where one is unknown."""
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}  # waits for the device
         seconds, num_devices = time.perf_counter() - self._since, len(self._devices)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from flax import nnx
 
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import SaveError
-from flax_mesh.recipe.compiler_options import options_text
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import Recipe
@@ -22,7 +21,7 @@ from flax_mesh.step.state import TrainState
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
-from flax_mesh.tree import model_state, shard_bytes
+from flax_mesh.tree import Shaped, model_state, shard_bytes
 
 Say = Callable[[str], None]
 
@@ -75,8 +74,8 @@ def describe(run: Run) -> None:
     run.say(f"optimizer: {_optimizer_text(program)}")
     for line in rounding_notes(_trained(program), None if recipe.optimizer.make else settings):
         run.say(f"note: {line}")
-    if options := recipe.step_options.compiler_options:
-        run.say(f"compiler: {options_text(options)}")
+    if recipe.run.compiler_options:
+        run.say(f"compiler: {recipe.run.compiler_options}")
     is_named = recipe.optimizer.make is None and recipe.optimizer.make_schedule is None
     if is_named and settings.schedule != "constant" and recipe.run.steps > settings.decay_steps:
         run.say(
@@ -103,12 +102,12 @@ def _optimizer_text(program: TrainProgram) -> str:
     return ", ".join(parts)
 
 
-def _trained(program: TrainProgram) -> list[Any]:
+def _trained(program: TrainProgram) -> list[jax.ShapeDtypeStruct]:
     """The trained arrays, abstract."""
     return jax.tree.leaves(nnx.filter_state(model_state(program.layout.to_nnx()), program.recipe.optimizer.trained))
 
 
-def rounding_notes(trained: Sequence[Any], settings: OptimizerConfig | None) -> list[str]:
+def rounding_notes(trained: Sequence[Shaped], settings: OptimizerConfig | None) -> list[str]:
     """One line for each half-precision dtype of the trained arrays; `settings` are those of an optimizer by name."""
     notes = []
     half = {x.dtype for x in trained if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4}
@@ -125,8 +124,8 @@ def rounding_notes(trained: Sequence[Any], settings: OptimizerConfig | None) -> 
     return notes
 
 
-def _bytes_by_device(leaves: Sequence[Any]) -> dict[Any, int]:
-    sizes: Counter[Any] = Counter()
+def _bytes_by_device(leaves: Sequence[jax.Array]) -> dict[Hashable, int]:
+    sizes: Counter[Hashable] = Counter()
     for leaf in leaves:
         sizes.update(dict.fromkeys(leaf.sharding.device_set, shard_bytes(leaf)))
     return sizes

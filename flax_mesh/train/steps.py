@@ -68,16 +68,16 @@ def run_steps(
     _say_base(run, checkpointer.base)
     settings, config = run.recipe.run, run.recipe.config
     is_recorded = is_first() and not profile_problem(settings.profile, start, settings.steps)
-    check = StepCheck(settings, saved)
     hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
     repeats = partial(repeats_rows, run.record, config)
     file = MetricsFile(run.folder, config_lines(run.record), start, run.say, repeats) if is_first() else None
+    check = StepCheck(settings, saved)
     rows = Rows(
         file, run.program, start, check, hooks=[*run.hooks, hooks], say=run.say, warn_or_raise=run.warn_or_raise
     )
     profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
     with closing(rows), closing(hooks), closing(profile):
-        steps = _Steps(run, checkpointer, state, start, check, rows, profile)
+        steps = _Steps(run, checkpointer, state, start, rows, profile)
         status = steps.train()
         sample = _sample(run, steps.state) if status == "finished" else ""
     checkpointer.wait()
@@ -91,18 +91,11 @@ class _Steps:
     """The loop over the steps of a run: `state` is the state after `step` steps."""
 
     def __init__(
-        self,
-        run: Run,
-        checkpointer: Checkpointer,
-        state: TrainState,
-        start: int,
-        check: StepCheck,
-        rows: Rows,
-        profile: Profile,
+        self, run: Run, checkpointer: Checkpointer, state: TrainState, start: int, rows: Rows, profile: Profile
     ):
         self.state, self.step = state, start
         self._run, self._checkpointer = run, checkpointer
-        self._check, self._rows, self._profile = check, rows, profile
+        self._check, self._rows, self._profile = rows.check, rows, profile
         self._traced = start + TRACED + 1
         self._saved = start  # the last step that was saved
 

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -109,7 +110,7 @@ def test_the_mfu_uses_the_peak_of_a_hardware_file(tmp_path):
         config = replace(apply_overrides(recipe(), settings), flops_per_token=lambda model, parameters, length: 1e3)
         program = build_program(config)
         rows = Rows(None, program, 3, StepCheck(config.run, {}), hooks=[], say=print, warn_or_raise=print)
-        rows.begin(1, {"loss": np.float32(2), "grad_norm": np.float32(1)}, 0.0)
+        rows.begin(1, {"loss": jnp.float32(2), "grad_norm": jnp.float32(1)}, 0.0)
         rows.finish()
         expected = peak and rows.last["tokens_per_s"] * 1e3 / (peak * program.mesh.size)
         assert rows.last["mfu"] == (expected and pytest.approx(expected))

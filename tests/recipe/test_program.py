@@ -89,6 +89,7 @@ REPLICATED = [(".*", ())]
 
 def test_a_table_of_the_recipe_uses_the_layers_of_the_model_by_default():
     tiny = load_recipe(str(TINY))
+    own = rules_of(tiny).table
     for rules, layers in (
         (None, ("layers",)),
         (REPLICATED, ("layers",)),
@@ -97,7 +98,7 @@ def test_a_table_of_the_recipe_uses_the_layers_of_the_model_by_default():
     ):
         found = rules_of(replace(tiny, rules=rules))
         assert found.layers == layers
-        assert (found.table == rules_of(tiny).table) == (rules is None)
+        assert (found.table == own) == (rules is None)
     assert rules_of(replace(recipe(), rules=REPLICATED)).layers == (), "the model has no table"
 
 

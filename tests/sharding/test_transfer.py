@@ -284,7 +284,7 @@ class Piece:
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 120))
 def test_bytes_in_flight_never_exceed_the_limit_and_use_it(sizes, limit):
     Piece.in_flight = Piece.most = 0
-    pieces = ((i, Piece(n)) for i, n in enumerate(sizes))
+    pieces: Any = ((i, Piece(n)) for i, n in enumerate(sizes))
     finished = [(name, int(data)) for name, data in in_turn(pieces, limit)]
     assert finished == list(enumerate(sizes)) and Piece.in_flight == 0
     assert Piece.most <= max([limit, *sizes])

@@ -1,9 +1,6 @@
 """Calls a recipe's make_optimizer, and traces the init and the update of the result: optax checks neither."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

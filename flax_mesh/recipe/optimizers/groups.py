@@ -54,14 +54,14 @@ def parse_groups(text: str) -> tuple[list[Group], list[str]]:
         pattern, *words = part.split()
         factors: dict[str, float] = {}
         wrong = [] if words else [f"{pattern!r} has no words"]
-        for word in words:
+        if words.count("frozen") > 1:
+            wrong.append(f"{pattern!r} has 'frozen' twice")
+        for word in [word for word in words if word != "frozen"]:
             factor = FACTOR.fullmatch(word)
             value = _factor(factor[2]) if factor else None
-            if word == "frozen" and words.count(word) == 1:
-                continue
-            if word != "frozen" and (factor is None or value is None):
+            if factor is None or value is None:
                 wrong.append(f"{word!r} of {pattern!r} is neither frozen nor a factor that is at least 0")
-            elif factor is None or value is None or factor[1] in factors:
+            elif factor[1] in factors:
                 wrong.append(f"{pattern!r} has {word!r} twice or after another value")
             else:
                 factors[factor[1]] = value

@@ -1,18 +1,16 @@
 """The optimizer of a config, by name, as an optax transformation."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownLambdaType=false
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
-from optax import GradientTransformation, Schedule
+from optax import GradientTransformation as Transformation
+from optax import Schedule
 from optax.contrib import MuonDimensionNumbers
 
 from flax_mesh.recipe.optimizers.config import OptimizerConfig, momentum_of
@@ -28,7 +26,7 @@ MUON_RMS = 0.2  # of an update; equal to AdamW's, so that both use one learning 
 
 def make_optimizer(
     config: OptimizerConfig, schedule: Schedule | None = None, layers: Sequence[str] = ()
-) -> GradientTransformation:
+) -> Transformation:
     """The clip of the global norm, then the optimizer `config.name` on every parameter group.
 
     `schedule` replaces the learning rate schedule of the config. `layers` are the paths of layer lists or scanned
@@ -51,7 +49,7 @@ def make_optimizer(
     return optax.chain(clip_by_global_norm(config.clip_norm), every)
 
 
-def clip_by_global_norm(most: float) -> GradientTransformation:
+def clip_by_global_norm(most: float) -> Transformation:
     """`optax.clip_by_global_norm`, with its sums and products in float32 or wider also for gradients in half types."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -63,7 +61,7 @@ def clip_by_global_norm(most: float) -> GradientTransformation:
 
         return jax.tree.map(clip, updates), state
 
-    return GradientTransformation(lambda params: optax.EmptyState(), update)
+    return Transformation(lambda params: optax.EmptyState(), update)
 
 
 def parameter_problems(config: OptimizerConfig, parameters: PyTree, layers: Sequence[str]) -> list[str]:
@@ -115,9 +113,7 @@ def _scaled(rate: Schedule, group: Group) -> Schedule:
 # --- one function per name: (config, layers, learning rate schedule, weight decay) -> transformation ---
 
 
-def _adamw(
-    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
-) -> GradientTransformation:
+def _adamw(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> Transformation:
     return optax.adamw(
         rate,
         b1=config.b1,
@@ -129,9 +125,7 @@ def _adamw(
     )
 
 
-def _muon(
-    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
-) -> GradientTransformation:
+def _muon(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> Transformation:
     rows = parse_matrices(config.matrices or MATRICES)[0]
 
     def dims(path: str, _: object) -> MuonDimensionNumbers:
@@ -153,9 +147,7 @@ def _muon(
     return optax.partition({"muon": muon, "adamw": _adamw(config, layers, rate, weight_decay)}, label)
 
 
-def _adafactor(
-    config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float
-) -> GradientTransformation:
+def _adafactor(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> Transformation:
     return optax.adafactor(
         rate,
         momentum=momentum_of(config) or None,  # for 0, optax would store a momentum
@@ -165,7 +157,7 @@ def _adafactor(
     )
 
 
-def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> GradientTransformation:
+def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_decay: float) -> Transformation:
     # For 0, optax.trace would store the gradients. With the identity, the paths of the other states are the same.
     momentum = momentum_of(config)
     trace = optax.trace(momentum, accumulator_dtype=_moment_dtype(config)) if momentum else optax.identity()
@@ -176,12 +168,7 @@ def _sgd(config: OptimizerConfig, layers: Sequence[str], rate: Schedule, weight_
     )
 
 
-OPTIMIZERS: Mapping[str, Callable[..., GradientTransformation]] = {
-    "adamw": _adamw,
-    "muon": _muon,
-    "adafactor": _adafactor,
-    "sgd": _sgd,
-}
+OPTIMIZERS = {"adamw": _adamw, "muon": _muon, "adafactor": _adafactor, "sgd": _sgd}
 
 
 def _moment_dtype(config: OptimizerConfig) -> jnp.dtype | None:

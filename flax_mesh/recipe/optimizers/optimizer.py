@@ -1,9 +1,7 @@
 """The optimizer and the learning rate of a recipe."""
 
-# JAX, Flax and optax have no types for trees, states and transformations.
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false, reportMissingTypeArgument=false
-# pyright: reportMissingTypeStubs=false
+# pyright: reportMissingTypeStubs=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import re
 from collections.abc import Callable, Sequence

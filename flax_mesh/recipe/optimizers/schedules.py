@@ -19,7 +19,9 @@ def make_learning_rate_schedule(config: OptimizerConfig) -> optax.Schedule:
             decay_steps=config.decay_steps,
             end_value=config.end_learning_rate,
         )
-    return optax.join_schedules([_warmup(config), _after_warmup(config)], [config.warmup_steps])
+    first = config.learning_rate / (config.warmup_steps + 1)
+    warmup = optax.linear_schedule(first, config.learning_rate, max(config.warmup_steps, 1))
+    return optax.join_schedules([warmup, _after_warmup(config)], [config.warmup_steps])
 
 
 def decay_start(config: OptimizerConfig) -> int:
@@ -28,11 +30,6 @@ def decay_start(config: OptimizerConfig) -> int:
         return config.warmup_steps
     default = max(config.warmup_steps, int(STABLE_PART * config.decay_steps))
     return default if config.decay_start is None else config.decay_start
-
-
-def _warmup(config: OptimizerConfig) -> optax.Schedule:
-    first = config.learning_rate / (config.warmup_steps + 1)
-    return optax.linear_schedule(first, config.learning_rate, max(config.warmup_steps, 1))
 
 
 def _after_warmup(config: OptimizerConfig) -> optax.Schedule:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +20,14 @@ from flax_mesh.sharding.report.report import ArrayReport, AxisStats, Kind, Shard
 from flax_mesh.sharding.rules import apply_policy, fit_spec
 from flax_mesh.sharding.transfer import align_by_path
 from flax_mesh.text import path_lines
-from flax_mesh.tree import named_leaves, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_of
 
 Location = tuple[Any, bool]  # a mesh or a set of devices, and whether the array is in their host memory
 
 
 @check_types
 def analyze_sharding_strategy(
-    tree: Any, specs: Any = None, mesh: AnyMesh | None = None, *, compiled: Any = None
+    tree: PyTree, specs: PyTree = None, mesh: AnyMesh | None = None, *, compiled: Any = None
 ) -> ShardingReport:
     """Computes the memory of a sharded tree: bytes per device, replication, balance, and the use of each mesh axis.
 
@@ -161,7 +161,7 @@ def _pieces(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMes
     return tuple(math.prod(mesh.shape[axis] for axis in as_tuple(entry)) for entry in entries)
 
 
-def _layouts(tree: Any, specs: Any) -> list[Any]:
+def _layouts(tree: PyTree, specs: PyTree) -> list[PartitionSpec | Sharding | None]:
     """A PartitionSpec, a Sharding or None for each leaf of `tree`."""
     if specs is None:
         return [getattr(leaf, "sharding", None) for _, leaf in named_leaves(tree)]
@@ -173,13 +173,13 @@ def _layouts(tree: Any, specs: Any) -> list[Any]:
     return align_by_path(tree, specs, wrong)
 
 
-def _kinds(tree: Any) -> list[Kind]:
+def _kinds(tree: PyTree) -> list[Kind]:
     """The kind of each leaf, in the order of `jax.tree.leaves`."""
     nodes = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))[0]
     return [_kind(path, node) for path, node in nodes for _ in jax.tree.leaves(node)]
 
 
-def _kind(key_path: Any, node: Any) -> Kind:
+def _kind(key_path: Sequence[object], node: object) -> Kind:
     """The kind of a leaf by its Variable type. A plain array is a parameter unless its path is in an optimizer."""
     if isinstance(node, nnx.optimizer.OptState):
         return "optimizer"
@@ -188,7 +188,7 @@ def _kind(key_path: Any, node: Any) -> Kind:
     return "optimizer" if {"optimizer", "opt_state"} & set(path_of(key_path).split("/")) else "parameter"
 
 
-def _devices(per_location: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
+def _devices(per_location: dict[Any, Counter[str]]) -> dict[Hashable, Counter[str]]:
     """Device, or index in the only AbstractMesh -> bytes by kind."""
     abstract = [where for where in per_location if isinstance(where, AbstractMesh)]
     if len(abstract) > 1 or (abstract and len(per_location) > 1):
@@ -197,7 +197,7 @@ def _devices(per_location: dict[Any, Counter[str]]) -> dict[Any, Counter[str]]:
             f"arrays must be on a single AbstractMesh or all on devices, got {shapes}: it is unknown which arrays "
             "share a device. Use meshes of devices, or report each part separately."
         )
-    devices: dict[Any, Counter[str]] = {}
+    devices: dict[Hashable, Counter[str]] = {}
     for where, parts in per_location.items():
         members = where.devices.flat if isinstance(where, Mesh) else where
         for device in range(where.size) if isinstance(where, AbstractMesh) else members:

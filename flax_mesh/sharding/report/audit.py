@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
@@ -19,15 +19,16 @@ from flax_mesh.sharding.rules import (
     match_leaves,
     needs_no_rule,
 )
+from flax_mesh.sharding.table import Dims
 from flax_mesh.text import bytes_text, count_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 LARGE = 2**24  # bytes: an array of this size or larger that is replicated on all devices is a finding
 
 
 class RuleUse(NamedTuple):
     pattern: str
-    dims: Any  # as written: logical axes, a PartitionSpec, or None
+    dims: Dims  # as written: logical axes, a PartitionSpec, or None
     arrays: int  # number of arrays that the rule applies to
     shadowed_by: int | None = None  # index of an earlier rule that matches first, if the rule applies to no array
 
@@ -49,7 +50,7 @@ class Audit(NamedTuple):
 @check_types
 def audit_rules(
     rules: Rules,
-    tree: Any,
+    tree: PyTree,
     mesh: Mesh | AbstractMesh,
     *,
     axes: PartitionAxis | None = None,
@@ -92,7 +93,7 @@ def complete(table: PartitionRules) -> PartitionRules:
 
 
 def large_replicated(
-    leaves: Sequence[tuple[str, Any]],
+    leaves: Sequence[tuple[str, Shaped]],
     specs: Sequence[PartitionSpec],
     mesh: Mesh | AbstractMesh,
     large: int,
@@ -124,7 +125,7 @@ def _rule_uses(table: PartitionRules, paths: Sequence[str]) -> list[RuleUse]:
     return uses
 
 
-def _unmatched(table: PartitionRules, leaves: Sequence[tuple[str, Any]]) -> list[Finding]:
+def _unmatched(table: PartitionRules, leaves: Sequence[tuple[str, object]]) -> list[Finding]:
     findings = []
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", ())

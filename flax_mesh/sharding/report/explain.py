@@ -1,6 +1,6 @@
 """Report on a model, a rule table and a mesh: every array with its rule and spec, and all findings."""
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.html import html_frame
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
+    Make,
     abstract_split,
     has_optimizer,
     lay_out,
@@ -97,7 +98,7 @@ class Explanation(NamedTuple):
 
 @check_types
 def explain_sharding(
-    make: Callable[[], Any],
+    make: Make,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
     *,

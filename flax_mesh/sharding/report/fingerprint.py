@@ -1,21 +1,20 @@
 """Fingerprint of the layout of a tree, and the check that all processes of a run have the same fingerprint."""
 
 import hashlib
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
 
 from flax_mesh.axes import as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import path_lines, processes_text
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import PyTree, named_leaves
 
 
-def sharding_fingerprint(tree: Any) -> str:
+def sharding_fingerprint(tree: PyTree) -> str:
     """SHA-256, in hex, of the path, shape, dtype, spec and mesh axes (with sizes) of every array of `tree`, and of its
     memory kind if it is in the memory of the host.
 
@@ -71,7 +70,7 @@ def check_same_on_all_processes(text: str, what: str = "sharding") -> None:
         )
 
 
-def _layout_text(sharding: Any) -> str:
+def _layout_text(sharding: Sharding) -> str:
     if not isinstance(sharding, NamedSharding):
         return "one device" if len(sharding.device_set) == 1 else repr(sharding)
     sizes = {name: size for name, size in sharding.mesh.shape.items() if size > 1}

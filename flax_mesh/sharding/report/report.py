@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from html import escape
 from pathlib import Path
@@ -81,7 +81,7 @@ class AxisStats(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ShardingReport(Mapping[str, Any]):
+class ShardingReport(Mapping[str, object]):
     """Memory and traffic of a sharding, by attribute or by key: `report["balance_score"]`. Activations are not counted.
 
     Attributes:
@@ -98,7 +98,7 @@ class ShardingReport(Mapping[str, Any]):
 
     total_parameters: int
     sharded_parameters: int
-    memory_per_device: dict[Any, int]
+    memory_per_device: dict[Hashable, int]
     balance_score: float
     partition_stats: dict[str, AxisStats]
     total_bytes: int
@@ -286,7 +286,7 @@ def _tiles(report: ShardingReport) -> list[tuple[str, str]]:
     ]
 
 
-def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, Any]:
+def _array_data(path: str, leaves: Sequence[ArrayReport], report: ShardingReport) -> dict[str, object]:
     leaf, number = leaves[0], len(leaves)
     entries = [] if leaf.spec is None else [[a for a in as_tuple(e) if report.mesh[a] > 1] for e in leaf.spec]
     return {

@@ -6,13 +6,16 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from flax_mesh.checkpoint.read import plain
 from flax_mesh.errors import ConfigError
 from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
-Factory = Callable[[Path, Any, int], Callable[[dict[str, Any]], None]]
+_Result = TypeVar("_Result")
+Row = dict[str, Any]  # of metrics
+Hook = Callable[[Row], object]
+Factory = Callable[[Path, Any, int], Hook]
 NAMES = {"tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook"}
 FAILED = object()  # in place of the value of a function that raised an exception
 REQUIRED = {"tensorboard": "tensorboardX"}  # the package of the extra with the name of the hook
@@ -84,19 +87,19 @@ class Hooks:
         self,
         factories: Sequence[tuple[str, Factory]],
         folder: Path,
-        config: Any,
+        config: object,
         start: int,
         say: Callable[[str], None],
     ):
         self._waiting = list(factories)
         self._arguments = folder, config, start
         self._say = say
-        self._hooks: dict[str, Callable[..., Any]] = {}
+        self._hooks: dict[str, Hook] = {}
 
-    def __call__(self, row: dict[str, Any]) -> None:
+    def __call__(self, row: Row) -> None:
         while self._waiting:
             name, factory = self._waiting.pop(0)
-            hook: Any = self._guarded(name, factory, *self._arguments)
+            hook = self._guarded(name, factory, *self._arguments)
             if callable(hook):
                 self._hooks[name] = hook
             elif hook is not FAILED:
@@ -110,7 +113,7 @@ class Hooks:
             self._guarded(name, getattr(hook, "close", lambda: None))
         self._hooks.clear()
 
-    def _guarded(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, name: str, function: Callable[..., _Result], *arguments: object) -> _Result | object:
         try:
             with user_code(name, place_of(function)):
                 return function(*arguments)

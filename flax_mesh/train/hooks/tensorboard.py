@@ -1,8 +1,8 @@
 """The hook "tensorboard": the numbers of every row as scalars, in RUN_FOLDER/tensorboard."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from flax_mesh.train.hooks.load import Hook, Row
 
 FOLDER = "tensorboard"
 
@@ -17,7 +17,7 @@ class _Writer:
             str(folder / FOLDER), filename_suffix=f".from_step_{start}", purge_step=start + 1 if start else None
         )
 
-    def __call__(self, row: dict[str, Any]) -> None:
+    def __call__(self, row: Row) -> None:
         for name, value in row.items():
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
                 self._writer.add_scalar(name, value, row["step"])
@@ -27,5 +27,5 @@ class _Writer:
         self._writer.close()
 
 
-def make_hook(folder: Path, config: Any, start: int) -> Callable[[dict[str, Any]], None]:
+def make_hook(folder: Path, config: object, start: int) -> Hook:
     return _Writer(folder, start)
