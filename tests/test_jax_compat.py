@@ -366,14 +366,14 @@ def test_every_private_name_is_in_the_table_of_uses_and_every_use_is_tried_here(
 
 
 PUBLIC = {"_replace", "_asdict", "_exit"}  # in spite of their underscore
+READS = ("getattr", "hasattr")
 
 
 def underscore_attributes(tree: ast.Module) -> set[str]:
     """Names with one underscore in front, of attributes and getattr, that the file neither defines nor assigns."""
     nodes = list(ast.walk(tree))
     read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    calls = [node for node in calls if node.func.id in ("getattr", "hasattr")]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in READS]
     read |= {str(node.args[1].value) for node in calls if isinstance(node.args[1], ast.Constant)}
     own = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
     own |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}

@@ -3,8 +3,9 @@
     python -m tests.suite.cost     # both, their ratio and its limit
     pytest --cost                  # the dearest files of any run of pytest
 
-CPU time includes child processes, and both start without compiled programs. Nothing else may run meanwhile: programs
-that share a core slow each other down.
+CPU time includes child processes, and both start without compiled programs. Python writes its bytecode, as in
+`.ci/run`; otherwise every process of pytest-xdist would compile all tests again. Nothing else may run meanwhile:
+programs that share a core slow each other down.
 """
 
 import os
@@ -64,7 +65,8 @@ class CostPlugin:
 
 def measured(name: str, arguments: Sequence[str], *, shows_output: bool) -> tuple[int, float]:
     """The exit code and the CPU time of Python with these arguments."""
-    environment = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    left_out = ("JAX_COMPILATION_CACHE_DIR", "PYTHONDONTWRITEBYTECODE")
+    environment = {key: value for key, value in os.environ.items() if key not in left_out}
     output = None if shows_output else subprocess.DEVNULL
     before = cpu_seconds()
     code = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, stdout=output).returncode

@@ -25,10 +25,11 @@ from tests.train import bigram
 
 STEPS = 24
 KILLS_IN_ALL = 20
-SETTINGS = (
-    *(f"run.steps={STEPS}", "run.eval_every=0", "run.platform=cpu:2", "checkpoint.every=2"),
+WITHOUT_SAVES = (
+    *(f"run.steps={STEPS}", "run.eval_every=0", "run.platform=cpu:2"),
     "model.hidden_size=1024",  # 6 MB of state: a save takes long enough to be interrupted
 )
+SETTINGS = (*WITHOUT_SAVES, "checkpoint.every=2")
 PATIENCE = 120  # seconds, timeout of every wait for a process
 RECIPE = bigram.__file__
 
@@ -106,7 +107,7 @@ def losses(rows: list[dict]) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def undisturbed(start, tmp_path_factory) -> dict[int, float]:
     """The losses of an uninterrupted run."""
-    run = start(tmp_path_factory.mktemp("undisturbed") / "run", *SETTINGS)
+    run = start(tmp_path_factory.mktemp("undisturbed") / "run", *WITHOUT_SAVES)
     assert run.ended() == DONE, run.text()
     assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
     expected = losses(run.rows())
