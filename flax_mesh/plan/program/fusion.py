@@ -189,8 +189,8 @@ class _Fusion:
             if most <= reached.get(id(x), -1):
                 continue
             reached[id(x)] = most
-            found, operands = self._origin(x)
-            for leaf, size in found:
+            leaves, operands = self._origin(x)
+            for leaf, size in leaves:
                 before = sizes[id(leaf)][1] if id(leaf) in sizes else 0
                 sizes[id(leaf)] = leaf, max(before, min(size, most))
             if x.producer is not None and x.producer.kind in PARTS:
