@@ -37,7 +37,7 @@ from flax_mesh.recipe.target import Target, axis_sizes
 from flax_mesh.text import bytes_text
 from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig, apply_overrides
 from tests.plan.cases import PLANNED
-from tests.plan.test_report import make_plan
+from tests.plan.written import make_plan
 
 MODEL = DecoderConfig(hidden_size=256, num_layers=4, num_heads=8, mlp_size=1024, scan=True, dtype="bfloat16")
 CONFIG = TrainConfig(
