@@ -462,7 +462,9 @@ def test_layouts_are_compiled_until_one_fits_and_that_one_is_the_best(monkeypatc
     words = " ".join(text.split())  # without line breaks
     assert "E1001: CompileTimeScopedVmemOom compiled: " in words and "does not fit, 93.0 of 93.0 GiB by XLA" in words
     assert text.splitlines()[-1] == shlex.join(["flax-mesh", "train", "r.py", *overrides(found.planned[2].settings)])
-    assert fits(found, confirmed) is True and to_dict(found, confirmed)["compiled"][0]["problem"]
+    assert (
+        fits(found, confirmed) is True and json.loads(json.dumps(to_dict(found, confirmed)))["compiled"][0]["problem"]
+    )
     text = to_text(found, ["flax-mesh", "train", "r.py"], confirmed=confirmed[:2])
     assert "None of the layouts that were compiled fits" in text and "flax-mesh train" not in text
     assert fits(found, confirmed[:2]) is False
