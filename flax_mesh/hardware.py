@@ -140,20 +140,10 @@ class Chip:
 
 def figures(chip: Chip) -> set[str]:
     """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
-    numbers = {"memory", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "host_bandwidth", "link_fraction"}
-    numbers |= {
-        "matmul_fraction",
-        "overlap_fraction",
-        "indexed_fraction",
-        "matrix_unit",
-        "hop_latency",
-        "network_latency",
-        "devices_per_chip",
-        "pod" if chip.pod else "domain",
-    }
-    optional = {"wrap"} if chip.pod else set[str]()
-    optional |= {"clock"} if chip.clock else set[str]()
-    return numbers | optional | set(chip.peak_flops)
+    without = {"name", "platform", "peak_flops", "kinds", "sources", "domain_spans_hosts"}
+    without |= {"domain"} if chip.pod else {"pod", "wrap"}
+    without |= set[str]() if chip.clock else {"clock"}
+    return {item.name for item in dataclasses.fields(chip)} - without | set(chip.peak_flops)
 
 
 def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -> Chip:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
@@ -42,25 +42,30 @@ class Output:
     unreadable: Sequence[str] = ()  # lines on files that the system refused to read
 
 
-Argument = tuple[str, dict[str, Any]]  # name, and keywords of `add_argument`
-FOLDER: Argument = ("folder", {"metavar": "DIR", "help": DIR})
-OUT: Argument = ("out", {"metavar": "OUT", "help": "the output folder; it must not exist"})
-OVERRIDES: Argument = (
-    "overrides",
-    {"nargs": "*", "default": [], "metavar": "section.key=value", "help": "settings of the recipe"},
-)
+class Argument(NamedTuple):
+    name: str
+    options: dict[str, Any]  # of `add_argument`
+
+
+def _argument(name: str, help: str, **options: Any) -> Argument:
+    return Argument(name, {"help": help, **options})
 
 
 def _step(help: str) -> Argument:
-    return "--step", {"metavar": "N", "type": int, "help": help}
+    return _argument("--step", help, metavar="N", type=int)
 
 
 def _flag(name: str, help: str) -> Argument:
-    return name, {"action": "store_true", "help": help}
+    return _argument(name, help, action="store_true")
 
 
+FOLDER = _argument("folder", DIR, metavar="DIR")
+OUT = _argument("out", "the output folder; it must not exist", metavar="OUT")
+OVERRIDES = _argument("overrides", "settings of the recipe", nargs="*", default=[], metavar="section.key=value")
 NEWEST_VALID = _step("this step (default: the newest valid one)")
-# Name -> (help, arguments)
+FORMATS = "safetensors with Hugging Face names, a plain Orbax checkpoint, or the adapters alone for PEFT"
+IGNORED = "ignore a key of config.json, or the arrays whose names match a regular expression; may be repeated"
+# Name -> what it does, and its arguments
 KINDS: dict[str, tuple[str, Sequence[Argument]]] = {
     "list": (
         "list the steps with size, date, validity, metrics and mesh",
@@ -74,8 +79,8 @@ KINDS: dict[str, tuple[str, Sequence[Argument]]] = {
     "diff": (
         "compare two checkpoints, or a checkpoint and a recipe",
         [
-            ("folder", {"metavar": "A", "help": DIR}),
-            ("other", {"metavar": "B", "help": "another checkpoint, or RECIPE.py followed by its settings"}),
+            _argument("folder", DIR, metavar="A"),
+            _argument("other", "another checkpoint, or RECIPE.py followed by its settings", metavar="B"),
             OVERRIDES,
             _flag("--values", "also compare the values of the arrays"),
         ],
@@ -83,49 +88,24 @@ KINDS: dict[str, tuple[str, Sequence[Argument]]] = {
     "export": (
         "write the parameters as safetensors or as a plain Orbax checkpoint, or the adapters for PEFT",
         [
-            *(FOLDER, OUT, NEWEST_VALID),
+            *(FOLDER, OUT, _argument("--to", FORMATS, choices=("safetensors", "orbax", "peft"), required=True)),
+            NEWEST_VALID,
+            _argument(
+                "--dtype", "cast floating-point arrays to this dtype", choices=("float32", "bfloat16", "float16")
+            ),
             _flag("--no-average", "write the parameters themselves, not their moving average (optimizer.ema)"),
-            (
-                "--to",
-                {
-                    "choices": ("safetensors", "orbax", "peft"),
-                    "required": True,
-                    "help": "safetensors with Hugging Face names, a plain Orbax checkpoint, or the adapters alone for "
-                    "PEFT",
-                },
-            ),
-            (
-                "--dtype",
-                {
-                    "choices": ("float32", "bfloat16", "float16"),
-                    "help": "cast floating-point arrays to this dtype",
-                },
-            ),
         ],
     ),
     "import": (
         "write a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
         [
-            ("folder", {"metavar": "HF_FOLDER", "help": "a folder with config.json and *.safetensors"}),
-            OUT,
-            (
-                "--ignore",
-                {
-                    "metavar": "NAME",
-                    "action": "append",
-                    "default": [],
-                    "help": "ignore a key of config.json, or the arrays whose names match a regular expression; may be "
-                    "repeated",
-                },
-            ),
+            _argument("folder", "a folder with config.json and *.safetensors", metavar="HF_FOLDER"),
+            *(OUT, _argument("--ignore", IGNORED, metavar="NAME", action="append", default=[])),
         ],
     ),
     "reshard": (
         "save a step in the layout of a recipe, on the available devices",
-        [
-            *(FOLDER, OUT, ("recipe", {"metavar": "RECIPE", "help": "FILE.py or FILE.py:function"})),
-            *(OVERRIDES, NEWEST_VALID),
-        ],
+        [FOLDER, OUT, _argument("recipe", "FILE.py or FILE.py:function", metavar="RECIPE"), OVERRIDES, NEWEST_VALID],
     ),
 }
 
@@ -134,11 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Inspect, verify, compare and convert checkpoints. Existing checkpoints are never changed."
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 damage or differences found."
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
-    for name, (help, arguments) in KINDS.items():
-        kind = kinds.add_parser(name, help=help, description=help, epilog=parser.epilog, allow_abbrev=False)
-        for flag, options in arguments:
-            kind.add_argument(flag, **options)
-        kind.add_argument("--json", action="store_true", help="print JSON")
+    for kind, (help, arguments) in KINDS.items():
+        added = kinds.add_parser(kind, help=help, description=help, epilog=parser.epilog, allow_abbrev=False)
+        for name, options in arguments:
+            added.add_argument(name, **options)
+        added.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -11,9 +11,10 @@ import jax
 from flax_mesh.cli.common import (
     DONE,
     FINDINGS,
+    check_page,
     check_writable,
     config_of,
-    files_read,
+    print_report,
     table_width,
     use_platform,
     with_files,
@@ -92,21 +93,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
-    if arguments.html is not None:
-        check_writable("--html", arguments.html, files_read(arguments.recipe, arguments.overrides, config))
+    check_page(arguments, config)
     if arguments.search is not None:
         return _search(arguments, config)
     if arguments.compile:
         return _compile(arguments)
     forecast = plan(config, topology_of(arguments.topology, config))
-    if arguments.json:
-        print(json.dumps(forecast.to_dict(), indent=1))
-    elif arguments.html is not None:
-        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
-        write_file("--html", arguments.html, forecast.to_html(title=title))
-        print(f"{arguments.html}: {memory_line(forecast.memory)}")
-    else:
-        print(forecast.to_text(width=min(table_width(), WIDTH)))
+    print_report(forecast, arguments, min(table_width(), WIDTH), memory_line(forecast.memory))
     return FINDINGS if forecast.fits is False else DONE
 
 

@@ -13,6 +13,7 @@ from flax_mesh.plan.topology import Topology
 from flax_mesh.recipe.config import shard_over
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
+from flax_mesh.text import bytes_text
 
 
 def surprises(estimated: Estimate, topology: Topology) -> list[Finding]:
@@ -119,7 +120,7 @@ class Given(NamedTuple):
 def memory_findings(memory: Memory, given: Given) -> list[Finding]:
     if memory.fits is not False:
         return []
-    problem = f"{memory.missing / 2**30:.1f} GiB more than a device has; most are {memory.largest}"
+    problem = f"{bytes_text(memory.missing)} more than a device has; most are {memory.largest}"
     return [Finding("memory", problem, REPAIRS[memory.largest](given))]
 
 

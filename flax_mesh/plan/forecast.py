@@ -247,8 +247,7 @@ def memory_of(
     )
 
 
-def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: Stated, **fields: Any) -> Time:
-    """`fields` are the fields of a pipeline."""
+def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: Stated) -> Time:
     tokens, flops = stated
     count, peak = topology.num_devices, topology.chip.peak("bfloat16")
     return Time(
@@ -257,5 +256,4 @@ def time_of(topology: Topology, seconds: float, parts: Sequence[Part], stated: S
         tokens_per_s=tokens / seconds if tokens and seconds else None,
         mfu=flops / (seconds * count * peak) if flops and seconds else None,
         flops=math.fsum(part.flops * part.times for part in parts),
-        **fields,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from flax_mesh.html import html_findings, html_frame, html_page, html_tiles
 from flax_mesh.plan import html, report
@@ -66,7 +67,7 @@ class Plan:
         ]
         return "\n\n".join(filter(None, sections))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`: bytes, seconds, FLOPs, numbers per second."""
         return {
             "topology": report.topology_dict(self.topology),

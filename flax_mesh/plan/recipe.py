@@ -281,16 +281,12 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     simulated = simulate(schedule, costs)
     seconds = simulated.makespan + update.seconds
     wait = waiting(topology, seconds)
+    parts = [*parts, update, *wait]
     time = time_of(
-        topology,
-        seconds + math.fsum(part.seconds for part in wait),
-        [*parts, update, *wait],
-        _stated(recipe, split.num_parameters),
-        bubble=simulated.bubble,
-        schedule=schedule,
-        simulation=simulated,
+        topology, seconds + math.fsum(part.seconds for part in wait), parts, _stated(recipe, split.num_parameters)
     )
-    time = replace(time, flops=math.fsum(part.flops * part.times for part in parts) / recipe.num_groups)
+    computed = math.fsum(part.flops * part.times for part in parts) / recipe.num_groups
+    time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule, simulation=simulated)
     traffic = stage_traffic(topology, shape, schedule, stages)
     findings = [*memory_findings(memory, _given(recipe))]
     findings += surprises(stages[0].backward, topology)

@@ -30,17 +30,17 @@ class Stages(Generic[Program]):
     make: MakeProgram[Program]
     programs: dict[tuple[str, int], Program] = field(default_factory=dict)
     arguments: dict[tuple[str, int], tuple[PyTree, ...]] = field(default_factory=dict)  # abstract, with shardings
-    made: dict[tuple[object, ...], tuple[Program, PyTree]] = field(default_factory=dict)  # once for equal stages
+    by_shapes: dict[tuple[object, ...], tuple[Program, PyTree]] = field(default_factory=dict)  # once for equal stages
 
     def run(self, stage: StageFunctions, kind: str, function: Jitted, *arguments: PyTree) -> PyTree:
         """The abstract results of a function of a stage."""
         shapes = [(x.shape, str(x.dtype), str(x.sharding)) for x in jax.tree.leaves(arguments)]
         key = (kind, len(stage.sums), len(stage.sent), str(shapes))
-        if key not in self.made:
-            self.made[key] = self.make(kind, stage.stage, function, arguments)
+        if key not in self.by_shapes:
+            self.by_shapes[key] = self.make(kind, stage.stage, function, arguments)
         at = kind, stage.stage
         self.arguments[at] = arguments
-        self.programs[at], results = self.made[key]
+        self.programs[at], results = self.by_shapes[key]
         return results
 
 

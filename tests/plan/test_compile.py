@@ -84,7 +84,7 @@ def in_this_process(monkeypatch, tmp_path):
     jax.config.update(limit, before)
 
 
-def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys, in_this_process):
+def test_a_pipeline_is_compiled_stage_by_stage_and_may_not_fit(tmp_path, capsys, in_this_process, quick_compilation):
     hardware = tmp_path / "small.toml"
     hardware.write_text('base = "cpu"\nname = "small"\nmemory = 1e6\n')
     pipeline = ["mesh.shape=pp:2,fsdp:2,tp:2", "pipeline.num_microbatches=4", "pipeline.schedule=zb-h1"]

@@ -26,7 +26,7 @@ from tests.plan.compiled import figures_of
 
 P = PartitionSpec
 TINY = DecoderConfig(
-    vocab_size=512, hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384
+    vocab_size=512, hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, mlp_size=384
 )
 BATCH, SEQ = 8, 64
 SIZES = {"fsdp": 4, "tp": 2}

@@ -43,8 +43,11 @@ def test_forecasts_fall_with_the_number_of_recomputed_layers(topology, scan):
     assert peaks[-1] < 0.3 * peaks[0]
 
 
-def test_values_on_the_host_are_not_counted_on_the_device_but_their_copies_are():
+def test_values_on_the_host_count_as_copies_only_and_the_categories_add_up_to_the_peak():
     saved = plan(config_of("attention+mlp_up"), "v5e:2x4")
+    memory = saved.memory
+    assert sum(memory.at_peak.values()) == memory.peak == max(moment.total for moment in memory.timeline)
+    assert memory.at_peak["parameters"] + memory.at_peak["optimizer"] <= memory.arguments
 
     def hosted_at(bandwidth: float) -> Plan:
         chip = replace(saved.topology.chip, host_bandwidth=bandwidth)

@@ -1,6 +1,7 @@
 """Compiled: a step compiled by XLA, as numbers that can be printed and compared with the plan."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from flax_mesh.plan.compile import report
 from flax_mesh.plan.compile.results import CompiledProgram, Sent
@@ -64,7 +65,7 @@ class Compiled:
         ]
         return "\n\n".join(filter(None, sections))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`, without the plan: bytes, seconds and numbers per step."""
         names = ["fits", "peak", "groups", "programs", "sent", "cycles_seconds", "findings"]
         names += ["seconds", "cpu_seconds", "rss"]

@@ -121,8 +121,8 @@ def _step(recipe: Recipe, topology: Topology, progress: Progress) -> Readings:
     layout = zip(leaves, program.layout.leaves, strict=True)
     hosted = {path: shard_bytes(x) for path, x in layout if is_on_host(x)}
     reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
-    found = reading.figures
-    return [reading], {"peak": found.peak, "groups": [found.peak], "sent": found.sent, "cycles": found.cycles}
+    step = reading.figures
+    return [reading], {"peak": step.peak, "groups": [step.peak], "sent": step.sent, "cycles": step.cycles}
 
 
 def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Progress) -> Readings:

@@ -20,7 +20,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from flax_mesh.plan.program.collectives import Exchange
 from flax_mesh.plan.program.kernels import (
-    CHEAP_ON_ACCELERATORS,
     CONSTANTS,
     LARGE,
     MOVES,
@@ -143,7 +142,7 @@ class _Fusion:
             for array in operation.outputs:
                 uses = self.uses.get(id(array), [])
                 phases = {use.phase for use in uses if use.kind in PRODUCTS}
-                several = len(uses) > 1 and (self._is_expensive(operation) or len(phases) > 1)
+                several = len(uses) > 1 and (is_expensive(operation, self.cpu) or len(phases) > 1)
                 if several or any(self._reads_memory(use, array) for use in uses):
                     stored.add(id(array))
         return stored
@@ -155,12 +154,6 @@ class _Fusion:
             return False
         operands = sum(read.bytes for read in self.read(array).values())
         return (uses - 1) * operands > (uses + 1) * array.bytes
-
-    def _is_expensive(self, operation: Operation) -> bool:
-        """Accelerators compute some functions again that CPUs store, and CPUs also store products of two arrays."""
-        if self.cpu and operation.kind == "multiply":
-            return not any(map(is_broadcast, operation.inputs))
-        return is_expensive(operation) and (self.cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
     def _reads_memory(self, use: Operation, array: Array) -> bool:
         if use.kind == "reduce":
@@ -189,8 +182,8 @@ class _Fusion:
             if most <= reached.get(id(x), -1):
                 continue
             reached[id(x)] = most
-            found, operands = self._origin(x)
-            for leaf, size in found:
+            leaves, operands = self._origin(x)
+            for leaf, size in leaves:
                 before = sizes[id(leaf)][1] if id(leaf) in sizes else 0
                 sizes[id(leaf)] = leaf, max(before, min(size, most))
             if x.producer is not None and x.producer.kind in PARTS:
@@ -352,7 +345,7 @@ class _Fusion:
         if buffer is None:
             producer = array.producer
             reads = self.read(array)
-            if producer is not None and not self._is_root(producer) and not self._is_expensive(producer):
+            if producer is not None and not self._is_root(producer) and not is_expensive(producer, self.cpu):
                 reads = self.read(*producer.inputs) or reads
             source, phase = (producer.source, producer.phase) if producer is not None else ("", "forward")
             buffer = self.buffers[key] = Buffer(size, array, phase, gathered=key[0] == "gathered")

@@ -8,9 +8,9 @@ from flax_mesh.plan.program.rules import conv_labels, dot_dims
 
 EXPENSIVE = frozenset(
     {"exponential", "exponential_minus_one", "log", "log_plus_one", "logistic", "tanh", "erf", "power", "rsqrt", "sqrt"}
-    | {"cbrt", "divide", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
+    | {"cbrt", "sine", "cosine", "tan", "atan2", "remainder", "erf_inv"}
 )
-CHEAP_ON_ACCELERATORS = frozenset({"tanh", "divide", "logistic", "erf"})
+CHEAP_ON_ACCELERATORS = frozenset({"tanh", "logistic", "erf"})
 PRODUCTS = frozenset({"dot_general", "convolution"})
 ROOTS = PRODUCTS | frozenset(
     {"reduce", "reduce_window", "select_and_scatter", "gather", "scatter", "sort", "while", "case", "if", "custom_call"}
@@ -79,12 +79,17 @@ def widens(operation: Operation) -> bool:
     return operation.kind == "convert" and operation.inputs[0].bits < operation.outputs[0].bits
 
 
-def is_expensive(operation: Operation) -> bool:
-    """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value."""
+def is_expensive(operation: Operation, on_cpu: bool) -> bool:
+    """Whether a result is stored rather than computed twice. XLA multiplies by the reciprocal of a broadcast value.
+
+    Accelerators compute some functions again that CPUs store, and CPUs also store products of two arrays.
+    """
+    if operation.kind == "multiply":
+        return on_cpu and not any(map(is_broadcast, operation.inputs))
     if operation.kind == "divide":
         producer = operation.inputs[1].producer
-        return producer is None or producer.kind != "broadcast_in_dim"
-    return operation.kind in EXPENSIVE
+        return on_cpu and (producer is None or producer.kind != "broadcast_in_dim")
+    return operation.kind in EXPENSIVE and (on_cpu or operation.kind not in CHEAP_ON_ACCELERATORS)
 
 
 def matrix_order(product: Operation, array: Array) -> tuple[int, ...] | None:
