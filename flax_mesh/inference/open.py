@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -32,6 +31,7 @@ from flax_mesh.recipe.saved import averages
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.text import mesh_text
+from flax_mesh.tree import PyTree
 
 Say = Callable[[str], None]
 
@@ -193,7 +193,7 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
     what = ", moving average of the parameters" if scaled else ""
     what += f", {NOT_EVALUATED}" if schedule_free_sources(arrays) else ""
     with Checkpointer(source.path.parent, layers=model_layers(Decoder) or None) as checkpointer:
-        tree: Any = {"model": abstract}
+        tree: PyTree = {"model": abstract}
         try:
             checkpointer.check(tree, step, include=MODEL, cast=True)
         except (StepDeletedError, UnreadableError):

@@ -17,9 +17,9 @@ class Key(NamedTuple):
 
     settings: tuple[str, ...]
     kind: type = int
-    read: Callable[[Any], Any] = lambda value: value
-    write: Callable[[Any], Any] = lambda value: value
-    null: Any = None
+    read: Callable[[Any], object] = lambda value: value
+    write: Callable[[Any], object] = lambda value: value
+    null: object = None
 
 
 class Family(NamedTuple):
