@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import jax
 from flax import nnx
@@ -61,7 +61,7 @@ from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.text import count_text, paths_text, shown
-from flax_mesh.tree import PyTree, named_leaves
+from flax_mesh.tree import PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
@@ -235,7 +235,7 @@ class Checkpointer:
         """The metadata of a step, as given to `save`."""
         return read_metadata(self._step(step))
 
-    def arrays(self, step: int) -> dict[str, Any]:
+    def arrays(self, step: int) -> dict[str, Shaped]:
         """Shape and dtype of every array of a step, by path on disk; reads no array."""
         return stored_arrays(self._step(step))
 
@@ -382,7 +382,7 @@ def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | Non
     return state, RestoreReport(restored, {}, ())
 
 
-def _checked(step: Any) -> int:
+def _checked(step: SupportsIndex) -> int:
     """`step` as an int. ConfigError for anything else, since the text of a step is the name of a folder."""
     with suppress(TypeError):
         if not isinstance(step, bool) and 0 <= operator.index(step) <= LAST_STEP:

@@ -120,7 +120,7 @@ def _has_dtype(dtype: np.dtype) -> bool:
     return True
 
 
-def with_numbers(leaves: Iterable[Any], tree: PyTree) -> list[Any]:
+def with_numbers(leaves: Iterable[Any], tree: PyTree) -> list[object]:
     """The leaves; those that are numbers of Python in `tree` are so again."""
     return [
         type(x)(leaf.item()) if type(x) in _NUMBERS else leaf
@@ -336,7 +336,7 @@ def _layer_sharding(stack: object) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]), memory_kind=sharding.memory_kind)
 
 
-def _batches(stacks: Mapping[str, Any]) -> Iterator[list[str]]:
+def _batches(stacks: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
     """Paths in batches of limited bytes, each on one mesh: a program cannot run on several pipeline groups."""
     groups: dict[object, list[str]] = {}
     for path, leaf in stacks.items():

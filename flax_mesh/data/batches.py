@@ -16,7 +16,7 @@ import hashlib
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -205,7 +205,7 @@ def _make_placed_fn(rows_of: Callable[..., Rows], config: DataConfig, sharding: 
         def read(rows: tuple[int, int], columns: tuple[int, int]) -> Rows:
             return rows_of(step, slice(*rows), slice(*columns))
 
-        def shard(name: str, index: Any) -> np.ndarray:  # index: one slice per dim
+        def shard(name: str, index: tuple[slice, ...]) -> np.ndarray:  # index: one slice per dim
             rows, columns = (dim.indices(size)[:2] for dim, size in zip(index, shape, strict=True))
             return read(rows, columns)[name]
 

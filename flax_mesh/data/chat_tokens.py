@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Message, Row
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
+Result = TypeVar("Result")
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -157,11 +158,11 @@ class Encoder:
             )
         return slice(start, start + length)
 
-    def _apply(self, messages: Sequence[Message], **options: object) -> Any:
+    def _apply(self, messages: Sequence[Message], **options: object) -> dict[str, list[int]]:
         return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
 
 
-def _valid(problem: str, method: Callable[..., Any], *arguments: object, **options: object) -> Any:
+def _valid(problem: str, method: Callable[..., Result], *arguments: object, **options: object) -> Result:
     """The result of a method of a tokenizer. A ValueError becomes a BadRowError."""
     try:
         return method(*arguments, **options)

@@ -40,7 +40,8 @@ class Chats:
         """An iterator of grain, in an order that depends on `data.seed`, or on `seed` without it, and on the epoch."""
         seed = seed if self._config.seed is None else self._config.seed
         dataset = _batches(self._config, self._trained, seed % 2**32)
-        share, iterator = np.mean(next(iter(dataset))["segment_ids"] > 0), iter(dataset)
+        share = np.mean(next(iter(dataset))["segment_ids"] > 0)
+        iterator: Any = iter(dataset)
         held_out = f"{len(self._held_out):,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
         iterator.rows = self._rows
@@ -106,7 +107,7 @@ def _lines(path: Path) -> Iterable[bytes]:
         raise ConfigError(f"data.source={path} cannot be read: {error}") from error
 
 
-def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None = None) -> Any:
+def _batches(config: ChatConfig, documents: Sequence[Tokens], seed: int | None = None) -> Iterable[Arrays]:
     """A dataset of grain: batches without end; without a seed each document once, in order, and rows of padding."""
     try:
         import grain

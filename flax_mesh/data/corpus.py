@@ -119,19 +119,33 @@ def load_corpus(config: DataConfig) -> Corpus:
     """
     if wrong := check_data_config(config):
         raise ConfigError(wrong)
-    problems: list[str] = []
-    corpus = _read_corpus(config)
+    with labelled("data.source"):
+        loaded = load_documents(config.source, config.bin_dtype)
+    documents, files = loaded.tokens, loaded.paths
+    # Before the tokens are hashed: a file that is written after that has another stamp.
+    stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
+    with labelled("data.source"):
+        train, held_out, split = _split(loaded, config.held_out)
     window = config.sequence_length + 1
-    for name, part in (("training", corpus.train), ("held-out", corpus.held_out)):
-        if len(part) < window:
-            problems.append(
-                f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window "
-                f"requires {window}. Use more text, change data.held_out ({config.held_out}) "
-                "or lower data.sequence_length."
-            )
-    if problems:
+    if problems := [
+        f"data.source: the {name} part of {config.source} has {len(part)} tokens, but one window requires {window}. "
+        f"Use more text, change data.held_out ({config.held_out}) or lower data.sequence_length."
+        for name, part in (("training", train), ("held-out", held_out))
+        if len(part) < window
+    ]:
         raise ConfigError(problems)
-    return corpus
+    label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
+    size = f"{sum(map(len, documents.values())):,} {'bytes' if loaded.is_text else 'tokens'}"
+    return Corpus(
+        train=train,
+        held_out=held_out,
+        description=f"{label}: {count_text(len(documents), 'file')}, {size}; {split}",
+        content_hash=_hash_tokens([train, held_out]),
+        vocab_size=256 if loaded.is_text else None,
+        bytes_per_token=1.0 if loaded.is_text else None,
+        bin_dtype=config.bin_dtype if any(path.suffix.lower() == ".bin" for path in files.values()) else None,
+        stamps=stamps,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +159,12 @@ class Documents:
     def join(self, names: Sequence[str] | None = None) -> Tokens:
         """All of them, or the files `names`, as one sequence: text with a zero byte between two files."""
         chosen = [self.tokens[name] for name in (self.tokens if names is None else names)]
-        return _join_text(chosen) if self.is_text else _join_tokens(chosen)
+        if self.is_text:
+            return np.frombuffer(b"\0".join(tokens.data for tokens in chosen), np.uint8)
+        dtypes = sorted({str(tokens.dtype) for tokens in chosen})
+        if len(dtypes) > 1:
+            raise ConfigError(f"the token files must have the same integer dtype, found {', '.join(dtypes)}.")
+        return TokenFiles(tuple(chosen))
 
 
 def load_documents(source: str, bin_dtype: str, *, option: str = "data.bin_dtype") -> Documents:
@@ -173,29 +192,6 @@ def _open_files(files: dict[str, Path], source: str, bin_dtype: str, option: str
     if not documents:
         raise ConfigError(f"{source} is empty: {count_text(len(files), 'file')} without content.")
     return Documents(documents, is_text, files)
-
-
-def _read_corpus(config: DataConfig) -> Corpus:
-    with labelled("data.source"):
-        loaded = load_documents(config.source, config.bin_dtype)
-    documents, is_text, files = loaded.tokens, loaded.is_text, loaded.paths
-    # Before the tokens are hashed: a file that is written after that has another stamp.
-    stamps = {str(files[name]): _stamp(files[name]) for name, x in documents.items() if isinstance(x, np.memmap)}
-    with labelled("data.source"):
-        train, held_out, split = _split(loaded, config.held_out)
-
-    label = f"standard library of Python {platform.python_version()}" if config.source == STDLIB else config.source
-    size = f"{sum(map(len, documents.values())):,} {'bytes' if is_text else 'tokens'}"
-    return Corpus(
-        train=train,
-        held_out=held_out,
-        description=f"{label}: {count_text(len(documents), 'file')}, {size}; {split}",
-        content_hash=_hash_tokens([train, held_out]),
-        vocab_size=256 if is_text else None,
-        bytes_per_token=1.0 if is_text else None,
-        bin_dtype=config.bin_dtype if any(path.suffix.lower() == ".bin" for path in files.values()) else None,
-        stamps=stamps,
-    )
 
 
 def _stamp(path: str | Path) -> FileStamp | None:
@@ -312,14 +308,3 @@ def _check_width(path: Path, tokens: np.ndarray, option: str) -> None:
             f"every second token of {path} is below 16 and the others are not, as in a file of wider integers than "
             f"{tokens.dtype.name} ({option}). {wider} tokens of another type as .npy."
         )
-
-
-def _join_text(documents: list[np.ndarray]) -> np.ndarray:
-    return np.frombuffer(b"\0".join(tokens.data for tokens in documents), np.uint8)
-
-
-def _join_tokens(documents: list[np.ndarray]) -> TokenFiles:
-    dtypes = sorted({str(tokens.dtype) for tokens in documents})
-    if len(dtypes) > 1:
-        raise ConfigError(f"the token files must have the same integer dtype, found {', '.join(dtypes)}.")
-    return TokenFiles(tuple(documents))

@@ -128,7 +128,7 @@ def encode(state: object) -> State:
     raise ConfigError(f"get_state of {WHAT} must return bytes or a value of JSON, got {type(state).__name__}: {reason}")
 
 
-def decode(state: State) -> Any:
+def decode(state: State) -> object:
     return base64.b64decode(state["base64"], validate=True) if "base64" in state else state["json"]
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 from flax import nnx
@@ -27,11 +27,12 @@ from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.checks import check_model_on_mesh
 from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
-from flax_mesh.recipe.resolve import derive
+from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.saved import averages
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.text import mesh_text
+from flax_mesh.tree import PyTree
 
 Say = Callable[[str], None]
 
@@ -104,20 +105,27 @@ def load_trained(
         if current.model != source.model:
             raise ConfigError(f"{source.path} was deleted, and {current.path} has another model; repeat the command")
         with noticing_deletion(current.path):
-            return _load_trained(current, settings, tokenizer, stops, average, sequence_length, say)
+            recipe = _checked_recipe(current, settings, sequence_length)
+            mesh, config = recipe.device_mesh, cast(DecoderConfig, recipe.model)
+            abstract = abstract_state(recipe.make_model, mesh, recipe.layout.rules)
+            graphdef, _ = abstract_split(recipe.make_model, mesh)
+            state, what = _load(current, config, abstract, average)
+            model: Decoder = merge_lora(nnx.merge(graphdef, state))
+        count = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, graph=True)))
+        for path in current.damaged:
+            say(f"{path} is damaged and was skipped")
+        say(f"model: {current.path}, {what}, {count / 1e6:.2f}M parameters")
+        for note in filter(None, (*recipe.target.notes, config.copies_on(mesh))):
+            say(note)
+        hint = "" if settings.has_mesh else "; mesh.shape=... sets another one"
+        say(f"mesh: {_mesh_line(mesh)}{hint}")
+        return TrainedModel(model, config, mesh, tokenizer, tuple(stops), current, f"{current.path}, {what}")
 
     return of_newest(load, source.asked[0], step=source.asked[1])
 
 
-def _load_trained(
-    source: Source,
-    settings: Settings,
-    tokenizer: Tokenizer | None,
-    stops: Sequence[int],
-    average: bool,
-    sequence_length: int | None,
-    say: Say,
-) -> TrainedModel:
+def _checked_recipe(source: Source, settings: Settings, sequence_length: int | None) -> Recipe:
+    """The recipe of the model on its mesh; ConfigError if the mesh or `source` does not fit the settings."""
     config = settings.config
     _check_layers(source, config.model)
     if not settings.has_mesh:
@@ -127,25 +135,12 @@ def _load_trained(
             config, mesh=replace(config.mesh, shape=shape), run=replace(config.run, platform="auto")
         )  # auto: the mesh may use fewer devices
     recipe = derive(config, local_target(config.mesh, config.run.platform), {})
-    mesh = recipe.device_mesh
-    problems = check_model_on_mesh(config, mesh, recipe.rules.axes)
+    problems = check_model_on_mesh(config, recipe.device_mesh, recipe.rules.axes)
     if sequence_length is not None:
-        problems += length_problems(config.model, mesh, sequence_length, "--sequence-length")
+        problems += length_problems(config.model, recipe.device_mesh, sequence_length, "--sequence-length")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    abstract = abstract_state(recipe.make_model, mesh, recipe.layout.rules)
-    graphdef, _ = abstract_split(recipe.make_model, mesh)
-    state, what = _load(source, config.model, abstract, average)
-    model: Decoder = merge_lora(nnx.merge(graphdef, state))
-    count = sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(model, graph=True)))
-    for path in source.damaged:
-        say(f"{path} is damaged and was skipped")
-    say(f"model: {source.path}, {what}, {count / 1e6:.2f}M parameters")
-    for note in filter(None, (*recipe.target.notes, config.model.copies_on(mesh))):
-        say(note)
-    hint = "" if settings.has_mesh else "; mesh.shape=... sets another one"
-    say(f"mesh: {_mesh_line(mesh)}{hint}")
-    return TrainedModel(model, config.model, mesh, tokenizer, tuple(stops), source, f"{source.path}, {what}")
+    return recipe
 
 
 def _mesh_line(mesh: Mesh) -> str:
@@ -193,7 +188,7 @@ def _load(source: Source, config: DecoderConfig, abstract: nnx.State, average: b
     what = ", moving average of the parameters" if scaled else ""
     what += f", {NOT_EVALUATED}" if schedule_free_sources(arrays) else ""
     with Checkpointer(source.path.parent, layers=model_layers(Decoder) or None) as checkpointer:
-        tree: Any = {"model": abstract}
+        tree: PyTree = {"model": abstract}
         try:
             checkpointer.check(tree, step, include=MODEL, cast=True)
         except (StepDeletedError, UnreadableError):

@@ -34,10 +34,10 @@ class Attention(nnx.Module):
         self.config = config
         heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
         options = linear_options(config, rngs)
-        biased: dict[str, Any] = options | {"use_bias": config.qkv_bias}
-        self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **biased)
-        self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
-        self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **biased)
+        options["use_bias"] = config.qkv_bias
+        self.q = nnx.LinearGeneral(config.hidden_size, (heads, width), **options)
+        self.k = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **options)
+        self.v = nnx.LinearGeneral(config.hidden_size, (kv_heads, width), **options)
         if config.qk_norm:
             sizes = (heads * width, kv_heads * width) if config.qk_norm_all_heads else (width, width)
             self.q_norm, self.k_norm = (norm(config, rngs, size) for size in sizes)
@@ -174,8 +174,8 @@ def attend(
     """Causal attention within a window and within equal segment ids, by one of the kernels."""
     scale = config.attention_scale or None
     if kernel == "splash":
-        of_call: dict[str, Any] = {"window": window, "axes": config.axes, "mode": mode, "scale": scale}
-        return splash_attention(q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, **of_call)
+        arrays = q_BSHC, k_BSKC, v_BSKC, segment_ids_BS
+        return splash_attention(*arrays, window=window, axes=config.axes, mode=mode, scale=scale)
     mask = None if segment_ids_BS is None else segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]
     local = (window - 1, 0) if window else None
     try:

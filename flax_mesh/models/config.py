@@ -253,14 +253,13 @@ class DecoderConfig:
             return []
         platform = platform_of(mesh) if isinstance(mesh, Mesh) else ""
         known = set(self.problems())
-        lengths: dict[str, Any] = {"queries": sequence_length, "keys": sequence_length}
-        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform, **lengths)
+        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform, queries=sequence_length, keys=sequence_length)
         return [line for line in problem_lines(self.attention, call) if line not in known]
 
     def notes_on(self, mesh: Mesh | AbstractMesh, sequence_length: int | None = None) -> list[str]:
         """Copied key-value heads, and the choices of `auto` with their reasons, as lines for the output of a run."""
-        lengths: dict[str, Any] = {"queries": sequence_length, "keys": sequence_length}
-        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform_of(mesh), **lengths)
+        platform = platform_of(mesh)
+        call = self.on_mesh(mesh)._call(mesh=mesh, platform=platform, queries=sequence_length, keys=sequence_length)
         return [text for text in (self.copies_on(mesh), choice_text(self.attention, call)) if text]
 
     def on_mesh(self, mesh: AnyMesh) -> "DecoderConfig":
@@ -286,8 +285,8 @@ class DecoderConfig:
         if self.attention == "xla":
             return "xla"
         mesh = current_mesh()
-        lengths: dict[str, Any] = {"queries": queries, "keys": keys, "has_segments": has_segments, "mode": mode}
-        call = self._call(mesh=mesh, platform=platform_of(mesh), **lengths)
+        call = self._call(mesh=mesh, queries=queries, keys=keys, has_segments=has_segments, mode=mode)
+        call = replace(call, platform=platform_of(mesh))
         if self.attention == "auto":
             return choose(call)[0]
         if self.attention == "cudnn":  # JAX itself checks the devices

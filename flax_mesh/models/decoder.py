@@ -76,7 +76,7 @@ class Decoder(nnx.Module):
         # One key per layer, so that a list and a stack of layers have bitwise equal initial values.
         keys = jax.random.split(rngs.params(), config.num_layers)
         make_layer = lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key))  # noqa: E731
-        self.layers: Any = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
+        self.layers: PyTree = nnx.vmap(make_layer)(keys) if config.scan else nnx.List([make_layer(key) for key in keys])
         self.norm = norm(config, rngs)
         if not config.tied:
             self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **linear_options(config, rngs))
@@ -113,12 +113,13 @@ class Decoder(nnx.Module):
     def _hidden(
         self, mode: Mode, tokens_BS: jax.Array, segment_ids_BS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, Aux]:
-        x_BSD, table_VD = self._embed(tokens_BS, mode)
+        config, (x_BSD, table_VD) = self.config, self._embed(tokens_BS, mode)
         # A kernel of attention contains dots, but is one opaque primitive.
-        also = is_fused_attention if self.config.attention != "xla" else None
+        also = is_fused_attention if config.attention != "xla" else None
         call = lambda layer, x_BSD, kind: layer(x_BSD, mode, segment_ids_BS, kind)  # noqa: E731
-        options: dict[str, Any] = {"also": also, "scan": self.config.scan, "kinds": self.config.kinds}
-        x_BSD, aux = call_layers(call, self.layers, x_BSD, self.config.remat, **options)
+        x_BSD, aux = call_layers(
+            call, self.layers, x_BSD, config.remat, also=also, scan=config.scan, kinds=config.kinds
+        )
         x_BSD = self._normed(x_BSD)
         return x_BSD, self._output_weights(table_VD, x_BSD), aux
 
@@ -242,7 +243,7 @@ def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
     return tokens[0], tokens[1]  # pyright: ignore[reportReturnType] (neither is None)
 
 
-def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, ...]:
+def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree, ...]:
     """(summed cross-entropy in nats, number of tokens) of targets (B, S).
 
     Negative targets do not count, whether -1, -100 or another number. A target at or above the size of the vocabulary
@@ -274,8 +275,8 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[Any, .
     packed: dict[str, Any] = {name: batch[name] for name in ("segment_ids",) if name in batch}
     x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
     config = model.config
-    options: dict[str, Any] = {"chunk": config.loss_chunk, "cap": config.logit_softcap}
-    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, **options)
+    chunk, cap = config.loss_chunk, config.logit_softcap
+    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=chunk, cap=cap)
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight

@@ -298,7 +298,13 @@ def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
     return next(iter(meshes), None)
 
 
-def sample(model: Decoder, prompt: jax.Array, num_tokens: int, key: jax.Array, temperature: Any = 0.8) -> jax.Array:
+def sample(
+    model: Decoder,
+    prompt: jax.Array,
+    num_tokens: int,
+    key: jax.Array,
+    temperature: float | np.floating | jax.Array = 0.8,
+) -> jax.Array:
     """Continue `prompt` (P,) int32 by `num_tokens` sampled ids; returns all (P + num_tokens,) ids. It may be traced.
 
     Temperature 0 is greedy: every id has the largest logit. A negative temperature or nan raises ConfigError; if

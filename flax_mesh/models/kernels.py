@@ -6,7 +6,7 @@ Shape letters: B batch, S sequence, H query heads, K key-value heads, C head dim
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +232,7 @@ def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -
     block = max(size for size in range(LANES, BLOCK + 1, LANES) if (length // parts) % size == 0)
     names = ("block_q", "block_kv", "block_kv_compute")
     names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    make: Callable[..., Any] = library.make_splash_mha
+    make: Callable[..., PyTree] = library.make_splash_mha
     with jax.ensure_compile_time_eval():
         kernel = make(
             masks.MultiHeadMask([mask] * heads),

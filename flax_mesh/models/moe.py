@@ -10,7 +10,7 @@ Router: `ops.router`; sparsity: Shazeer et al. 2017. No token is ever dropped: t
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class MoE(nnx.Module):
     On a mesh the layer runs in its own `jax.shard_map`. The experts are split over the mesh axes of the logical axis
     "experts"; tokens are sent to them and back by all-to-all. A batch that is split over those axes too,
     `PartitionAxis(batch_axis=("fsdp", "dp", "ep"))`, is the natural layout: no computation outside of the layer is then
-    replicated. Any other batch is split over them for this layer, along B if that divides, otherwise along S, and the
+    replicated. Another batch is split over them for this layer, along B if that divides, otherwise along S, and the
     result is gathered again; ShardingError if neither divides.
     """
 
@@ -88,15 +88,12 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """`counted_BS`, booleans: the tokens that count in the sums; the others, such as padding, are routed only."""
         experts = (self.gate, self.up, self.down)
-        kernels = Kernels(
-            *(k.kernel[...].astype(self.dtype) for k in experts),
-            *(k.bias[...].astype(self.dtype) for k in experts if self.bias),
-        )
+        kernels = tuple(k.kernel[...].astype(self.dtype) for k in experts)
+        kernels += tuple(k.bias[...].astype(self.dtype) for k in experts if self.bias)
         layout = find_layout(self.axes, x_BSD.shape, self.num_experts, mode)
         activate = lambda x: activated(x, self.activation, self.swiglu_limit)  # noqa: E731
-        options: dict[str, Any] = {"k": self.experts_per_token, "routing": self.routing, "layout": layout}
         local = _Local(activate, partial(shifted, limit=self.swiglu_limit), platform_of(current_mesh()))
-        run = partial(_run_on_device, local=local, **options)
+        run = partial(_run_on_device, k=self.experts_per_token, routing=self.routing, local=local, layout=layout)
         router: tuple[jax.Array, ...] = (self.router.kernel[...].astype(jnp.float32),)
         if self.bias:
             router += (self.router.bias[...].astype(jnp.float32),)
@@ -126,12 +123,12 @@ class Kernel(nnx.Module):
 class Kernels(NamedTuple):
     """Kernels of all experts: gate and up (E, D, F), down (E, F, D); and their biases (E, F) and (E, D), or None."""
 
-    gate: Any
-    up: Any
-    down: Any
-    gate_bias: Any = None
-    up_bias: Any = None
-    down_bias: Any = None
+    gate: jax.Array
+    up: jax.Array
+    down: jax.Array
+    gate_bias: jax.Array | None = None
+    up_bias: jax.Array | None = None
+    down_bias: jax.Array | None = None
 
 
 class _MoELayout(NamedTuple):
@@ -153,10 +150,11 @@ class _MoELayout(NamedTuple):
     def router(self) -> PartitionSpec:
         return PartitionSpec(self.embed, None)
 
-    def specs(self, bias: bool) -> Kernels:
+    def specs(self, bias: bool) -> tuple[PartitionSpec, ...]:
+        """Of the fields of Kernels, the biases only where the experts have some."""
         wide, tall = (self.experts, self.embed, self.mlp), (self.experts, self.mlp, self.embed)
         of_kernels = [PartitionSpec(*dims) for dims in (wide, wide, tall)]
-        return Kernels(*of_kernels, *(PartitionSpec(dims[0], dims[2]) for dims in (wide, wide, tall) if bias))
+        return *of_kernels, *(PartitionSpec(dims[0], dims[2]) for dims in (wide, wide, tall) if bias)
 
 
 def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, mode: Mode = "train") -> _MoELayout:
@@ -207,7 +205,7 @@ def _run_on_device(
     x_BSD: jax.Array,
     counted_BS: jax.Array | None,
     router: tuple[jax.Array, ...],
-    kernels: Kernels,
+    arrays: tuple[jax.Array, ...],
     *,
     k: int,
     routing: Routing,
@@ -219,11 +217,12 @@ def _run_on_device(
     shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # unusual axes, but valid
     split = tuple(axis for axis in layout.mlp if axis not in shared)
     router_DE = _gather(router[0], layout.router, layout)
-    bias = kernels.gate_bias is not None
-    arrays, specs = kernels[: 6 if bias else 3], layout.specs(bias)
-    kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(arrays, specs, strict=False)))
-    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, router[1] if bias else None, counted_T)
-    if bias and split:  # each device has a part of the sum over F, to which one of them adds the bias
+    specs = layout.specs(bias=len(router) > 1)
+    kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(arrays, specs, strict=True)))
+    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, *router[1:], counted_T=counted_T)
+    if (
+        kernels.down_bias is not None and split
+    ):  # each device has a part of the sum over F, to which one of them adds the bias
         is_first = jax.lax.axis_index(split) == 0
         kernels = kernels._replace(down_bias=jnp.where(is_first, _vary(kernels.down_bias, split), 0))
     # Each device has a part of F, so the cotangents of the inputs are partial sums, reduced here once for T rows.

@@ -33,6 +33,7 @@ from tests.checkpoint.states import random_values
 
 ADAPTED = LoraConfig(2, 3, "attention/(q|v)/kernel")
 KINDS = ("step", "huggingface")
+OTHER: Any = {"scan": True, "sizes": (1, 1, 1, 1, 4)}  # than the layout of the saved states
 
 
 @cache
@@ -64,7 +65,7 @@ def make_folder(tmp_path: Path, kind: str) -> Path:
     """A folder to start from, with other values than `random_values` returns."""
     if kind == "huggingface":
         return Path(shutil.copytree(DATA / "llama", tmp_path / "llama"))
-    state = random_values(layout_of(scan=True)).to_nnx()["model"]
+    state = random_values(layout_of(**OTHER)).to_nnx()["model"]
     _, own = nnx.split_state(state, nnx.LoRAParam, ...)
     with Checkpointer(tmp_path / "start", layers=("layers",)) as checkpointer:
         checkpointer.save(3, {"model": jax.tree.map(lambda x: x / 3, own)})
@@ -88,11 +89,11 @@ def test_a_checkpoint_without_the_frozen_weights_is_restored_in_every_layout_and
     assert not any(path.startswith("model/") and "_lora_" not in path for path in paths)
     with Checkpointer(tmp_path / "whole") as checkpointer:
         checkpointer.save(1, state)
-        other = checkpointer.restore(layout_of(scan=True, sizes=(1, 1, 1, 1, 4)))
+        other = checkpointer.restore(layout_of(**OTHER))
     assert folder_size(folder / "1" / "state")[1] < folder_size(tmp_path / "whole" / "1" / "state")[1] / 2
     with Checkpointer(folder) as checkpointer:
         assert_same(checkpointer.restore(layout_of()), state)
-        restored = checkpointer.restore(layout_of(scan=True, sizes=(1, 1, 1, 1, 4)))
+        restored = checkpointer.restore(layout_of(**OTHER))
         assert_same(restored, other)
         checkpointer.save(2, restored)
         checkpointer.wait()
@@ -146,10 +147,8 @@ def test_a_fingerprint_changes_with_every_element_and_with_their_order():
     named = [(f"{dtype} {n}", jnp.asarray(y)) for dtype in dtypes for n, y in enumerate(arrays[dtype].values())]
     found = fingerprints(named)
     assert all(len(different) > 7 for different in arrays.values())
-    assert (
-        len({(path.split()[0], number) for path, number in found.items()}) == len(named)
-        and fingerprints(named) == found
-    )
+    assert len({(path.split()[0], number) for path, number in found.items()}) == len(named)
+    assert fingerprints(named) == found
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,10 +169,8 @@ def test_a_base_that_is_gone_or_another_one_is_refused(kind, tmp_path, capsys):
     assert f"{file.name}: changed" in capsys.readouterr().out
     file.write_bytes(old)
     start.rename(tmp_path / "moved")
-    with (
-        pytest.raises(ConfigError, match=r"(?s)the folder is gone.*link to a copy"),
-        Checkpointer(folder) as checkpointer,
-    ):
+    gone = pytest.raises(ConfigError, match=r"(?s)the folder is gone.*link to a copy")
+    with gone, Checkpointer(folder) as checkpointer:
         checkpointer.restore(layout_of())
     start.symlink_to(tmp_path / "moved")
     with Checkpointer(folder) as checkpointer:

@@ -34,7 +34,7 @@ LAYOUTS = {
     "scanned pp2": ("mesh.shape=pp:2,dp:2", "model.scan=true"),
 }
 PAIRS = [("scanned", "scanned dp2"), *itertools.product(LAYOUTS, LAYOUTS)]  # the first one in the default tests
-BEFORE, AFTER = 3, 10  # steps
+BEFORE, AFTER = 3, 5  # steps
 
 
 CONFIG = TrainConfig(
@@ -59,7 +59,7 @@ def setup(layout: str) -> tuple[TrainProgram, BatchFn]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """`saved(layout)`: a folder with the state after three steps, this state, and the ten losses that follow."""
+    """`saved(layout)`: a folder with the state after three steps, this state, and the losses that follow."""
 
     @functools.cache
     def of(layout: str):

@@ -60,10 +60,10 @@ def documents_of(batch: dict[str, np.ndarray]) -> list[tuple[int, np.ndarray]]:
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("packing", [True, False])
 def test_documents_are_drawn_equally_often_and_none_continues_in_another(packing, tmp_path):
-    rows = texts(24)
+    rows = texts(12)
     iterator = read(config_of(tmp_path / "a.jsonl", rows, packing=packing, held_out=0.01)).batches(0)
     found, most = [], 0
-    for batch in itertools.islice(iterator, 32):
+    for batch in itertools.islice(iterator, 16):
         assert {name: (x.shape, x.dtype) for name, x in batch.items()} == dict.fromkeys(
             ("inputs", "targets", "segment_ids"), ((4, 31), np.int32)
         )
@@ -81,14 +81,14 @@ def test_documents_are_drawn_equally_often_and_none_continues_in_another(packing
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_state_of_a_stream_leads_to_the_same_batches_bit_for_bit(packing, tmp_path):
-    config = config_of(tmp_path / "a.jsonl", texts(50), packing=packing)
+    config = config_of(tmp_path / "a.jsonl", texts(24), packing=packing)
     first = read(config).batches(3)
     for _ in range(7):  # into the second epoch
         next(first)
     state = json.loads(json.dumps(first.get_state()))
     second = read(config).batches(3)
     second.set_state(state)
-    for _ in range(20):
+    for _ in range(8):
         one, other = next(first), next(second)
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
     assert (next(read(config).batches(4))["inputs"] != next(read(config).batches(3))["inputs"]).any()

@@ -26,7 +26,7 @@ from flax_mesh.models.kernels import Call, choose, misfits
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, train
 from flax_mesh.tree import named_leaves
-from tests.models.reference import SMALL, make_mesh, numpy_decoder, small, tokens_of
+from tests.models.reference import SMALL, make_mesh, numpy_decoder, small, tokens_of, with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -41,6 +41,10 @@ def mesh_of(platform: str = "", **sizes: int) -> AbstractMesh:
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), abstract_device=device)
 
 
+def kv_heads_over(axis: str | None) -> dict[str, Any]:
+    return {"axes": PartitionAxis(extra={"kv_heads": axis})}
+
+
 CHOICES = [  # platform, sizes of the mesh, sequence length, other fields of Call -> kernel, reason
     ("tpu", {"fsdp": 8}, 4096, HALF, "splash", "the devices are TPUs"),
     ("tpu", {"fsdp": 8}, 4096, HALF | {"dtype": "float32", "head_dim": 12}, "splash", "the devices are TPUs"),
@@ -52,22 +56,8 @@ CHOICES = [  # platform, sizes of the mesh, sequence length, other fields of Cal
     ("tpu", {"sp": 4}, 384, HALF, "xla", r"that is a multiple of 512 \(128 \* sp=4\), got 384"),
     ("tpu", {"fsdp": 8}, 1, HALF | {"keys": 4096}, "xla", "needs as many queries as keys, got 1 and 4096"),
     ("tpu", {"tp": 8}, 4096, HALF | {"axes": PartitionAxis(attention_dim_axis="tp")}, "xla", "not split, got tp=8"),
-    (
-        "tpu",
-        {"tp": 8},
-        4096,
-        HALF | {"axes": PartitionAxis(extra={"kv_heads": None})},
-        "splash",
-        "the devices are TPUs",
-    ),
-    (
-        "tpu",
-        {"dp": 2, "tp": 4},
-        4096,
-        HALF | {"axes": PartitionAxis(extra={"kv_heads": "dp"})},
-        "xla",
-        "and kv_heads dp",
-    ),
+    ("tpu", {"tp": 8}, 4096, HALF | kv_heads_over(None), "splash", "the devices are TPUs"),
+    ("tpu", {"dp": 2, "tp": 4}, 4096, HALF | kv_heads_over("dp"), "xla", "and kv_heads dp"),
     ("gpu", {"fsdp": 8}, 4096, HALF, "cudnn", "the devices are GPUs"),
     ("gpu", {"fsdp": 8}, 100, HALF | {"dtype": "float16"}, "cudnn", "the devices are GPUs"),
     ("gpu", {"fsdp": 8}, 4096, HALF | {"dtype": "float32"}, "xla", "cudnn needs model.dtype bfloat16 or float16, got"),
@@ -269,7 +259,7 @@ def test_copies_of_key_value_heads_that_tp_does_not_divide_leave_the_query_heads
     sizes = {"num_layers": 1, "num_heads": 12, "num_kv_heads": 3, "vocab_size": 65}
     make = lambda: make_decoder(dataclasses.replace(SMALL, axes=axes, **sizes), nnx.Rngs(0))  # noqa: E731
     batch: Any = {"inputs": tokens_of(2, 32), "targets": tokens_of(2, 32, seed=1)}
-    graphdef, state = nnx.split(jax.jit(make)())
+    graphdef, state = nnx.split(with_random_parameters(make))
 
     def run(graphdef: Any, state: Any) -> tuple[Any, float]:
         compute = jax.jit(jax.value_and_grad(lambda state: next_token_loss(nnx.merge(graphdef, state), batch)[0]))
@@ -278,18 +268,15 @@ def test_copies_of_key_value_heads_that_tp_does_not_divide_leave_the_query_heads
         return program(state), costs["flops"]
 
     expected, flops = run(graphdef, state)
-    line = (
-        "^model.num_kv_heads=3 is not divisible by tp=4, whose devices have copies of the key-value heads; query heads"
-    )
+    line = "^model.num_kv_heads=3 is not divisible by tp=4, whose devices have copies of the key-value heads; query"
     with pytest.warns(UserWarning, match=line), jax.set_mesh(mesh := make_mesh(tp=4)):
         layouts = abstract_state(make, mesh)
         assert layouts["layers"][0]["attention"]["k"]["kernel"].sharding.is_fully_replicated
         placed = jax.tree.map(lambda x, layout: jax.device_put(x, layout.sharding), state, layouts)
         found, of_device = run(abstract_split(make, mesh)[0], placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), found, expected)
-    assert flops / 4 < of_device < flops / 2, (
-        "the logits are not split, and without copies all query heads are gathered"
-    )
+    # The logits are not split, and without copies all query heads would be gathered.
+    assert flops / 4 < of_device < flops / 2
 
 
 DECODERS = [  # model, shape of the mesh, axis types

@@ -189,7 +189,7 @@ def huggingface_config(
         raise ConfigError(lines, head=f"No family has decoders with {on}; the families, and what they lack:")
     model_type = model_type if model_type in fitting else fitting[0]
     family = FAMILIES[model_type]
-    config: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type}
+    config: dict[str, object] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: target.write(settings[target.settings[0]]) for key, target in family.keys.items()}
     config |= {key: value for key, value in family.must.items() if key not in _NOT_WRITTEN}
     config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}

@@ -17,9 +17,9 @@ class Key(NamedTuple):
 
     settings: tuple[str, ...]
     kind: type = int
-    read: Callable[[Any], Any] = lambda value: value
-    write: Callable[[Any], Any] = lambda value: value
-    null: Any = None
+    read: Callable[[Any], object] = lambda value: value
+    write: Callable[[Any], object] = lambda value: value
+    null: object = None
 
 
 class Family(NamedTuple):
@@ -177,6 +177,14 @@ OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     },
 }
 
+_GLM = Family(
+    "GlmForCausalLM",
+    KEYS | {"attention_bias": Key(("qkv_bias",), bool)},
+    {**ABSENT, "rms_norm_eps": 1.5625e-07, "head_dim": 128, "attention_bias": True},
+    _NO_ROTARY,
+    {**_NO_EXPERTS, "rope_interleaved": True},
+    rotary=0.5,
+)
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", KEYS | {"attention_bias": _BIAS, "mlp_bias": _MLP_BIAS}, _BIASED, _MUST, _NO_EXPERTS
@@ -286,22 +294,8 @@ FAMILIES = {
         _NO_EXPERTS,
         "global:3,global_nope",
     ),
-    "glm": Family(
-        "GlmForCausalLM",
-        KEYS | {"attention_bias": Key(("qkv_bias",), bool)},
-        {**ABSENT, "rms_norm_eps": 1.5625e-07, "head_dim": 128, "attention_bias": True},
-        _NO_ROTARY,
-        {**_NO_EXPERTS, "rope_interleaved": True},
-        rotary=0.5,
-    ),
-    "glm4": Family(
-        "Glm4ForCausalLM",
-        KEYS | {"attention_bias": Key(("qkv_bias",), bool)},
-        {**ABSENT, "rms_norm_eps": 1.5625e-07, "head_dim": 128, "attention_bias": True},
-        _NO_ROTARY,
-        {**_NO_EXPERTS, "rope_interleaved": True, "norms": "both"},
-        rotary=0.5,
-    ),
+    "glm": _GLM,
+    "glm4": _GLM._replace(architecture="Glm4ForCausalLM", settings={**_GLM.settings, "norms": "both"}),
     "granite": Family(
         "GraniteForCausalLM",
         KEYS | _GRANITE_KEYS | {"mlp_bias": _MLP_BIAS},

@@ -128,7 +128,7 @@ def rope_keys(family: Family, settings: Json) -> dict[str, Any]:
 
 
 def _shared_keys(family: Family, settings: Json) -> dict[str, Any]:
-    keys: dict[str, Any] = {"rope_theta": settings["rope_theta"]}
+    keys: dict[str, object] = {"rope_theta": settings["rope_theta"]}
     if family.local_rope:
         keys[family.local_rope] = settings["local_rope_theta"] or settings["rope_theta"]
     if family.rotary:

@@ -240,7 +240,7 @@ def _short(value: object) -> str:
     return text if len(text) < 100 else text[:100] + "..."
 
 
-def _parse_json(path: Path, text: bytes) -> Any:
+def _parse_json(path: Path, text: bytes) -> object:
     def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         parsed = dict(pairs)
         if len(parsed) < len(pairs):

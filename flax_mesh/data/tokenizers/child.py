@@ -19,7 +19,7 @@ OUT_OF_MEMORY = 9  # the exit code
 WAITING = 60  # times the seconds of computation: the limit with all waiting
 
 
-def read_file(path: str) -> Any:
+def read_file(path: str) -> object:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(path)
@@ -28,7 +28,7 @@ def read_file(path: str) -> Any:
     return tokenizer
 
 
-def read_folder(path: str) -> Any:
+def read_folder(path: str) -> object:
     from transformers import AutoTokenizer  # pyright: ignore[reportMissingImports]
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -54,7 +54,7 @@ def answer_file(tokenizer: Any, request: dict[str, Any]) -> object:
     return encoding.ids, [end for _, end in encoding.offsets]
 
 
-def answer_folder(tokenizer: Any, request: dict[str, Any]) -> object:
+def answer_folder(tokenizer: object, request: dict[str, Any]) -> object:
     """The result of a method of the tokenizer, with the arguments in the request."""
     result = getattr(tokenizer, request["method"])(*request["arguments"], **request["options"])
     if isinstance(result, str):
@@ -64,7 +64,7 @@ def answer_folder(tokenizer: Any, request: dict[str, Any]) -> object:
     return {name: result[name] for name in ("input_ids", "assistant_masks") if name in result}
 
 
-PACKAGES: dict[str, tuple[Callable[[str], Any], Callable[[Any], object], Callable[..., object]]] = {
+PACKAGES: dict[str, tuple[Callable[[str], object], Callable[..., object], Callable[..., object]]] = {
     "tokenizers": (read_file, lambda tokenizer: None, answer_file),
     "transformers": (read_folder, facts, answer_folder),
 }

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-def dot_float32(x: jax.Array, w: jax.Array, dimension_numbers: Any, **kinds: object) -> jax.Array:
+def dot_float32(
+    x: jax.Array, w: jax.Array, dimension_numbers: jax.lax.DotDimensionNumbers, **kinds: object
+) -> jax.Array:
     """`jax.lax.dot_general` with a float32 result, for trailing dims of `x` against leading dims of `w`.
 
     With `preferred_element_type=float32` alone, the backward pass multiplies the float32 cotangent, and a GPU runs both

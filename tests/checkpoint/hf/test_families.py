@@ -13,7 +13,7 @@ from flax import nnx
 from flax_mesh import create_mesh
 from flax_mesh.checkpoint.hf.convert import save_safetensors
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, huggingface_config, read_config
-from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, WITHOUT_EFFECT
+from flax_mesh.checkpoint.hf.families import FAMILIES
 from flax_mesh.checkpoint.hf.kept import updated_config
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
@@ -224,9 +224,3 @@ def test_every_family_is_in_the_docs_and_has_a_published_configuration():
     documented = re.findall(r"(?m)^\| `(\w+)` \|", section)
     assert sorted(documented) == sorted(FAMILIES)
     assert {one["config"]["model_type"] for one in PUBLISHED.values()} == {*FAMILIES}
-
-
-def test_every_key_without_effect_has_a_reason():
-    assert OF_FAMILY.keys() <= FAMILIES.keys()
-    for reasons in (WITHOUT_EFFECT, *OF_FAMILY.values()):
-        assert all(len(reason.split()) > 1 for reason in reasons.values())
