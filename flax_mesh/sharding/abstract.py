@@ -274,8 +274,7 @@ def init_state(make: Make, abstract: nnx.State) -> nnx.State:
         >>> fm.init_state(make, abstract)["kernel"].sharding.shard_shape((8, 16))
         (8, 2)
     """
-    state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))[1]
-    return jax.tree.unflatten(jax.tree.structure(abstract), _initialize(make, abstract, state))
+    return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(init_split(make, abstract)[1]))
 
 
 @check_types
@@ -298,21 +297,36 @@ def init_model(make: Make, abstract: nnx.State) -> PyTree:
         >>> model.kernel.sharding.spec, model.kernel.addressable_shards[0].data.shape
         (P(None, 'fsdp'), (64, 32))
     """
-    graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
-    modules = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(state), _initialize(make, abstract, state)))
+    modules = nnx.merge(*init_split(make, abstract))
     return (modules["model"], modules["optimizer"]) if has_optimizer(modules) else modules
 
 
-def _initialize(make: Make, abstract: nnx.State, state: nnx.State) -> list[jax.Array]:
-    """The leaves of `make()`, whose abstract state is `state`, with the shardings of `abstract`."""
-    check_same_arrays(abstract, state)
-    mesh = mesh_of_leaves(jax.tree.leaves(abstract))
-    if isinstance(mesh, AbstractMesh):
+def init_split(make: Make, abstract: nnx.State, check: Callable[[PyTree], None] = lambda modules: None) -> Split:
+    """Graph definition and state of `make()`, as arrays with the shardings of `abstract`, in one trace.
+
+    `check` may raise an error about the modules, with an optimizer as {"model", "optimizer"}, before anything compiles.
+    """
+    leaves = jax.tree.leaves(abstract)
+    mesh, splits = mesh_of_leaves(leaves), []
+
+    def split() -> list[jax.Array]:
+        modules = _made(make, mesh)
+        check(modules)
+        graphdef, state = nnx.split(modules, graph=True)
+        check_same_arrays(abstract, state)
+        splits.append((graphdef, jax.tree.structure(state)))
+        return jax.tree.leaves(state)
+
+    if isinstance(mesh, AbstractMesh) or not all(isinstance(leaf.sharding, NamedSharding) for leaf in leaves):
+        with short_tracer_errors():
+            jax.eval_shape(split)
         raise ShardingError(
             "init_state needs a mesh of devices, but the abstract state was made for an AbstractMesh. Make it with a "
             "mesh from create_mesh(...)."
         )
-    return initialized(lambda: made_leaves(make, mesh), [leaf.sharding for leaf in jax.tree.leaves(abstract)])
+    arrays = initialized(split, [leaf.sharding for leaf in leaves])
+    graphdef, treedef = splits[0]
+    return graphdef, jax.tree.unflatten(treedef, arrays)
 
 
 def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:

@@ -20,7 +20,7 @@ from flax_mesh.sharding.abstract import (
     abstract_split,
     check_same_arrays,
     has_optimizer,
-    init_state,
+    init_split,
     mesh_of_leaves,
     model_axes,
     model_layers,
@@ -230,14 +230,18 @@ def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
         {'ShapeDtypeStruct'}
     """
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
-    if not has_optimizer(tree := nnx.merge(graphdef, state)):
-        raise ShardingError(
-            "make() must return (model, nnx.Optimizer) for a train state, got "
-            f"an object of type {type(tree).__name__}. For a model alone, call init_model or init_state."
-        )
+    _check_optimizer(nnx.merge(graphdef, state))
     check_same_arrays(abstract, state)
     leaves, treedef = jax.tree.flatten(state)
     return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
+
+
+def _check_optimizer(modules: PyTree) -> None:
+    if not has_optimizer(modules):
+        raise ShardingError(
+            "make() must return (model, nnx.Optimizer) for a train state, got "
+            f"an object of type {type(modules).__name__}. For a model alone, call init_model or init_state."
+        )
 
 
 @check_types
@@ -270,4 +274,6 @@ def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
         >>> model.kernel[...].addressable_shards[0].data.shape
         (8, 2)
     """
-    return abstract_train_state(make, abstract).with_state(init_state(make, abstract))
+    graphdef, state = init_split(make, abstract, _check_optimizer)
+    leaves, treedef = jax.tree.flatten(state)
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)
