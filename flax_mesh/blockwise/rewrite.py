@@ -114,7 +114,7 @@ def _as_array(x: Any, of: Any) -> Any:
 
 def known_value(x: Any, cache: dict[int, Any]) -> Any:
     """A value that depends on no input, as an array of NumPy; None for every other value."""
-    todo = [x := source(x)]
+    todo: list[Any] = [x := source(x)]
     while todo:
         inputs = [] if _is_known(todo[-1], cache) else _inputs_of(todo[-1]) or []
         if missing := [each for each in inputs if not _is_known(each, cache)]:

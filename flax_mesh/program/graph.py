@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax import core
 from jax.extend import core as jex
+from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.program.equations import COND, CUSTOM, SCAN, SHARD_MAP, WHILE, body, branches, scan_parts, while_parts
@@ -45,7 +46,7 @@ class Value:
         path: BodyPath,
         op: "Op | None" = None,
         outer: "Atom | None" = None,
-        const: jax.Array | np.ndarray | None = None,
+        const: ArrayLike | None = None,
     ):
         self.var, self.path, self.op, self.outer, self.const = var, path, op, outer, const
         self.aval: core.ShapedArray = var.aval

@@ -18,7 +18,7 @@ from flax_mesh.tree import is_key
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
-Atom: TypeAlias = Var | jex.Literal
+Atom: TypeAlias = Any  # Var or jex.Literal
 
 
 class Program(NamedTuple):

@@ -6,7 +6,7 @@ The functions after the dataclasses load recipes and parse the settings whose te
 # pyright: reportMissingTypeStubs=false
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from flax.nnx.filterlib import Filter
 
 from flax_mesh.blockwise.transform import MODES
 from flax_mesh.data.config import DataConfig
-from flax_mesh.data.evaluation import EvalFns
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.split.remat import REMAT_MODES
@@ -28,6 +27,8 @@ from flax_mesh.tree import PyTree
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
+
+EvalFn = Callable[..., Mapping[str, float]]  # (config, evaluate) -> metrics
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,9 @@ class TrainConfig:
     hooks: tuple[Callable[..., object], ...] = ()
     make_batches: Callable[["TrainConfig"], object] | None = None
     model_from: Callable[..., object] | None = None
-    eval_fns: EvalFns = field(default_factory=dict[str, Callable[..., Any]], hash=False)
+    eval_fns: Mapping[str, Callable[..., Mapping[str, float]]] = field(
+        default_factory=dict[str, Callable[..., Mapping[str, float]]], hash=False
+    )
 
 
 def trained_variables(config: TrainConfig) -> Filter:

@@ -12,7 +12,7 @@ import numpy as np
 
 from flax_mesh.jax_compat import evaluate, source_line
 from flax_mesh.program.bodies import Value
-from flax_mesh.program.equations import bodies
+from flax_mesh.program.follow import all_equations
 from flax_mesh.program.program import Eqn, Program, program_of, shape_of, trace, with_inputs
 from flax_mesh.program.rewrite import rewrite
 from flax_mesh.user_code import caught, user_code
@@ -79,11 +79,7 @@ class CallbackErrors:
 
 def callbacks_in(eqns: Iterable[Eqn]) -> Iterator[Eqn]:
     """The equations that are callbacks, also those in bodies."""
-    for eqn in eqns:
-        if eqn.primitive.name in CALLBACKS:
-            yield eqn
-        for body in bodies(eqn):
-            yield from callbacks_in(body.eqns)
+    return (eqn for eqn in all_equations(eqns) if eqn.primitive.name in CALLBACKS)
 
 
 def has_callbacks(eqns: Iterable[Eqn]) -> bool:

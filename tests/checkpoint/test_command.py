@@ -4,6 +4,7 @@ import json
 import resource
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +225,8 @@ def test_reshard_writes_the_same_values_in_the_layout_of_the_recipe(command, sav
     program = program_of(*argv)
     with Checkpointer(out) as checkpointer:
         assert checkpointer.latest_step() == 10 and checkpointer.metadata(10)["metrics"]["eval_loss"] == 2.25
-        target, stored = checkpointer.check(program.layout, 10), checkpointer.arrays(10)
+        target = checkpointer.check(program.layout, 10)
+        stored: Any = checkpointer.arrays(10)
         for path, x in target.items():  # the chunks on disk match the new layout
             assert stored[path].storage.chunk_shape == x.sharding.shard_shape(x.shape), path
         checkpointer.restore(program.layout, 10)

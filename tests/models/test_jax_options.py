@@ -1,4 +1,4 @@
-"""Options of JAX that refuse or change what a program does: decoders train and generate with all of them."""
+"""Options of JAX that refuse programs or change their results: decoders train and generate with all of them."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Facts of values through every kind of body, alone and nested: what they depend on, and which are unchanged inputs."""
+"""Facts of values through every kind of body, alone and nested: dependence on inputs, and unchanged inputs."""
 
 import itertools
 

@@ -38,7 +38,7 @@ def all_eqns(eqns: Sequence[Eqn]) -> list[Eqn]:
     return [each for eqn in eqns for each in (eqn, *(e for body in bodies(eqn) for e in all_eqns(body.eqns)))]
 
 
-# The rules: a program and its arguments -> its outputs, evaluated with the rule. All compute what the program computes.
+# The rules: a program and its arguments -> its outputs, evaluated with the rule. All have the outputs of the program.
 
 
 def identity(program: Program, x: Any, w: Any) -> Sequence[Any]:

@@ -17,9 +17,6 @@ PARAMETERS = {
 }
 PARAMETERS |= {"num_consts", "num_carry", "ft_in", "length", "reverse", "unroll", "linear", "in_specs", "out_specs"}
 PARAMETERS |= {"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd"}
-# Files that read them until they are rules of program/rewrite.py.
-NOT_YET = {"lora/products.py", "mpmd/split/interpret.py", "mpmd/split/split_scan.py", "mpmd/split/widen.py"}
-NOT_YET |= {"blockwise/rewrite.py"}
 READS = """
 eqn.params["jaxpr"]; params["branches"]; op.eqn.params.get("length", 1)
 {name: eqn.params[name] for name in ("reverse", "unroll")}
@@ -64,4 +61,4 @@ def test_the_parameters_of_bodies_are_read_in_program_only():
     found = {path.relative_to(PACKAGE).as_posix(): reads_of_bodies(path.read_text()) for path in PACKAGE.rglob("*.py")}
     assert found["program/equations.py"], "the views read them"
     wrong = {path: reads for path, reads in found.items() if reads and not path.startswith(("program/", "jax_compat"))}
-    assert wrong.keys() <= NOT_YET, wrong
+    assert not wrong

@@ -114,8 +114,8 @@ def _names(node: ast.AST | None) -> list[str]:
 def _text_reads(handler: ast.ExceptHandler) -> int:
     """How often the text of the caught exception is compared, searched or cut, which another release may change."""
     inside = [node for statement in handler.body for node in ast.walk(statement)]
-    texts = [node for node in inside if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    texts = [node for node in texts if node.func.id in TEXTS and handler.name in map(ast.unparse, node.args)]
+    calls = [node for node in inside if isinstance(node, ast.Call) and ast.unparse(node.func) in TEXTS]
+    texts = [call for call in calls if (handler.name or "") in map(ast.unparse, call.args)]
     arguments = [node for node in inside if isinstance(node, ast.Attribute) and node.attr == "args"]
     return len(texts) + sum(ast.unparse(node.value) == handler.name for node in arguments)
 

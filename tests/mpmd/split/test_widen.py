@@ -20,7 +20,7 @@ def test_a_widened_program_is_the_program_in_float32():
     """Loops, branches and calls: tests/program."""
     half = jax.ShapeDtypeStruct(X.shape, jnp.bfloat16)
     program, _ = trace(dtypes, half, half)
-    want, have = jax.tree.leaves(dtypes(X, W)), call_widened(program, [X, W])
+    want, have = jax.tree.leaves(dtypes(X, W)), jax.tree.leaves(call_widened(program, [X, W]))
     assert [x.dtype for x in have] == [x.dtype for x in want] and not any(rough_outputs(program))
     for a, b in zip(want, have, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -35,7 +35,7 @@ def test_a_kernel_runs_in_its_own_type_and_its_results_are_rough():
     program, _ = trace(fn, jax.ShapeDtypeStruct((3,), jnp.bfloat16), jax.random.key(0))
     assert rough_outputs(program) == [False, True, True, False]
     x = np.array([1.01, 2, 3], np.float32)
-    doubled, bits, _, noise = call_widened(program, [x, jax.random.key(0)])
+    doubled, bits, _, noise = jax.tree.leaves(call_widened(program, [x, jax.random.key(0)]))
     np.testing.assert_array_equal(doubled, 2 * x)
     np.testing.assert_array_equal(bits, jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16))
     assert doubled.dtype == noise.dtype == jnp.float32
