@@ -115,7 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 damage or differences found."
     kinds = parser.add_subparsers(required=True, metavar="WHAT", dest="what")
     for kind, (help, arguments) in KINDS.items():
-        added = kinds.add_parser(kind, help=help, description=help, epilog=parser.epilog, allow_abbrev=False)
+        finding = "differences or damage found" if kind == "diff" else "damage found"
+        codes = f"Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 {finding}."
+        added = kinds.add_parser(kind, help=help, description=help, epilog=codes, allow_abbrev=False)
         for name, options in arguments:
             added.add_argument(name, **options)
         added.add_argument("--json", action="store_true", help="print JSON")

@@ -281,11 +281,11 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     simulated = simulate(schedule, costs)
     seconds = simulated.makespan + update.seconds
     wait = waiting(topology, seconds)
+    computed = math.fsum(part.flops * part.times for part in parts) / recipe.num_groups + update.flops
     parts = [*parts, update, *wait]
     time = time_of(
         topology, seconds + math.fsum(part.seconds for part in wait), parts, _stated(recipe, split.num_parameters)
     )
-    computed = math.fsum(part.flops * part.times for part in parts) / recipe.num_groups
     time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule, simulation=simulated)
     traffic = stage_traffic(topology, shape, schedule, stages)
     findings = [*memory_findings(memory, _given(recipe))]

@@ -88,6 +88,15 @@ class Unrolled(nnx.Module):
         return x
 
 
+class Branches(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.one, self.two = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        one, two = self.one.kernel[...], self.two.kernel[...]
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ one, lambda x: jax.checkpoint(jnp.matmul)(x, two), x)
+
+
 @jax.custom_vjp
 def rounded(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum("bsd,de->bse", x, w)
@@ -132,6 +141,7 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "stack": (Scanned, loss_fn, X, "layers"),
     "parts of a stack": (Unrolled, loss_fn, X, "kernel"),
     "custom": (Custom, loss_fn, X, "^kernel"),
+    "branches": (Branches, loss_fn, X, "kernel"),
     "decoder": (decoder(), next_token_loss, TOKENS, "(q|v|o|up|down|gate)/kernel"),
     "scanned decoder": (decoder(scan=True, remat="full"), next_token_loss, TOKENS, "(q|v|o|up|down|gate)/kernel"),
 }

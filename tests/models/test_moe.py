@@ -181,16 +181,12 @@ def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
     layer, x = make_moe(), 0.01 * random_tokens() + tokens
     layer.router.kernel[...] = 10 * np.eye(D, E)
     ep, per_device = 4, E // 4
-    y, chosen, _ = expected(layer, jnp.asarray(x), K)
-    sent = chosen.reshape(4, 16, ep, per_device).any(-1).sum(1)  # a device has two rows of 8 tokens
-    capacity = balanced_capacity(16, K, per_device, ep) or 0
+    chosen = expected(layer, jnp.asarray(x), K)[1]
+    sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
+    capacity = balanced_capacity(8, K, per_device, ep)
     assert (sent.max() <= capacity) == fits  # so that both sizes of the exchange are tested
-    with jax.set_mesh(make_mesh(ep=4)):
-        program = jax.jit(lambda layer, x: layer(x)).lower(layer, x).compile()
-        found, aux = program(layer, x)
-    assert " conditional(" in (program.as_text() or "")
-    np.testing.assert_allclose(found, y, atol=1e-5)
-    assert (np.asarray(aux["expert_tokens"]) == chosen.sum(0)).all()
+    text = check(layer, x, mesh=make_mesh(dp=2, ep=4))
+    assert " conditional(" in text
 
 
 def test_the_balanced_capacity_is_a_quarter_above_the_expectation():

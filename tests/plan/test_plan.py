@@ -9,8 +9,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh.errors import ConfigError
+from flax_mesh.mpmd.runtime.search import SEARCHED
 from flax_mesh.plan import plan, plan_step
-from flax_mesh.train import MeshConfig, PipelineConfig
+from flax_mesh.train import MeshConfig, PipelineConfig, apply_overrides, load_recipe
 from tests.plan.cases import PLANNED
 
 MESH = AbstractMesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
@@ -80,3 +81,12 @@ def test_a_pipeline_has_a_bubble_and_the_flops_of_the_plain_step():
     assert len(found.memory.groups) == 2 and found.memory.peak == max(found.memory.groups)
     assert found.time.flops == pytest.approx(plain.time.flops, rel=0.1)
     assert any(each.axes == ("pp",) for each in found.traffic)
+
+
+def test_a_plan_of_a_search_has_the_schedule_that_is_found_and_the_flops_of_one_device():
+    """Muon multiplies matrices: the update has a sixth of the FLOPs, and each device its part of it."""
+    settings = ["mesh.shape=pp:2,fsdp:1", "pipeline.num_microbatches=2", "pipeline.schedule=search"]
+    settings += ["model.num_layers=2", "run.eval_every=0", "run.sample_tokens=0", "optimizer.name=muon"]
+    time = plan(apply_overrides(load_recipe("recipes/tiny.py"), settings), "cpu:2").time
+    assert time.schedule is not None and time.schedule.name == SEARCHED and time.schedule.num_microbatches == 2
+    assert time.flops == pytest.approx(3.02e9 + 0.597e9, rel=0.01)

@@ -254,7 +254,7 @@ def peak_of(fn) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="requires the peak of memory, as on Linux")
 def test_gathering_replicates_nothing_on_devices():
-    size = 16 * 2**20
+    size = 32 * 2**20  # smaller arrays may be in memory that this process has freed
     x, y, z = (fm.shard(np.ones((8, size // 32), np.float32), P("fsdp"), FSDP8) for _ in range(3))
     assert peak_of(lambda: fm.gather(x)) < 4 * size
     assert peak_of(lambda: fm.gather(y, bytes_in_flight=2**20)) < 4 * size

@@ -105,6 +105,8 @@ def test_a_batch_of_several_microbatches_and_shapes_alone_can_be_checked():
     staged = split(batch=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), X))
     with pytest.raises(CutError, match="the gradient of layers/0/linear/bias differs"):
         plant(staged, 1, without_gradient).check()
+    with pytest.raises(CutError, match="the gradient of layers/0/linear/bias differs"):
+        staged.check(split_backward=True)  # of the same damaged cut
 
 
 def test_the_mesh_of_a_group_is_replaced_by_one_device():

@@ -1,6 +1,6 @@
 """The assumptions of flax_mesh.program.program about JAX. The names of failing tests report the change.
 
-Only jaxpr.py uses JAX's semi-public interpreter, so only that file needs a change.
+JAX's semi-public interpreter is used in flax_mesh/program and jax_compat.py, so only these files need a change.
 """
 
 from typing import Any
