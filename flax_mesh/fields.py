@@ -385,14 +385,9 @@ _NAMES: dict[Any, str] = {  # descriptions that differ from the name of the clas
 }
 
 
-def _is_scalar(value: Any) -> bool:
-    """Whether it is an array without dims; texts of NumPy have no dims either."""
-    return getattr(value, "ndim", None) == 0 and not isinstance(value, str)
-
-
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
     int: is_index,
-    float: lambda v: isinstance(v, numbers.Real) or (_is_scalar(v) and _succeeds(lambda: float(v))),
+    float: lambda v: isinstance(v, numbers.Real) or (getattr(v, "ndim", None) == 0 and _succeeds(lambda: float(v + 0))),
     bool: lambda value: type(value).__name__ == "bool" or is_index(value),  # numpy's class has the same name
     str: lambda value: isinstance(value, str),
     **dict.fromkeys((Path, os.PathLike), lambda value: isinstance(value, str | os.PathLike)),
