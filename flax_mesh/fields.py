@@ -383,8 +383,6 @@ _NAMES: dict[Any, str] = {  # descriptions that differ from the name of the clas
     Path: "a path",
     os.PathLike: "a path",
 }
-
-
 _SCALARS: dict[Any, Callable[[Any], bool]] = {
     int: is_index,
     float: lambda v: isinstance(v, numbers.Real) or (getattr(v, "ndim", None) == 0 and _succeeds(lambda: float(v + 0))),

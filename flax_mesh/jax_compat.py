@@ -265,15 +265,16 @@ def sharding_type_errors(error: Any) -> tuple[type[Exception], ...]:
 
 @_uses(
     "jax._src.source_info_util.user_context",
+    "jax._src.source_info_util.current_name_stack",
     otherwise=nullcontext(),
     fallback="errors about equations that flax_mesh rewrites do not name the lines of the user's code",
 )
-def in_source_of(user_context: Any, eqn: Any) -> AbstractContextManager[Any]:
-    """A context in which new equations have the source line of `eqn`.
+def in_source_of(user_context: Any, name_stack: Any, eqn: Any) -> AbstractContextManager[Any]:
+    """A context in which new equations have the source line and the named scopes of `eqn`.
 
     Without the private name they have the line of the code that creates them.
     """
-    return user_context(eqn.source_info.traceback)
+    return user_context(eqn.source_info.traceback, name_stack=name_stack() + eqn.source_info.name_stack)
 
 
 @lru_cache(maxsize=1)

@@ -284,7 +284,7 @@ class Loops:
 
         def weights(leaves: Values) -> jax.Array:
             each = [jnp.exp(x - m) / total for x in self.columns({**mine, **leaves})]
-            return sum((x.sum(self.region.k, keepdims=True) for x in each), jnp.zeros(()))
+            return sum((x.sum(self.region.k, keepdims=True) for x in each), jnp.zeros((), _F32))
 
         if not keys:
             return []

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
+from jax.sharding import Sharding
 from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import empty_debug_info, evaluate
@@ -73,7 +74,7 @@ def open_bodies(eqn: Eqn, values: Sequence[Value], call: Call, lost: Lost) -> li
     """The outputs of an equation whose bodies are evaluated by `call(number, body, values)`.
 
     The number is the one of a branch, 1 for the test of a while, and otherwise 0. A value that `call` does not need may
-    be None, unless it is a variable of a loop. The body of a jit is inlined.
+    be None, unless it is a variable of a loop. A jit without shardings is inlined.
     """
     return _KINDS[eqn.primitive.name](_Opening(eqn, call, lost), [*values])
 
@@ -138,15 +139,21 @@ class _Opening(NamedTuple):
         """`outs`, with the Composites among the inputs that the bodies of an equation return unchanged."""
         result = [*outs]
         for at, composite in returned.composites.items():
-            first, *others = returned.inputs[at]
-            if first is None or others:
+            first, *others = [None if n is None else values[n] for n in returned.inputs[at]]
+            if first is None or any(x is not first for x in others):
                 self.lost(self.eqn, composite)
             else:
-                result[at] = values[first]
+                result[at] = first
         return result
 
     def jit(self, values: list[Value]) -> list[Value]:
-        return [*self.call(0, body(self.eqn), values)]
+        """Inlined, unless it has shardings, which are constraints."""
+        program, params = body(self.eqn), self.eqn.params
+        shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+        if not any(isinstance(x, Sharding) for x in shardings) or has_composite(self.eqn, values):
+            return [*self.call(0, program, values)]
+        closed = jax.make_jaxpr(lambda *given: self.call(0, program, given))(*values)
+        return evaluate(self.eqn.replace(params={**params, "jaxpr": closed}), values)
 
     def remat(self, values: list[Value]) -> list[Value]:
         """With all parameters of the equation, some of which `jax.checkpoint` does not take."""
@@ -154,7 +161,11 @@ class _Opening(NamedTuple):
         closed = jax.make_jaxpr(lambda *given: returned.arrays(self.call(0, program, given), given))(*values)
         inputs = [*closed.jaxpr.constvars, *closed.jaxpr.invars]
         jaxpr = closed.jaxpr.replace(constvars=[], invars=inputs, debug_info=empty_debug_info())
-        outs = self.eqn.primitive.bind(*closed.consts, *jax.tree.leaves(values), **{**self.eqn.params, "jaxpr": jaxpr})
+        params = {**self.eqn.params, "jaxpr": jaxpr}
+        if isinstance(flags := params["prevent_cse"], tuple):  # one flag per input
+            given = tuple(flag for flag, x in zip(flags, values, strict=True) for _ in jax.tree.leaves(x))
+            params["prevent_cse"] = any(flags) if closed.consts else given
+        outs = self.eqn.primitive.bind(*closed.consts, *jax.tree.leaves(values), **params)
         return self.restored(values, outs, returned)
 
     def custom(self, values: list[Value]) -> list[Value]:
@@ -175,7 +186,13 @@ class _Opening(NamedTuple):
 
         index, *operands = values
         calls = [evaluated(number, branch) for number, branch in enumerate(branches(self.eqn))]
-        outs = jax.lax.switch(self.array(index), calls, *operands)
+        if platforms := self.eqn.params.get("branches_platforms"):  # only the branch of the platform compiles
+            pairs = [*zip(platforms, calls, strict=True)]
+            default = next((call for names, call in pairs if names is None), None)
+            named = {name: call for names, call in pairs for name in names or ()}
+            outs = jax.lax.platform_dependent(*operands, default=default, **named)
+        else:
+            outs = jax.lax.switch(self.array(index), calls, *operands)
         return self.restored(values, outs, returned)
 
     def scan(self, values: list[Value]) -> list[Value]:

@@ -94,7 +94,7 @@ class _Rewriting(NamedTuple):
 
     def outputs(self, eqn: Eqn, values: list[Value]) -> Sequence[Value]:
         if self.touches(eqn, values):
-            with in_source_of(eqn), _mesh_of(eqn):
+            with in_source_of(eqn), eqn.ctx.manager, _mesh_of(eqn):
                 if (outs := self.rule(eqn, values)) is not None:
                     return outs
                 if can_open(eqn, values):

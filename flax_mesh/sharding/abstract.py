@@ -325,8 +325,7 @@ def init_split(make: Make, abstract: nnx.State, check: Callable[[PyTree], None] 
             "mesh from create_mesh(...)."
         )
     arrays = initialized(split, [leaf.sharding for leaf in leaves])
-    graphdef, treedef = splits[0]
-    return graphdef, jax.tree.unflatten(treedef, arrays)
+    return splits[0][0], jax.tree.unflatten(splits[0][1], arrays)
 
 
 def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:

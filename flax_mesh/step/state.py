@@ -274,6 +274,13 @@ def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
         >>> model.kernel[...].addressable_shards[0].data.shape
         (8, 2)
     """
-    graphdef, state = init_split(make, abstract, _check_optimizer)
+    graphdef, state = init_split(make, abstract, _check_modules)
     leaves, treedef = jax.tree.flatten(state)
     return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)
+
+
+def _check_modules(modules: PyTree) -> None:
+    _check_optimizer(modules)
+    graphdef, state = nnx.split(modules, graph=True)
+    leaves, treedef = jax.tree.flatten(state)
+    TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)  # no two leaves have one path
