@@ -241,6 +241,19 @@ def small(q, k, v):
     return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1), v)
 
 
+def test_the_gradient_of_a_sink_has_its_type_with_64_bit_types():
+    def with_sink(q, k, v, sink):
+        scores = jnp.einsum("bqnh,bknh->bnqk", q, k)
+        sinks = jnp.broadcast_to(sink, (*scores.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, sinks], -1), -1)[..., :-1]
+        return jnp.einsum("bnqk,bknh->bqnh", weights, v).sum()
+
+    with jax.enable_x64(True):
+        sink = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
+        gradient = jax.grad(fm.blockwise_attention(with_sink, block=40), argnums=3)
+        assert jax.eval_shape(gradient, *qkv(), sink).dtype == jnp.float32
+
+
 @pytest.mark.slow
 def test_forward_mode_and_second_derivatives_are_those_of_the_function():
     args = tuple(x[:1, :, :1, :2] for x in qkv())

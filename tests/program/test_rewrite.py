@@ -159,3 +159,36 @@ def test_new_equations_have_the_line_of_the_equation_in_their_place(name: str):
     assert places == {source_line(eqn) for eqn in new if eqn.primitive.name == "exp2"}
     assert {source_line(eqn) for eqn in new} <= {source_line(eqn) for eqn in old}
     assert all(Path(programs.__file__).name in place for place in places)
+
+
+def test_a_rewritten_program_keeps_shardings_of_jits_platforms_of_branches_and_named_scopes():
+    """Otherwise arrays are replicated, kernels of other platforms compile, and profiles lose their names."""
+    mesh = create_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = jax.jit(effect, out_shardings=NamedSharding(mesh, P("x")))
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        with jax.named_scope("scope"):
+            x = BODIES["scan"](effect)(x, w)
+        return jax.lax.platform_dependent(x, w, tpu=effect, default=sharded)
+
+    program, _ = trace(step, X, W)
+    (choice,) = [eqn for eqn in CallbackErrors().recording(program).eqns if eqn.params.get("branches_platforms")]
+    assert choice.params["branches_platforms"] == (("tpu",), None)
+    found = all_eqns(CallbackErrors().recording(program).eqns)
+    assert [eqn.params["out_shardings"][0].spec for eqn in found if any(eqn.params.get("out_shardings", ()))]
+    assert {str(eqn.source_info.name_stack) for eqn in found if eqn.primitive.name == "scan"} == {"scope"}
+
+
+@pytest.mark.parametrize("flags", [(False, True), (True, False)])
+def test_a_remat_with_one_flag_per_input_takes_values_of_several_arrays(flags: tuple[bool, bool]):
+    program, _ = trace(jax.checkpoint(lambda x, w: product(x, w), prevent_cse=flags), X, W)
+    jax.eval_shape(lambda x, w: with_adapter(program, x, w), X, W)
+    jax.eval_shape(jax.grad(lambda x: other_base(program, x, W)[0].sum()), X)
+
+
+def test_a_branch_that_returns_either_of_two_equal_operands_returns_the_weight():
+    def chosen(x: jax.Array, w: jax.Array) -> jax.Array:
+        return product(x, jax.lax.cond(x.sum() > 0, lambda a, b: a, lambda a, b: b, w, w))
+
+    program, _ = trace(chosen, X, W)
+    jax.eval_shape(lambda x, w: with_adapter(program, x, w), X, W)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.checkpoint import Checkpointer
+from flax_mesh.jax_compat import reproducible_cpu_options
 from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import map_named
 
@@ -257,7 +258,7 @@ def test_with_state_names_every_path_that_differs(abstract):
     assert lines == ["  more: unknown", *(f"  {path}: missing" for path in missing)]
 
 
-def test_with_state_refuses_leaves_with_the_same_path():
+def test_leaves_with_the_same_path_are_refused_before_anything_compiles(compilations):
     """Both would get the value of one of them."""
 
     def make():
@@ -265,5 +266,8 @@ def test_with_state_refuses_leaves_with_the_same_path():
         return model, nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
 
     abstract = fm.abstract_state(make, fm.create_mesh(), [(".*", ())])
+    reproducible_cpu_options()  # compiles a program once
+    compilations.clear()
     with pytest.raises(ValueError, match="  model/a/b: 2 leaves have this path"):
         init_train_state(make, abstract)
+    assert not compilations
