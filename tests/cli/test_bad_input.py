@@ -153,7 +153,8 @@ SLOW_COMMANDS = """
 2 | train {recipe} --trace {out} | only a pipeline can be traced
 2 | train {recipe} run.folder={text} | must be a folder, found a file
 3 | train {recipe} run.folder={truncated} | none is valid
-2 | train {recipe} run.folder={run} model.hidden_size=32 | does not match
+3 | train {recipe} run.folder={run} model.hidden_size=32 | metadata was not written by a run
+2 | checkpoint reshard {run} {out} {recipe} model.hidden_size=32 | does not match
 2 | train {recipe} data.source={no_files}/*.txt | no file in
 2 | train {recipe} data.sequence_length=1000000000 | one window requires 1000000001
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
