@@ -160,7 +160,7 @@ SLOW_COMMANDS = """
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology h200:1x8 --compile | H100
 2 | schedule 1f1b --measure {recipe} | has no axis pp
-2 | checkpoint reshard {run} {text}/x {recipe} | cannot be written
+2 | checkpoint reshard {run} {text}/x {recipe_of_run} | cannot be written
 3 | checkpoint reshard {damaged} {out} {recipe} | damaged within bytes
 """
 
@@ -237,6 +237,7 @@ def files(tmp_path_factory) -> dict[str, str]:
     save_run(run, description=TOKENS)
     write_files(root, run)
     named = {path.stem: str(path) for path in root.iterdir() if path.name != "__pycache__"}
+    named["recipe_of_run"] = str(Path(__file__).parents[1] / "inference/small_run.py")
     missing = {"out": str(root / "out"), "nothing": str(root / "nothing"), "long": str(root / ("x/" * 2500))}
     return named | missing | {"root": str(root)}
 
