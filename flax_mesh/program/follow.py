@@ -14,6 +14,7 @@ You give the facts of the inputs and `Rules`; `follow` returns the facts of ever
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -26,7 +27,7 @@ T = TypeVar("T")
 BodyPath: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class Rules(Generic[T]):
+class Rules(ABC, Generic[T]):
     """What operations do to facts. Override what differs; every loop ends if `join` forgets a finite number of times.
 
     `unknown` is the fact of values about which nothing is given.
@@ -34,13 +35,13 @@ class Rules(Generic[T]):
 
     unknown: T
 
+    @abstractmethod
     def through(self, eqn: Eqn, facts: Sequence[T]) -> Sequence[T]:
         """The facts of the results of an equation that is not opened."""
-        raise NotImplementedError
 
+    @abstractmethod
     def join(self, a: T, b: T) -> T:
-        """What holds for a value that has one of two facts: of a branch, or before and after an iteration."""
-        raise NotImplementedError
+        """The fact of a value that has one of two facts: of a branch, or before and after an iteration."""
 
     def constant(self, value: object) -> T:
         """The fact of a number in the program, or of an array that it closes over."""

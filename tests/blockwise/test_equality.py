@@ -6,7 +6,7 @@ from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.compare import apart, gradients, largest_square
 from tests.blockwise.programs import LEFT, PROGRAMS, S
 
-FAST = ("empty_rows_finite", "no_key_where")
+FAST = ("empty_rows_finite", "sink", "no_key_where")
 # The gradient of a bias has two dims of S; the bits of several keys are not computed on blocks.
 KEEP = {"bias_parameter", "a_key_of_dropout_per_row"}
 

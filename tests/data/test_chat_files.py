@@ -363,3 +363,36 @@ def test_a_tokenizer_of_transformers_with_too_many_ids_or_damage_is_one_line(tmp
     (kept / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"^the tokenizer of .*/huggingface cannot be read: Expecting"):
         open_tokenizer(str(tmp_path), 50)
+
+
+def losses(model: nnx.Module, inputs: Any, targets: Any, **packed: Any) -> np.ndarray:
+    logits = np.asarray(nnx.jit(lambda model, inputs, packed: model(inputs, **packed))(model, inputs, packed))
+    chosen = np.take_along_axis(logits, np.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(-1)) - chosen
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_losses_of_packed_documents_equal_separate_documents(tmp_path):
+    iterator = read(config_of(tmp_path / "a.jsonl", texts(30), batch_size=1)).batches(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 8,
+        "mlp_size": 16,
+        "num_layers": 2,
+    }
+    model = make_decoder(DecoderConfig(vocab_size=len(VOCABULARY), **sizes), nnx.Rngs(0))
+    batch = next(x for x in iterator if x["segment_ids"].max() > 2)
+    packed = losses(model, batch["inputs"], batch["targets"], segment_ids=batch["segment_ids"])
+    alone = {name: np.zeros((batch["segment_ids"].max(), 31), np.int32) for name in ("inputs", "targets")}
+    for i, (_, columns) in enumerate(documents_of(batch)):
+        for name, x in alone.items():
+            x[i, : len(columns)] = batch[name][0, columns]
+    expected = losses(model, alone["inputs"], alone["targets"])
+    for i, (_, columns) in enumerate(documents_of(batch)):
+        np.testing.assert_allclose(packed[0, columns], expected[i, : len(columns)], atol=1e-5)
+    total, weight = nnx.jit(next_token_loss)(model, batch)
+    counts = batch["targets"] >= 0
+    assert weight == counts.sum()
+    np.testing.assert_allclose(total, packed[counts].sum(), rtol=1e-5)

@@ -29,12 +29,14 @@ pytestmark = [
     pytest.mark.usefixtures("quick_unless_slow"),
     pytest.mark.filterwarnings("ignore:the stages have"),  # mean_loss has products outside of the layers
 ]
+ALL = ("features", "images", "pair", "mask", "scale", "keys")
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case("dp:2,fsdp:2,tp:2", num_microbatches=2, leaves=("features", "pair", "scale")),
+        Case("dp:8", leaves=ALL),
+        Case("dp:2,fsdp:2,tp:2", num_microbatches=4, leaves=("features", "scale"), source="jax"),
         pytest.param(Case("dp:4,tp:2", leaves=("mask",), evaluates=True), marks=pytest.mark.slow),
     ],
     ids=str,
