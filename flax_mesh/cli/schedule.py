@@ -44,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help=f"{', '.join(SCHEDULE_NAMES)}; v-K, with memory for K activations per group; seq1f1b-K, with K slices of "
-        "every sequence; a FILE; or search, for the best schedule at given costs and memory",
+        help=f"{', '.join(SCHEDULE_NAMES)}; v-K, with memory for K activations per group; a FILE; or search, for the "
+        "best schedule at given costs and memory",
     )
     add("--stages", metavar="S", type=int, help="number of groups of devices; each has V stages")
     add("--microbatches", metavar="M", type=int, help="number of microbatches")

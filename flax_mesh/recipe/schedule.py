@@ -58,8 +58,6 @@ def pipeline_schedule(config: PipelineConfig, num_groups: int) -> Schedule:
         )
         if wanted != value
     ]
-    if schedule.num_slices > 1:
-        problems.append("a pipeline runs whole sequences, not slices; use 1f1b, whose order is the same")
     if problems:
         raise ConfigError([f"pipeline.schedule={config.schedule}: {problem}" for problem in problems])
     return schedule

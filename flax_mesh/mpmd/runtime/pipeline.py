@@ -372,11 +372,6 @@ def _schedule_problems(schedule: Schedule) -> list[str]:
             f"schedule {schedule.name} has no backward actions, so it cannot train; use make_schedule(...), and "
             "Pipeline.evaluate for a forward pass"
         ]
-    if schedule.num_slices > 1:
-        return [
-            f"schedule {schedule.name} runs slices of sequences, but a Pipeline runs whole sequences; use 1f1b, whose "
-            "order is the same"
-        ]
     try:
         check_schedule(schedule)
     except ValueError as error:

@@ -83,7 +83,6 @@ class Kind:
     needs: str = ""
     nearest: Callable[[int, int], int] = lambda groups, microbatches: microbatches
     memory: int = 0  # K of v-K
-    slices: int = 1  # K of seq1f1b-K
 
 
 def _v_kind(limit: Callable[[int], int]) -> Kind:
@@ -121,14 +120,9 @@ def kind_of(name: str) -> Kind:
     """The kind of a schedule. ValueError with the known names if there is none."""
     if name in KINDS:
         return KINDS[name]
-    if match := fullmatch("(v|seq1f1b)-([1-9][0-9]{0,5})", name):
-        number = int(match[2])
-        if match[1] == "v":
-            return replace(_v_kind(lambda groups: number), memory=number)
-        return Kind(
-            lambda groups, group, slots, virtual: _after_warmup(groups - group - 1 + number, slots), slices=number
-        )
-    close = get_close_matches(name, [*KINDS, "v-7", "seq1f1b-2"], n=1)
+    if match := fullmatch("v-([1-9][0-9]{0,5})", name):
+        number = int(match[1])
+        return replace(_v_kind(lambda groups: number), memory=number)
+    close = get_close_matches(name, [*KINDS, "v-7"], n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
-    available = f"{', '.join(KINDS)}, v-K and seq1f1b-K, K a number"
-    raise ValueError(f"unknown schedule {shown(name)}{hint} (available: {available})")
+    raise ValueError(f"unknown schedule {shown(name)}{hint} (available: {', '.join(KINDS)} and v-K, K a number)")

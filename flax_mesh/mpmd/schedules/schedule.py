@@ -55,43 +55,28 @@ class Deadlock(ValueError):
         super().__init__(f"{name}: deadlock: " + "; ".join(at_most(lines, 8)))
 
 
-def dependencies(action: Action, num_stages: int, num_slices: int = 1) -> list[Action]:
-    """The actions whose results `action` uses: first of the neighbouring stage, then of the same stage.
-
-    If a sequence is divided into slices, F of a slice follows F of the slice before it, whose keys and values it
-    attends to, and B of a slice follows B of the slice after it.
-    """
+def dependencies(action: Action, num_stages: int) -> list[Action]:
+    """The actions whose results `action` uses: first of the neighbouring stage, then of the same stage."""
     kind, stage, microbatch = action
     if kind == "W":
         return [Action("B", stage, microbatch)]
-    needed: list[Action] = []
     if kind == "F":
-        if stage:
-            needed.append(Action("F", stage - 1, microbatch))
-        if microbatch % num_slices:
-            needed.append(Action("F", stage, microbatch - 1))
-        return needed
-    if stage + 1 < num_stages:
-        needed.append(Action("B", stage + 1, microbatch))
-    if (microbatch + 1) % num_slices:
-        needed.append(Action("B", stage, microbatch + 1))
-    return [*needed, Action("F", stage, microbatch)]
+        return [Action("F", stage - 1, microbatch)] if stage else []
+    after = [Action("B", stage + 1, microbatch)] if stage + 1 < num_stages else []
+    return [*after, Action("F", stage, microbatch)]
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One row of actions per group. The checker, the simulator, the drawing and the executor use the same object.
 
-    `stage_to_group[s]` is the group that runs stage s. With `num_slices` > 1 a sequence is divided into as many slices,
-    and `microbatch` of an action counts slices: slice i of microbatch m is m * num_slices + i. The constructor
-    validates nothing; use `check_schedule`.
+    `stage_to_group[s]` is the group that runs stage s. The constructor validates nothing; use `check_schedule`.
     """
 
     name: str
     rows: tuple[tuple[Action, ...], ...]
     stage_to_group: tuple[int, ...]
     splits_backward: bool  # True: B computes input gradients only, W computes weight gradients
-    num_slices: int = 1  # slices of every sequence
 
     @property
     def num_stages(self) -> int:
@@ -103,11 +88,6 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        return -(-self.num_slots // self.num_slices)
-
-    @property
-    def num_slots(self) -> int:
-        """The number of microbatches, or of the slices of all microbatches: the actions count slices."""
         return 1 + max((action.microbatch for row in self.rows for action in row), default=-1)
 
     def group_problems(self, num_groups: int, axis: str) -> list[str]:
@@ -119,7 +99,7 @@ class Schedule:
 
     def needs(self, action: Action) -> list[Action]:
         """The `dependencies` of an action."""
-        return dependencies(action, self.num_stages, self.num_slices)
+        return dependencies(action, self.num_stages)
 
     def times(
         self, duration: Callable[[Action], float], delay: Callable[[int, int], float] = lambda sender, receiver: 0.0
@@ -168,8 +148,6 @@ class Schedule:
     def __str__(self) -> str:
         """The name and the group of every stage on one line, then one row per line. `Schedule.parse` is the inverse."""
         head = f"{self.name} {','.join(map(str, self.stage_to_group))}"
-        if self.num_slices > 1:
-            head += f" slices={self.num_slices}"
         return "\n".join([head, *(" ".join(map(str, row)) for row in self.rows)])
 
     @staticmethod
@@ -181,7 +159,7 @@ class Schedule:
         lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), start=1)]
         lines = [(n, line) for n, line in lines if line and not line.startswith("#")] or [(1, "")]
         (number, head), *lines = lines
-        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)(?: slices=([1-9][0-9]{{0,8}}))?", head)
+        match = fullmatch(rf"(\S+) ({NUMBER}(?:,{NUMBER})*)", head)
         if match is None:
             raise ValueError(
                 f"line {number}: expected a name and the group of every stage, such as '1f1b 0,1,2,3', got "
@@ -208,7 +186,7 @@ class Schedule:
         if problems:
             raise ValueError("\n".join(at_most(problems)))
         splits = any(action.kind == "W" for row in rows for action in row)
-        return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits, int(match[3] or 1))
+        return Schedule(match[1], tuple(map(tuple, rows)), stage_to_group, splits)
 
 
 @check_types
@@ -224,7 +202,7 @@ def make_schedule(
     Args:
         name: One of SCHEDULE_NAMES: gpipe, 1f1b, eager-1f1b, interleaved-1f1b, zb-h1, zb-h2, v-min, v-half, zb-v or
             dualpipe-v. Or v-K, such as v-7: the V schedule whose groups store at most K activations, each of half the
-            size. Or seq1f1b-K: 1F1B over K slices of every sequence, which `Pipeline` does not run.
+            size.
         num_groups: Groups of devices (pipeline ranks).
         num_microbatches: Microbatches per step. interleaved-1f1b requires a multiple of `num_groups`, dualpipe-v at
             least twice `num_groups`.
@@ -250,18 +228,17 @@ def make_schedule(
     num_virtual_stages = kind.virtual if num_virtual_stages is None else operator.index(num_virtual_stages)
     if problems := _problems(name, kind, num_groups, num_microbatches, num_virtual_stages):
         raise ValueError("; ".join(problems))
-    num_slots = num_microbatches * kind.slices
-    check_size(num_groups * num_virtual_stages, num_slots)
+    check_size(num_groups * num_virtual_stages, num_microbatches)
     stage_to_group = tuple(range(num_groups)) * num_virtual_stages
     if kind.folded:
         stage_to_group = (*range(num_groups), *reversed(range(num_groups)))
     rows: list[tuple[Action, ...]] = []
     for group in range(num_groups):
         stages = [stage for stage, owner in enumerate(stage_to_group) if owner == group]
-        words = kind.pattern(num_groups, group, num_slots, num_virtual_stages)
-        rows.append(_numbered(words, stages, num_slots, kind.slices))
+        words = kind.pattern(num_groups, group, num_microbatches, num_virtual_stages)
+        rows.append(_numbered(words, stages, num_microbatches))
     splits_backward = any(action.kind == "W" for action in rows[0])
-    return Schedule(name, tuple(rows), stage_to_group, splits_backward, kind.slices)
+    return Schedule(name, tuple(rows), stage_to_group, splits_backward)
 
 
 def _problems(name: str, kind: Kind, num_groups: int, num_microbatches: int, num_virtual_stages: int) -> list[str]:
@@ -312,18 +289,13 @@ def forward_schedule(num_groups: int, num_microbatches: int, stage_to_group: Seq
     return Schedule("forward", tuple(map(tuple, rows)), tuple(stage_to_group), splits_backward=False)
 
 
-def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int, slices: int) -> tuple[Action, ...]:
-    """Actions of words such as F1 (forward of the group's second stage); words past the last microbatch are dropped.
-
-    The slices of a sequence pass backward in reverse order.
-    """
+def _numbered(pattern: Iterable[str], stages: Sequence[int], num_microbatches: int) -> tuple[Action, ...]:
+    """Actions of words such as F1 (forward of the group's second stage); words past the last microbatch are dropped."""
     counts: dict[str, int] = {}
     row: list[Action] = []
     for word in pattern:
         microbatch = counts.get(word, 0)
         counts[word] = microbatch + 1
         if microbatch < num_microbatches:
-            if word[0] == "B":
-                microbatch += slices - 1 - 2 * (microbatch % slices)
             row.append(Action(word[0], stages[int(word[1:])], microbatch))
     return tuple(row)

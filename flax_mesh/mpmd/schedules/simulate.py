@@ -53,8 +53,7 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # noqa: B008  an immutable default
     """Simulates a schedule: every action starts as early as its row and its dependencies permit.
 
-    An activation is stored from the start of F to the end of B, or to the end of W if the backward pass is split. A
-    slice of a sequence takes its share of the times of a microbatch.
+    An activation is stored from the start of F to the end of B, or to the end of W if the backward pass is split.
 
     Args:
         schedule: The schedule.
@@ -76,8 +75,6 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
         (41.0, (4, 3, 2, 1), 48)
     """
     stages = stage_costs(costs, schedule.num_stages)
-    if schedule.num_slices > 1:
-        stages = tuple(StageCost(*(number / schedule.num_slices for number in cost)) for cost in stages)
     duration = action_duration(stages, schedule.splits_backward)
     times = schedule.times(duration, lambda sender, receiver: stages[sender].transfer)
     return Simulation(
@@ -105,9 +102,8 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     """Maximum number of activations that each group stores at once.
 
     One activation is the memory of one stage for one microbatch, stored from its F until its B, or until its W if the
-    backward pass is split. A group with two stages stores two activations per microbatch, each of half the size. If
-    sequences are divided into slices, one activation is the memory for one slice. A schedule without a backward pass
-    stores no activation.
+    backward pass is split. A group with two stages stores two activations per microbatch, each of half the size. A
+    schedule without a backward pass stores no activation.
     """
     return tuple(map(round, peak_memory(schedule, (1,) * schedule.num_stages)))
 

@@ -104,13 +104,12 @@ def _misplaced(schedule: Schedule) -> list[_Mistake]:
 
 def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[_Lane, int]) -> list[_Mistake]:
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
-    num_slots = schedule.num_microbatches * schedule.num_slices
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
     mistakes: list[_Mistake] = []
     for lane, group in group_of.items():
-        if not (count := num_slots - have[lane]):
+        if not (count := schedule.num_microbatches - have[lane]):
             continue
-        every = (Action(*lane, microbatch) for microbatch in range(num_slots))
+        every = (Action(*lane, microbatch) for microbatch in range(schedule.num_microbatches))
         first = next(action for action in every if action not in seen)
         row = schedule.rows[group] if len(mistakes) < MOST else ()
         same_microbatch = [(group, i) for i, other in enumerate(row) if other[1:] == first[1:]]

@@ -69,10 +69,6 @@ WRONG = {
     "a missing backward": (with_row(0, "0F0 0F1 0B1"), "0B0 is missing from the row of group 0"),
     "no backward": (forward_schedule(2, 2, (0, 1)), "forward has no backward actions, so it cannot train"),
     "nothing": (replace(GOOD, rows=((), ())), "1f1b has no backward actions"),
-    "slices of sequences": (
-        make_schedule("seq1f1b-2", num_groups=2, num_microbatches=2),
-        "schedule seq1f1b-2 runs slices of sequences, but a Pipeline runs whole sequences; use 1f1b",
-    ),
 }
 
 

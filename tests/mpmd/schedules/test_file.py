@@ -17,7 +17,7 @@ def file(tmp_path):
     return tmp_path / "best.schedule"
 
 
-@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "v-5", "seq1f1b-2"])
+@pytest.mark.parametrize("name", [*SCHEDULE_NAMES, "v-5"])
 def test_a_schedule_that_is_written_is_read(name, file):
     schedule = make_schedule(name, num_groups=4, num_microbatches=8)
     file.write_text(schedule_text(schedule, "one note\nanother"))
@@ -73,7 +73,5 @@ def test_the_setting_takes_a_file_that_fits_the_other_settings_and_names_it_once
         f"pipeline.schedule={file}: pipeline.num_microbatches is 8, but the schedule has 4",
     ]
     file.unlink()
-    with pytest.raises(ConfigError, match="seq1f1b-2: a pipeline runs whole sequences, not slices; use 1f1b"):
-        pipeline_schedule(PipelineConfig(schedule="seq1f1b-2", num_microbatches=4), 2)
     with pytest.raises(ConfigError, match=rf"^pipeline.schedule={re.escape(str(file))}: no such file"):
         pipeline_schedule(PipelineConfig(schedule=str(file), num_microbatches=4), 2)

@@ -67,7 +67,7 @@ def test_no_valid_number_is_nearer_than_the_one_named(name, num_groups, num_micr
     [
         (
             {"name": "1f1"},
-            r"unknown schedule '1f1'; did you mean 1f1b\? \(available: gpipe, .*dualpipe-v, .*a number\)",
+            r"unknown schedule '1f1'; did you mean 1f1b\? \(available: gpipe, .*dualpipe-v and v-K, K a number\)",
         ),
         ({"num_groups": 0}, "the number of groups must be at least 1, got 0"),
         ({"num_microbatches": 0, "num_virtual_stages": -1}, "microbatches must be at least 1, got 0; .* got -1"),

@@ -1,4 +1,4 @@
-"""V schedules at every memory limit, ZB-H2 and Seq1F1B: the makespans, periods and memory that were published."""
+"""V schedules at every memory limit, and ZB-H2: the makespans, periods and memory that were published."""
 
 import re
 
@@ -72,19 +72,3 @@ def test_the_period_is_the_longest_time_that_a_group_works(name, idle):
     """4 groups; 1F1B on group 0 starts first and ends last, and every group of ZB-V works without a pause."""
     per_microbatch = 6 if name == "zb-v" else 3
     assert simulate(make(name, 4, 8)).period == 8 * per_microbatch + idle
-
-
-@pytest.mark.parametrize(("groups", "microbatches", "slices"), [(4, 8, 2), (4, 8, 4), (8, 16, 2), (8, 16, 4)])
-def test_slices_of_the_sequence_divide_the_bubble_and_the_memory(groups, microbatches, slices):
-    schedule = make(f"seq1f1b-{slices}", groups, microbatches)
-    check_schedule(schedule)
-    result = simulate(schedule)
-    assert schedule.num_microbatches == microbatches
-    assert result.makespan == 3 * microbatches + 3 * (groups - 1) / slices
-    assert result.peak_activations == tuple(groups - 1 - g + slices for g in range(groups))
-    assert Schedule.parse(str(schedule)) == schedule
-
-
-def test_slices_of_a_sequence_pass_forward_in_order_and_backward_in_reverse_order():
-    schedule = make("seq1f1b-2", 2, 2)
-    assert str(schedule) == ("seq1f1b-2 0,1 slices=2\n0F0 0F1 0F2 0B1 0F3 0B0 0B3 0B2\n1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2")

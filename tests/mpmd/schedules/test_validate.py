@@ -84,11 +84,6 @@ MISTAKES: dict[str, tuple[Schedule, str | tuple[str, ...]]] = {  # the whole mes
         Schedule.parse("far 0,1\n0F0 0B0 0F999999999\n1F0 1B0"),
         ("0F1 and 999,999,997 more of its stage and kind are missing from the row of group 0",),
     ),
-    "slices of a sequence in the wrong order": (
-        Schedule.parse("seq1f1b-2 0 slices=2\n0F0 0F1 0B0 0B1"),
-        ("0B0 comes before 0B1, which it depends on",),
-    ),
-    "a missing slice": (Schedule.parse("half 0 slices=2\n0F0 0F1 0F2 0B2 0B1 0B0"), ("0F3 is missing",)),
 }
 
 
