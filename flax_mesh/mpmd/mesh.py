@@ -107,11 +107,6 @@ class MpmdMesh:
         """The submesh of every group, in order. The MPMD axis has size 1 in each."""
         return list(self._groups)
 
-    @cached_property
-    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """Group index of every submesh in `unstack`."""
-        return MappingProxyType({mesh: index for index, mesh in enumerate(self._groups)})
-
     def mpmd_submesh(self, indices: Sequence[SupportsIndex]) -> "MpmdMesh":
         """An MpmdMesh of the groups at `indices`, in that order. Raises ValueError for invalid or repeated indices."""
         if not isinstance(indices, list | tuple) or not all(hasattr(index, "__index__") for index in indices):
@@ -157,17 +152,6 @@ class MpmdMesh:
                 f"Use my_mpmd_axis_indices, here {indices}."
             )
         return indices[0]
-
-    @property
-    def my_mpmd_group_mesh(self) -> Mesh:
-        """The submesh of the only group of this process. Raises ValueError like `my_mpmd_axis_index`."""
-        return self._groups[self.my_mpmd_axis_index]
-
-    def lowering_mesh(self) -> Mesh:
-        """The submesh that this process lowers programs for: its first group, which is group 0 in a single process."""
-        if not self.my_mpmd_axis_indices:
-            raise ValueError(f"This process has no device of {self!r}, so it cannot lower programs for any group.")
-        return self._groups[self.my_mpmd_axis_indices[0]]
 
     def _take(self, indices: tuple[int, ...]) -> Mesh:
         devices = np.take(self.jax_mesh.devices, indices, axis=self.mpmd_axis)
