@@ -81,7 +81,6 @@ class Chip:
         indexed_fraction: The part of `memory_bandwidth` at which rows at indices are read or added, such as the
             tokens of an expert. One figure is fitted to all TPUs.
         matrix_unit: Rows and columns of the matrix units.
-        clock: Hz of the cores of a TPU, for the cycles that its compiler states; 0 if it is unknown.
         sources: Figure -> key of SOURCES, or the path of a file. The figures in `peak_flops` are listed by dtype.
     """
 
@@ -106,7 +105,6 @@ class Chip:
     overlap_fraction: float = 1.0
     indexed_fraction: float = 1.0
     matrix_unit: int = 128
-    clock: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     @property
@@ -142,7 +140,6 @@ def figures(chip: Chip) -> set[str]:
     """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
     without = {"name", "platform", "peak_flops", "kinds", "sources", "domain_spans_hosts"}
     without |= {"domain"} if chip.pod else {"pod", "wrap"}
-    without |= set[str]() if chip.clock else {"clock"}
     return {item.name for item in dataclasses.fields(chip)} - without | set(chip.peak_flops)
 
 
@@ -158,7 +155,6 @@ def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
         "matmul_fraction": "fitted",
         "overlap_fraction": "fitted",
         "indexed_fraction": "fitted",
-        "clock": "peak / cells",
         "matrix_unit": "peak / cells",
         "hop_latency": "assumed",
         "network_latency": "assumed",
@@ -201,15 +197,15 @@ CHIPS = (
     _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
          kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
-         matmul_fraction=0.73, clock=1.05e9),
+         matmul_fraction=0.73),
     _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
-         matmul_fraction=0.83, clock=1.5e9),
+         matmul_fraction=0.83),
     _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
-         matmul_fraction=0.86, clock=1.75e9),
+         matmul_fraction=0.86),
     _tpu("v6e", _ICI | {"matrix_unit": "tpu"}, kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),

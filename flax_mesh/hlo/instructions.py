@@ -17,8 +17,6 @@ _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_UNKNOWN_CYCLES = 2**62  # the compiler writes the largest integer where it has no number
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
 
 
@@ -80,12 +78,6 @@ class Instruction:
     @property
     def aliases(self) -> list[tuple[str, int, str]]:
         return aliases_of(self.text.partition("output_to_operand_aliasing={")[2])
-
-    @property
-    def cycles(self) -> int:
-        """The number of cycles that the compiler for TPUs expects; 0 if it does not state a number."""
-        match = _CYCLES.search(self.text)
-        return int(match[1]) if match and int(match[1]) < _UNKNOWN_CYCLES else 0
 
 
 def read_instruction(line: str) -> Instruction | None:

@@ -64,20 +64,6 @@ class HloProgram:
         compared = any(x.opcode == "compare" and "direction=LT" in x.text for x in condition)
         return int(limits[0]) if len(limits) == 1 and limits[0].isdecimal() and compared else None
 
-    @property
-    def cycles(self) -> int:
-        """The cycles that the compiler states, summed over all instructions and all trips of the loops around them."""
-        # The cycles of a fusion or a reduction include the instructions inside it.
-        loops = ("while", "call", "conditional", "async-start")
-        callers = (instruction for instruction in self.instructions() if instruction.opcode not in loops)
-        inside = {name for instruction in callers for name in instruction.called.values()}
-        return sum(
-            instruction.cycles * self.executions[name][0]
-            for name, instructions in self.computations.items()
-            if name not in inside
-            for instruction in instructions
-        )
-
     def instructions(self) -> Iterator[Instruction]:
         for instructions in self.computations.values():
             yield from instructions

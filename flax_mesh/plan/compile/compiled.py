@@ -22,7 +22,6 @@ class Compiled:
         peak: Bytes of the fullest device.
         groups: Peak of every group of a pipeline; one number without a pipeline.
         sent: Collectives of one device per step: of the busiest group of a pipeline, without its transfers.
-        cycles_seconds: The compiler's estimate of the time of its kernels per step; None if it has none.
         findings: Surprises: a path, the problem and a repair.
         seconds: Wall time of the process that compiled.
         cpu_seconds: Its CPU time.
@@ -34,7 +33,6 @@ class Compiled:
     peak: int
     groups: tuple[int, ...]
     sent: tuple[Sent, ...]
-    cycles_seconds: float | None
     findings: tuple[Finding, ...]
     seconds: float
     cpu_seconds: float
@@ -60,13 +58,11 @@ class Compiled:
             report.programs_text(self.programs, width),
             report.arrays_text(self.programs, width),
             report.traffic_text(self.sent, self.plan, width) if self.programs else "",
-            report.cycles_text(self.cycles_seconds, self.plan, width),
             findings_text(self.findings, width),
         ]
         return "\n\n".join(filter(None, sections))
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data for `json.dumps`, without the plan: bytes, seconds and numbers per step."""
-        names = ["fits", "peak", "groups", "programs", "sent", "cycles_seconds", "findings"]
-        names += ["seconds", "cpu_seconds", "rss"]
+        names = ["fits", "peak", "groups", "programs", "sent", "findings", "seconds", "cpu_seconds", "rss"]
         return {name: plain_data(getattr(self, name)) for name in names}

@@ -1,4 +1,4 @@
-"""From a compiled program to numbers: memory, arrays at the peak, collectives, cycles and surprising gathers."""
+"""From a compiled program to numbers: memory, arrays at the peak, collectives and surprising gathers."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +53,7 @@ def read_program(
     live = [_live(group, size, hlo, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     shown = tuple([each for each in live if each.operation not in hosted][:MOST_ARRAYS])
     memory, sent = memory_of(program, platform, host), _sums(collectives)
-    figures = CompiledProgram(name, times, *memory, walked.peak - host, shown, sent, hlo.cycles)
+    figures = CompiledProgram(name, times, *memory, walked.peak - host, shown, sent)
     return Reading(figures, gathers(collectives, walked.weights, hlo), hlo)
 
 

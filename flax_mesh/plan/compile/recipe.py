@@ -89,7 +89,6 @@ def topology_of(config: TrainConfig, text: str) -> Topology:
 
 def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     programs, sent, peak = tuple(map(program_of, answer["programs"])), sent_of(answer["sent"]), answer["peak"]
-    clock = estimated.topology.chip.clock
     findings = [*(Finding(*each) for each in answer["findings"]), *estimate_findings(peak, sent, estimated)]
     return Compiled(
         estimated,
@@ -97,7 +96,6 @@ def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
         peak,
         tuple(answer["groups"]),
         sent,
-        answer["cycles"] / clock if clock and answer["cycles"] else None,
         tuple(findings),
         answer["seconds"],
         answer["cpu_seconds"],
@@ -112,4 +110,4 @@ def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     text = " ".join(answer["text"].split())[:300]
     finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
     cost = answer["seconds"], answer["cpu_seconds"], answer["rss"]
-    return Compiled(estimated, (), peak, (peak,), (), None, (finding,), *cost)
+    return Compiled(estimated, (), peak, (peak,), (), (finding,), *cost)

@@ -1,6 +1,5 @@
 """A compiled step as text and as plain data, beside the estimate."""
 
-import math
 from collections.abc import Sequence
 
 from flax_mesh.plan.compile.results import CompiledProgram, Sent
@@ -77,19 +76,6 @@ def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> st
         texts.append([listed(axes), number(by_xla / unit.size), number(estimated / unit.size), error, listed(kinds)])
     caption = "operands of collectives, of one device per step"
     return Table(heads, texts, caption, right=heads[1:4], wrap=heads[4:]).to_text(width)
-
-
-def cycles_text(seconds: float | None, plan: Plan, width: int = UNLIMITED) -> str:
-    if seconds is None:
-        return ""
-    kernels = math.fsum(max(part.compute_seconds, part.memory_seconds) * part.times for part in plan.time.parts)
-    if plan.time.schedule is not None:
-        kernels /= plan.time.schedule.num_groups
-    text = (
-        f"second opinion: the compiler's cycles are {time_text(seconds)} of kernels per step, the estimate is "
-        f"{time_text(kernels)}; collectives and custom calls have no cycles"
-    )
-    return folded(text, width, "  ")
 
 
 def estimate_findings(peak: int, sent: Sequence[Sent], plan: Plan) -> list[Finding]:

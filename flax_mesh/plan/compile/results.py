@@ -1,4 +1,4 @@
-"""The compiler's report of a program: memory, arrays, collectives and cycles."""
+"""The compiler's report of a program: memory, arrays and collectives."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ class CompiledProgram(NamedTuple):
     walked: int  # bytes at the peak that the walk over the program finds
     live: tuple[LiveArray, ...]  # at that peak, the largest first
     sent: tuple[Sent, ...]
-    cycles: int  # of one execution, as far as the compiler states them
 
 
 def program_of(fields: Mapping[str, Any]) -> CompiledProgram:

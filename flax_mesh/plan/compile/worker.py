@@ -122,7 +122,7 @@ def _step(recipe: Recipe, topology: Topology, progress: Progress) -> Readings:
     hosted = {path: shard_bytes(x) for path, x in layout if is_on_host(x)}
     reading = read_program(compiled, "step", 1, program.mesh, topology.chip.platform, path_of, hosted)
     step = reading.figures
-    return [reading], {"peak": step.peak, "groups": [step.peak], "sent": step.sent, "cycles": step.cycles}
+    return [reading], {"peak": step.peak, "groups": [step.peak], "sent": step.sent}
 
 
 def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Progress) -> Readings:
@@ -148,12 +148,10 @@ def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Progress
     stages = [_with_xla(stage, k, programs) for k, stage in enumerate(estimates)]
     memory = pipeline_memory(topology, split.schedule, stages, split.sizes, None)
     sent = [_sent(group, split) for group in _groups(split, programs)]
-    cycles = max(sum(each.cycles for each in group) for group in _groups(split, programs))
     return list(readings.values()), {
         "peak": memory.peak,
         "groups": memory.groups,
         "sent": max(sent, key=lambda rows: sum(row.operand_bytes for row in rows)),
-        "cycles": cycles * split.schedule.num_microbatches,
     }
 
 
