@@ -63,8 +63,8 @@ SHARED = """
     data.tokenizers.process hlo.collectives hlo.instructions hlo.live hlo.program inference.chat inference.memory
     inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes
     mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
-    mpmd.schedules.file mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.compile.target plan.report
-    plan.search.chips plan.search.confirm plan.search.report plan.search.space processes.launch processes.launchers
+    mpmd.schedules.file mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.report
+    plan.search.chips plan.search.report plan.search.space processes.launch processes.launchers
     processes.output processes.store program.bodies program.equations program.follow program.graph program.program
     program.rewrite recipe.checks recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit
     sharding.follow sharding.memory step.attention step.callbacks step.divided step.loss step.optimizer

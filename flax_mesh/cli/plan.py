@@ -27,12 +27,10 @@ from flax_mesh.plan import plan
 from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.compile import compile_recipe
 from flax_mesh.plan.compile.recipe import LIMIT_S
-from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.report import WIDTH, memory_line
 from flax_mesh.plan.search import report as search_report
 from flax_mesh.plan.search import search_layouts
 from flax_mesh.plan.search.chips import parse_chips
-from flax_mesh.plan.search.confirm import confirm
 from flax_mesh.plan.search.search import PLANS
 from flax_mesh.plan.search.space import SEARCHED
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
@@ -56,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology", metavar="T", help=f"the devices, such as {EXAMPLES} (default: the devices that are here)"
     )
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the step, or the best layouts of a search, in another process"
-    )
+    parser.add_argument("--compile", action="store_true", help="compile the step, in another process")
     parser.add_argument(
         "--limit", type=float, metavar="SECONDS", help=f"stop a compilation after this time (default: {LIMIT_S:g})"
     )
@@ -110,7 +106,8 @@ def _option_problems(arguments: argparse.Namespace) -> list[str]:
         "--limit requires --compile": arguments.limit is not None and not compiles,
         "--plans requires --search CHIPS": arguments.plans is not None and not searches,
         "--search names the devices; leave out --topology": searches and arguments.topology is not None,
-        "--compile requires --topology T, such as cpu:8, or --search": (
+        "--search makes plans only; pass --compile with the settings of a layout": searches and compiles,
+        "--compile requires --topology T, such as cpu:8": (
             compiles and not (searches or calibrates) and arguments.topology is None
         ),
         "--html is the page of a plan; --search and --compile print text or --json": (
@@ -144,7 +141,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     use_platform("cpu")
     words = with_files(arguments.overrides)
     with progress_line() as say:
-        compiled = compile_recipe(arguments.recipe, words, arguments.topology, limit=_limit(arguments), say=say)
+        limit = LIMIT_S if arguments.limit is None else arguments.limit
+        compiled = compile_recipe(arguments.recipe, words, arguments.topology, limit=limit, say=say)
     if arguments.json:
         print(json.dumps({**compiled.plan.to_dict(), "compiled": compiled.to_dict()}, indent=1))
     else:
@@ -156,25 +154,16 @@ def _compile(arguments: argparse.Namespace) -> int:
 def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
     use_platform("cpu")
     topology = parse_chips(arguments.search, load_chip(config.run.hardware) if config.run.hardware else None)
-    if arguments.compile:
-        check_target(topology)
     words, plans = with_files(arguments.overrides), PLANS if arguments.plans is None else arguments.plans
     fixed = [name for text in words if (name := setting_of(text)) in SEARCHED]
-    confirmed = []
     with progress_line() as say:
         layouts = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
-        if arguments.compile:
-            confirmed = confirm(layouts, arguments.recipe, words, limit=_limit(arguments), say=say)
     if arguments.json:
-        print(json.dumps(search_report.to_dict(layouts, confirmed), indent=1))
+        print(json.dumps(search_report.to_dict(layouts), indent=1))
     else:
         command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
-        print(search_report.to_text(layouts, command, min(table_width(), SEARCH_WIDTH), confirmed))
-    return FINDINGS if search_report.fits(layouts, confirmed) is False else DONE
-
-
-def _limit(arguments: argparse.Namespace) -> float:
-    return LIMIT_S if arguments.limit is None else arguments.limit
+        print(search_report.to_text(layouts, command, min(table_width(), SEARCH_WIDTH)))
+    return FINDINGS if layouts.planned[0].plan.fits is False else DONE
 
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:

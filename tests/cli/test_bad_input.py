@@ -118,7 +118,8 @@ COMMANDS = """
 2 | plan | RECIPE
 2 | plan {recipe} --plans 3 | --plans requires --search CHIPS
 2 | plan {recipe} --limit 3 | --limit requires --compile
-2 | plan {recipe} --compile | --compile requires --topology T, such as cpu:8, or --search
+2 | plan {recipe} --compile | --compile requires --topology T, such as cpu:8
+2 | plan {recipe} --search v5e:4 --compile | --search makes plans only
 2 | plan {recipe} --search v5e:4 --topology v5e:2x2 | leave out --topology
 2 | plan {recipe} --search v5e:4 --html {out} | --html is the page of a plan
 2 | plan {recipe} --search v5e:3 | no slice of v5e has 3 chips

@@ -1,7 +1,6 @@
 """`search_layouts`: its space, its regression, its result against all plans, and the command."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import re
@@ -20,13 +19,10 @@ from flax_mesh.cli import main
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
-from flax_mesh.plan.compile import Compiled
-from flax_mesh.plan.compile.results import CompiledProgram
-from flax_mesh.plan.search import confirm as confirm_module
 from flax_mesh.plan.search import search as module
 from flax_mesh.plan.search import search_layouts
 from flax_mesh.plan.search.chips import parse_chips
-from flax_mesh.plan.search.report import comparison, fits, to_dict, to_text
+from flax_mesh.plan.search.report import comparison, to_dict, to_text
 from flax_mesh.plan.search.search import Planned
 from flax_mesh.plan.search.space import MESH, SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
@@ -410,61 +406,3 @@ def test_the_command_prints_text_and_json(capsys, monkeypatch):
     found = json.loads(capsys.readouterr().out)
     assert found["topology"] == "v5e:2x2" and found["num_layouts"] == 1 and found["fits"] is True
     assert [each["settings"] for each in found["layouts"]] == [{}, {"model.scan": "true"}]
-
-
-NO_COMPILER = pytest.mark.skipif(importlib.util.find_spec("nvidia") is not None, reason="it is installed")
-
-
-@NO_COMPILER
-def test_a_missing_compiler_is_one_line(capsys):
-    assert main(["plan", "recipes/tiny.py", "--search", "h100:8", "--compile"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install 'flax-mesh[gpu-aot]'" in line
-
-
-# --- confirmed by the compiler ---
-
-SMALL = ["data.batch_size=8", "data.sequence_length=32", "pipeline.num_microbatches=1", "model.remat=none"]
-
-
-@pytest.mark.slow
-def test_the_best_layout_is_confirmed_by_the_compiler(capsys):
-    words = ["recipes/tiny.py", *SMALL, "--search", "cpu:4", "--plans", "2", "--compile"]
-    assert main(["plan", *words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    (confirmed,) = found["compiled"]
-    assert confirmed["settings"] == found["layouts"][0]["settings"] and confirmed["fits"] is True
-    assert 0.5 < confirmed["compiled"]["peak"] / found["layouts"][0]["peak"] < 2
-
-
-def test_layouts_are_compiled_until_one_fits_and_that_one_is_the_best(monkeypatch):
-    monkeypatch.setattr(module, "plan_layout", lambda *_: make_plan("v5e:2x2", "fsdp:4"))
-    found = search_layouts(CONFIG, "v5e:4", fixed=[*FIXED, "mesh.shape"], plans=1)
-    (one,) = found.planned
-    remats = [{**one.settings, "model.remat": remat} for remat in ("none", "dots_saveable", "full")]
-    found = dataclasses.replace(found, planned=tuple(one._replace(settings=settings) for settings in remats))
-    capacity = found.planned[0].plan.memory.capacity
-    assert capacity is not None
-    asked = []
-
-    def compile_recipe(recipe, words, topology, **options):
-        asked.append(words)
-        if len(asked) == 1:
-            raise ConfigError("the compiler for v5e:2x2: E1001: CompileTimeScopedVmemOom")
-        peak, step = capacity + 1 if len(asked) == 2 else capacity - 1, CompiledProgram("step", 1, 0, 0, 0, (), (), 0)
-        return Compiled(found.planned[len(asked) - 1].plan, (step,), peak, (peak,), (), None, (), 0.0, 0.0, 0)
-
-    monkeypatch.setattr(confirm_module, "compile_recipe", compile_recipe)
-    confirmed = confirm_module.confirm(found, "r.py", ["run.steps=1"], limit=60)
-    assert [each.fits for each in confirmed] == [False, False, True] and len(asked) == 3
-    assert asked[2] == ["run.steps=1", *overrides(found.planned[2].settings)]
-    text = to_text(found, ["flax-mesh", "train", "r.py"], confirmed=confirmed)
-    words = " ".join(text.split())  # without line breaks
-    assert "E1001: CompileTimeScopedVmemOom compiled: " in words and "does not fit, 93.0 of 93.0 GiB by XLA" in words
-    assert text.splitlines()[-1] == shlex.join(["flax-mesh", "train", "r.py", *overrides(found.planned[2].settings)])
-    assert (
-        fits(found, confirmed) is True and json.loads(json.dumps(to_dict(found, confirmed)))["compiled"][0]["problem"]
-    )
-    text = to_text(found, ["flax-mesh", "train", "r.py"], confirmed=confirmed[:2])
-    assert "None of the layouts that were compiled fits" in text and "flax-mesh train" not in text
-    assert fits(found, confirmed[:2]) is False

@@ -4,8 +4,7 @@ import math
 import shlex
 from collections.abc import Sequence
 
-from flax_mesh.plan.report import VERDICTS, WIDTH, number, of_capacity, time_text
-from flax_mesh.plan.search.confirm import Confirmation
+from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
 from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
 from flax_mesh.plan.search.space import overrides
 from flax_mesh.text import Table, at_most, bytes_text, count_text, folded, listed
@@ -15,41 +14,19 @@ UNITS = {"tok": "tokens", "examples": "examples"}  # as in the rows of metrics
 HEADS = ["step", "mfu", "GiB", "settings", "compared with the first"]
 
 
-def to_text(
-    search: LayoutSearch, command: Sequence[str], width: int = WIDTH, confirmed: Sequence[Confirmation] = ()
-) -> str:
-    """The best layouts, why others are excluded, and the command that runs the best; `command` are its first words.
-
-    With `confirmed` the best layout is the one that fits by the compiler.
-    """
+def to_text(search: LayoutSearch, command: Sequence[str], width: int = WIDTH) -> str:
+    """The best layouts, why others are excluded, and the command that runs the best; `command` are its first words."""
     sections = [_head(search, width), _table(search, width), _excluded(search, width)]
-    if confirmed:
-        sections.append("\n".join(folded(_confirmation(each), width, "  ") for each in confirmed))
-    best = best_of(search, confirmed)
-    if best is None and confirmed:
-        sections.append(folded("None of the layouts that were compiled fits; the others are not confirmed.", width))
-    elif best is None:
+    if search.best is None:
         nearest = search.planned[0].plan.memory
         text = f"No layout fits: the one with the least memory needs {bytes_text(nearest.missing)} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
-        sections.append(shlex.join([*command, *overrides(best.settings)]))
+        sections.append(shlex.join([*command, *overrides(search.best.settings)]))
     return "\n\n".join(filter(None, sections))
 
 
-def best_of(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> Planned | None:
-    """The best layout; if layouts were compiled, of those."""
-    if not confirmed:
-        return search.best
-    return next((each.planned for each in confirmed if each.fits), None)
-
-
-def fits(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> bool | None:
-    """Whether the best layout fits: by the compiler, if layouts were compiled. None if the capacity is not known."""
-    return best_of(search, confirmed) is not None if confirmed else search.planned[0].plan.fits
-
-
-def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dict[str, object]:
+def to_dict(search: LayoutSearch) -> dict[str, object]:
     """The same for `json.dumps`: bytes, seconds, tokens/s."""
     first = search.planned[0]
     return {
@@ -57,18 +34,9 @@ def to_dict(search: LayoutSearch, confirmed: Sequence[Confirmation] = ()) -> dic
         "num_devices": search.topology.num_devices,
         "axes": list(search.axes),
         "num_layouts": search.num_layouts,
-        "fits": fits(search, confirmed),
+        "fits": first.plan.fits,
         "layouts": [_layout_dict(each, first) for each in search.planned],
         "excluded": dict(search.excluded.most_common()),
-        "compiled": [
-            {
-                "settings": dict(each.planned.settings),
-                "fits": each.fits,
-                "problem": each.problem,
-                "compiled": None if each.compiled is None else each.compiled.to_dict(),
-            }
-            for each in confirmed
-        ],
     }
 
 
@@ -141,15 +109,6 @@ def _excluded(search: LayoutSearch, width: int) -> str:
     ranked = search.excluded.most_common()
     lines = [folded(f"  {count:,}: {reason}", width, "    ") for reason, count in ranked]
     return "\n".join([f"{count_text(search.excluded.total(), 'layout')} excluded:", *at_most(lines, MOST_REASONS)])
-
-
-def _confirmation(confirmation: Confirmation) -> str:
-    words = _words(confirmation.planned)
-    if confirmation.compiled is None:
-        return f"compiled: {words}: {confirmation.problem}"
-    memory = confirmation.planned.plan.memory
-    size = of_capacity(confirmation.compiled.peak, memory.capacity)
-    return f"compiled: {words}: {VERDICTS[confirmation.fits]}, {size} by XLA, {bytes_text(memory.peak)} by the plan"
 
 
 def _layout_dict(planned: Planned, first: Planned) -> dict[str, object]:
