@@ -1,14 +1,12 @@
 """A plan as one HTML file without external resources or scripts: tables, and drawings in SVG."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from flax_mesh.hardware import Chip
 from flax_mesh.html import html_note, html_section, html_table
 from flax_mesh.mesh.describe import MeshLayout, place_texts
 from flax_mesh.mesh.draw import draw_corner
@@ -16,18 +14,16 @@ from flax_mesh.mesh.torus.torus import arrange
 from flax_mesh.mpmd.schedules.draw import draw_simulation_svg
 from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
-from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
+from flax_mesh.plan.results import CATEGORIES, Memory, Time, Traffic
 from flax_mesh.plan.topology import Topology, placement, torus_of
 from flax_mesh.svg import element, svg_text, ticks
-from flax_mesh.text import Table, bytes_text, count_text, grouped, listed
+from flax_mesh.text import Table, bytes_text, count_text, listed
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MOST_ACTIONS = 900
 WIDTH = 960  # of a drawing, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 18, 34  # margins
-MEMORY_HEIGHT, ROOFLINE_HEIGHT, ROOFLINE_WIDTH = 340, 400, 600
-LIMITS = ("compute", "memory", "network")
-BAR, LINE, DOT = 22, 18, 9
+MEMORY_HEIGHT, LINE = 340, 18
 
 
 def memory_section(memory: Memory) -> str:
@@ -36,11 +32,8 @@ def memory_section(memory: Memory) -> str:
     return html_section("Memory of one device over a step", *chart, html_table(report.memory_table(memory)), *notes)
 
 
-def time_section(time: Time, chip: Chip) -> str:
-    if not time.parts:
-        return ""
-    table = html_table(report.part_table(time.parts))
-    return html_section("Time of the parts", _draw_roofline(time.parts, chip), table)
+def time_section(time: Time) -> str:
+    return html_section("Time of the parts", html_table(report.part_table(time.parts))) if time.parts else ""
 
 
 def schedule_section(time: Time) -> str:
@@ -54,7 +47,7 @@ def schedule_section(time: Time) -> str:
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
         return html_section("Traffic", html_note("The step has no collectives."))
-    return html_section("Traffic by mesh axis", _draw_traffic(traffic), html_table(report.traffic_table(traffic)))
+    return html_section("Traffic by mesh axis", html_table(report.traffic_table(traffic)))
 
 
 def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
@@ -144,98 +137,6 @@ def _capacity(memory: Memory, scale: "_Linear") -> list[str]:
     return [line, svg_text(WIDTH - RIGHT, _text(y - 5), text, size=12, anchor="end", class_="over")]
 
 
-def _draw_roofline(parts: Sequence[Part], chip: Chip) -> str:
-    """FLOP/s of every part over its FLOPs per byte of memory, below the limits of the chip."""
-    groups = [
-        (name, part) for name, part in report.group_parts(parts) if part.flops and part.hbm_bytes and part.seconds
-    ]
-    groups = sorted(groups, key=lambda group: -group[1].times * group[1].seconds)[: report.MOST_ROWS]
-    peak, bandwidth = chip.peak("bfloat16"), chip.memory_bandwidth
-    places = [(part.flops / part.hbm_bytes, part.flops / part.seconds) for _, part in groups]
-    xs, ys = [peak / bandwidth, *(x for x, _ in places)], [peak, *(y for _, y in places)]
-    left, right, low, high = min(xs) / 4, max(xs) * 4, min(ys) / 3, peak * 2
-    scale_x = _Linear(math.log10(left), math.log10(right), LEFT, ROOFLINE_WIDTH - RIGHT)
-    scale_y = _Linear(math.log10(low), math.log10(high), ROOFLINE_HEIGHT - BOTTOM - 10, TOP)
-    elements = [*_decades(scale_x, scale_y)]
-    start = max(left, low / bandwidth)
-    corners = [(start, bandwidth * start), (peak / bandwidth, peak), (right, peak)]
-    points = [(scale_x(math.log10(x)), scale_y(math.log10(y))) for x, y in corners]
-    line = "L".join(f"{_text(x)} {_text(y)}" for x, y in points)
-    elements.append(element("path", class_="roof", d=f"M{line}"))
-    text = f"{chip.name}: {report.number(peak / 1e12)} TFLOP/s bfloat16, {report.number(bandwidth / 1e9)} GB/s"
-    elements.append(svg_text(ROOFLINE_WIDTH - RIGHT, TOP - 4, text, size=12, anchor="end", class_="ink"))
-    dots: list[tuple[float, float, str, list[str]]] = []  # x, y, look, lines of the legend
-    for (name, part), (x, y) in zip(groups, places, strict=True):
-        at, look = (scale_x(math.log10(x)), scale_y(math.log10(y))), f"limit-{part.limit}"
-        near = next((dot for dot in dots if math.dist(dot[:2], at) < 2 * DOT and dot[2] == look), None)
-        if near is None:
-            dots.append(near := (*at, look, []))
-        near[3].append(f"{name}: {report.number(y / 1e12)} TFLOP/s")
-    row = TOP + 12
-    for i, (x, y, look, texts) in enumerate(dots, start=1):
-        dot = element("circle", class_=look, cx=_text(x), cy=_text(y), r=DOT)
-        elements.append(_with_title(dot, "\n".join(texts)))
-        elements.append(svg_text(_text(x), _text(y + 4), str(i), size=11, anchor="middle", class_="on"))
-        elements.append(svg_text(ROOFLINE_WIDTH + 24, row, str(i), size=12, anchor="end", class_="dim"))
-        for text in texts:
-            elements.append(svg_text(ROOFLINE_WIDTH + 34, row, _short(text, 50), size=12, class_="ink"))
-            row += LINE
-    keys = [(f"limit-{limit}", f"limited by {limit}") for limit in LIMITS]
-    legend, height = _legend(keys, ROOFLINE_HEIGHT)
-    return _drawing(height, [*elements, *legend], "roofline")
-
-
-def _decades(scale_x: "_Linear", scale_y: "_Linear") -> list[str]:
-    """The grid of a drawing with logarithmic axes."""
-    elements, bottom, right = [], scale_y(scale_y.first), scale_x(scale_x.last)
-    for power in range(math.ceil(scale_x.first), math.floor(scale_x.last) + 1):
-        x = _text(scale_x(power))
-        elements.append(element("path", class_="grid", d=f"M{x} {TOP}V{_text(bottom)}"))
-        elements.append(svg_text(x, _text(bottom + 16), f"{10.0**power:,g}", size=12, anchor="middle", class_="dim"))
-    for power in range(math.ceil(scale_y.first), math.floor(scale_y.last) + 1):
-        y = scale_y(power)
-        elements.append(element("path", class_="grid", d=f"M{LEFT} {_text(y)}H{_text(right)}"))
-        label = f"{10.0 ** (power - 12):,g}"
-        elements.append(svg_text(LEFT - 8, _text(y + 4), label, size=12, anchor="end", class_="dim"))
-    middle = (LEFT + right) / 2
-    elements.append(svg_text(4, TOP - 4, "TFLOP/s", size=12, class_="dim"))
-    label = "FLOPs per byte of memory"
-    return [*elements, svg_text(_text(middle), _text(bottom + 34), label, size=12, anchor="middle", class_="dim")]
-
-
-def _draw_traffic(traffic: Sequence[Traffic]) -> str:
-    """One bar per group of mesh axes: the seconds of its collectives by kind."""
-    axes = _by_seconds(traffic, lambda item: item.axes)[: report.MOST_ROWS]
-    kinds = [kind for kind, _ in _by_seconds(traffic, lambda item: item.kind)]
-    left, right = 120, 280
-    scale = (WIDTH - left - right) / (_seconds(axes[0][1]) or 1)
-    parts, y = [], TOP
-    for name, items in axes:
-        x = float(left)
-        parts.append(svg_text(left - 10, y + 16, _short(listed(name), 18), size=13, anchor="end", class_="ink"))
-        for kind in kinds:
-            if seconds := _seconds(item for item in items if item.kind == kind):
-                size = {"x": _text(x), "y": y, "width": _text(seconds * scale), "height": BAR}
-                box = element("rect", class_=f"k{kinds.index(kind) % 8}", rx=2, **size)
-                parts.append(_with_title(box, f"{kind}: {report.time_text(seconds)}"))
-                x += seconds * scale
-        sizes = [(sum(item.ici_bytes for item in items), "fast links"), (sum(item.dcn_bytes for item in items), "DCN")]
-        texts = [report.time_text(_seconds(items)), *(f"{bytes_text(size)} {where}" for size, where in sizes if size)]
-        parts.append(svg_text(_text(x + 8), y + 16, ", ".join(texts), size=12, class_="dim"))
-        y += BAR + 10
-    legend, height = _legend([(f"k{i % 8}", kind) for i, kind in enumerate(kinds)], y)
-    return _drawing(height, [*parts, *legend], "traffic by mesh axis")
-
-
-def _by_seconds(traffic: Sequence[Traffic], key: Callable[[Traffic], Any]) -> list[tuple[Any, list[Traffic]]]:
-    """(key, its items), those with the most seconds first."""
-    return sorted(grouped(traffic, key).items(), key=lambda group: -_seconds(group[1]))
-
-
-def _seconds(traffic: Iterable[Traffic]) -> float:
-    return sum(item.seconds for item in traffic)
-
-
 def _drawing(height: float, parts: Iterable[str], label: str, width: float = WIDTH) -> str:
     """An inline SVG element, which shrinks with the window. Its colors are classes of the page."""
     size = f'viewBox="0 0 {_text(width)} {_text(height)}" style="max-width:{_text(width)}px"'
@@ -270,10 +171,6 @@ def _legend(entries: Sequence[tuple[str, str]], top: float) -> tuple[list[str], 
 def _with_title(shape: str, text: str) -> str:
     """An empty element that shows `text` while the pointer is on it."""
     return f"{shape.removesuffix('/>')}>{element('title', text)}</{shape[1:].split()[0]}>"
-
-
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _text(value: float) -> str:

@@ -85,12 +85,11 @@ class Plan:
         return html_frame(self.to_html())
 
     def to_html(self, *, title: str = "plan") -> str:
-        """The same as one HTML file without external resources, with drawings of memory, time, mesh and traffic."""
-        chip, devices = self.topology.chip, self.topology.num_devices
+        """The same as one HTML file without external resources, with drawings of memory, schedule and mesh."""
         summary = "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary
         sections = [
             html.memory_section(self.memory),
-            html.time_section(self.time, chip),
+            html.time_section(self.time),
             html.schedule_section(self.time),
             html.traffic_section(self.traffic),
             html.mesh_section(self.topology, self.mesh),
@@ -100,7 +99,7 @@ class Plan:
             title=escape(title),
             head=escape(report.hardware_line(self.topology, self.mesh)),
             summary=escape(summary),
-            tiles=html_tiles(report.tiles(self.memory, self.time, devices)),
+            tiles=html_tiles(report.tiles(self.memory, self.time, self.topology.num_devices)),
             findings=html_findings(self.findings),
             sections="\n".join(filter(None, sections)),
         )
