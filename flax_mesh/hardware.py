@@ -1,4 +1,4 @@
-"""The figures of chips: peak FLOP/s, memory, links and networks, each with its source.
+"""The figures of chips: peak FLOP/s, memory, links and networks. docs/plan.md has the source of each.
 
 The cost model of meshes, the MFU of the metrics and the plan of a run read this table; `load_chip` reads a chip that
 the table lacks from a TOML file. Figures of compute and memory describe one JAX device: a v7x chip is two devices, and
@@ -26,30 +26,6 @@ LARGEST = 1e30  # limit of any figure, far below the largest float
 _MOST_CHIPS = 2**20  # limit of a pod: all factorings of its sides are tried
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
-
-SOURCES = {
-    "tpu": "docs.cloud.google.com/tpu/docs/{v4,v5e,v5p-training,v6e,tpu7x}",
-    "book": "jax-ml.github.io/scaling-book/tpus, github.com/jax-ml/scaling-book tpus.md@0819a7d (2025-02-18)",
-    "book, later": "a later text of jax-ml.github.io/scaling-book/tpus, which has 90 GB/s where it had 100",
-    "gpu book": "jax-ml.github.io/scaling-book/gpus, github.com/jax-ml/scaling-book gpus.md@1a55377",
-    "gpu table": "ttsugriy.github.io/distributed-training-book/appendices/hardware-assumptions",
-    "calculon": "github.com/calculon-ai/calculon systems/{a100_80g,h100_80g_nvl8}.json@4f81f02",
-    "mlperf": "github.com/mlcommons/inference_results_v4.1 H200-SXM-141GBx8_TRT_MaxQ.json, "
-    "inference_results_v6.1 GB200-NVL72_GB200-186GB_aarch64x16_Dynamo.json",
-    "b200": "glennklockwood.com/garden/processors/B200 (GB200: at 1200 W)",
-    "nvidia": "NVIDIA's datasheets: nvidia.com/en-us/data-center/{h100,grace-hopper-superchip}",
-    "vendor / links": "inferred: the bidirectional GB/s per chip that the vendor states, divided by 2 and by the links",
-    "inferred": "inferred: the rings of v7x from v5p, its pod from its 9216 chips; the DCN of v3 from its host",
-    "fitted": "fitted to published runs in tests/plan/published.py; see docs/plan.md",
-    "measured": "python -m tests.benchmarks gpu --ceilings on one H200: a copy reaches 87% of the datasheet's 4.8 TB/s",
-    "as H200": "inferred: 87% of the datasheet's 3.35 TB/s, as measured on an H200",
-    "pcie": "inferred: 16 lanes of PCI Express in one direction, of generation 4 (A100) or 5; the faster links between "
-    "GH200 or GB200 and their hosts are not counted",
-    "assumed": "not published: assumed equal to the figure of a related chip that is",
-    "peak / cells": "inferred: the peak FLOP/s of a chip over 2 FLOPs of every cell of its matrix units; "
-    "8 units of 128x128 cells in v4 and v5p, 4 in v5e (book)",
-    "not measured": "a rough figure of one process on a server CPU, for plans with virtual devices; not measured",
-}
 
 
 @dataclass(frozen=True)
@@ -81,7 +57,6 @@ class Chip:
         indexed_fraction: The part of `memory_bandwidth` at which rows at indices are read or added, such as the
             tokens of an expert. One figure is fitted to all TPUs.
         matrix_unit: Rows and columns of the matrix units.
-        sources: Figure -> key of SOURCES, or the path of a file. The figures in `peak_flops` are listed by dtype.
     """
 
     name: str
@@ -105,7 +80,6 @@ class Chip:
     overlap_fraction: float = 1.0
     indexed_fraction: float = 1.0
     matrix_unit: int = 128
-    sources: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
 
     @property
     def torus(self) -> int:
@@ -136,109 +110,62 @@ class Chip:
         return tuple(self.wrap == "pod" and size == self.pod[0] for size in shape)
 
 
-def figures(chip: Chip) -> set[str]:
-    """The names of the figures of a chip that must have a source: numeric fields that it sets, and dtypes."""
-    without = {"name", "platform", "peak_flops", "kinds", "sources", "domain_spans_hosts"}
-    without |= {"domain"} if chip.pod else {"pod", "wrap"}
-    return {item.name for item in dataclasses.fields(chip)} - without | set(chip.peak_flops)
+def _tpu(name: str, **values: Any) -> Chip:
+    return Chip(name, "tpu", **{"overlap_fraction": 0.4, "indexed_fraction": 0.2} | values)
 
 
-def _chip(name: str, platform: str, sources: Mapping[str, str], **values: Any) -> Chip:
-    """A chip whose figures are from `sources["all"]`, except those that `sources` names."""
-    chip = Chip(name, platform, **values)
-    return dataclasses.replace(chip, sources={name: sources.get(name, sources["all"]) for name in figures(chip)})
+def _gpu(name: str, **values: Any) -> Chip:
+    usual = {"matmul_fraction": 0.7, "overlap_fraction": 0.5, "link_fraction": 370 / 450, "host_bandwidth": 6.4e10}
+    return Chip(name, "gpu", **{"kinds": (name,), "domain": 8} | usual | values)
 
-
-def _tpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
-    usual = {
-        "all": "tpu",
-        "matmul_fraction": "fitted",
-        "overlap_fraction": "fitted",
-        "indexed_fraction": "fitted",
-        "matrix_unit": "peak / cells",
-        "hop_latency": "assumed",
-        "network_latency": "assumed",
-        "host_bandwidth": "book",
-        "pod": "book",
-        "wrap": "book",
-    }
-    return _chip(name, "tpu", usual | sources, **{"overlap_fraction": 0.4, "indexed_fraction": 0.2} | values)
-
-
-def _gpu(name: str, sources: dict[str, str], **values: Any) -> Chip:
-    usual = {
-        "all": "gpu book",
-        **dict.fromkeys(("matmul_fraction", "overlap_fraction", "indexed_fraction", "matrix_unit"), "assumed"),
-        "hop_latency": "calculon",
-        "network_latency": "calculon",
-        "host_bandwidth": "pcie",
-        "link_fraction": "assumed",
-    }
-    return _chip(
-        name,
-        "gpu",
-        usual | sources,
-        **{"matmul_fraction": 0.7, "overlap_fraction": 0.5, "kinds": (name,), "domain": 8, "link_fraction": 370 / 450}
-        | {"host_bandwidth": 6.4e10}
-        | values,
-    )
-
-
-# The vendor's 100 GB/s per link became 90 in later texts of the book: 90% are reachable.
-_ICI = {"link_bandwidth": "vendor / links", "link_fraction": "book, later"}
 
 # Of several GPUs whose kinds match, the one with the longest kind is used: "H100 PCIe" before "H100".
 # fmt: off
 CHIPS = (
-    _tpu("v3", {"all": "book", "network_bandwidth": "inferred", "matmul_fraction": "assumed"}, kinds=("TPU v3",),
+    _tpu("v3", kinds=("TPU v3",),
          peak_flops={"bfloat16": 140e12 / 2}, memory=32e9 / 2, memory_bandwidth=900e9 / 2,
          link_bandwidth=100e9, network_bandwidth=6.25e9, pod=(32, 32), wrap="pod", devices_per_chip=2,
          matmul_fraction=0.73),
-    _tpu("v4", {"link_bandwidth": "book", "link_fraction": "book", "network_bandwidth": "book, later"},
-         kinds=("TPU v4",), peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
+    _tpu("v4", kinds=("TPU v4",),
+         peak_flops={"bfloat16": 275e12, "int8": 275e12}, memory=32 * GIB, memory_bandwidth=1200e9,
          link_bandwidth=45e9, network_bandwidth=6.25e9, pod=(16, 16, 16), wrap="cubes",
          matmul_fraction=0.73),
-    _tpu("v5e", _ICI | {"hop_latency": "book, later"}, kinds=("TPU v5 lite", "TPU v5e"),
+    _tpu("v5e", kinds=("TPU v5 lite", "TPU v5e"),
          peak_flops={"bfloat16": 197e12, "int8": 393e12}, memory=16e9, memory_bandwidth=819e9,
          link_bandwidth=50e9, link_fraction=0.9, network_bandwidth=3.125e9, pod=(16, 16), wrap="pod",
          matmul_fraction=0.83),
-    _tpu("v5p", _ICI | {"int8": "book"}, kinds=("TPU v5", "TPU v5p"),
+    _tpu("v5p", kinds=("TPU v5", "TPU v5p"),
          peak_flops={"bfloat16": 459e12, "int8": 918e12}, memory=95 * GIB, memory_bandwidth=2765e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=6.25e9, pod=(16, 20, 28), wrap="cubes",
          matmul_fraction=0.86),
-    _tpu("v6e", _ICI | {"matrix_unit": "tpu"}, kinds=("TPU v6 lite", "TPU v6e"),
+    _tpu("v6e", kinds=("TPU v6 lite", "TPU v6e"),
          peak_flops={"bfloat16": 918e12, "int8": 1836e12}, memory=32e9, memory_bandwidth=1638e9,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10, pod=(16, 16),
-         wrap="pod",
-         matmul_fraction=0.63, matrix_unit=256),
-    _tpu("v7x", _ICI | {"pod": "inferred", "wrap": "inferred", "host_bandwidth": "assumed", "matrix_unit": "tpu"},
-         kinds=("TPU7x", "TPU7"),
+         wrap="pod", matmul_fraction=0.63, matrix_unit=256),
+    _tpu("v7x", kinds=("TPU7x", "TPU7"),
          peak_flops={"bfloat16": 2307e12 / 2, "float8": 4614e12 / 2}, memory=192 * GIB / 2, memory_bandwidth=7380e9 / 2,
          link_bandwidth=100e9, link_fraction=0.9, network_bandwidth=12.5e9, host_bandwidth=3.2e10,
          pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
          matmul_fraction=0.8, matrix_unit=256),
-    _gpu("A100", {"bfloat16": "gpu table", "network_bandwidth": "calculon"},
-         peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
+    _gpu("A100", peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),
-    _gpu("H100", {"link_fraction": "gpu book", "memory_bandwidth": "as H200"},
+    _gpu("H100",
          peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=80e9, memory_bandwidth=2.9e12,
          link_bandwidth=450e9, network_bandwidth=50e9),
-    _gpu("H100-PCIe", {"all": "nvidia", "network_bandwidth": "assumed", "domain": "assumed"}, kinds=("H100 PCIe",),
+    _gpu("H100-PCIe", kinds=("H100 PCIe",),
          peak_flops={"bfloat16": 756e12}, memory=80e9, memory_bandwidth=2.0e12,
          link_bandwidth=64e9, network_bandwidth=50e9),
-    _gpu("H200", {"bfloat16": "gpu table", "network_bandwidth": "mlperf", "memory_bandwidth": "measured"},
+    _gpu("H200",
          peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=141e9, memory_bandwidth=4.2e12,
          link_bandwidth=450e9, network_bandwidth=50e9),
-    _gpu("GH200", {"all": "nvidia", "network_bandwidth": "assumed"},
-         peak_flops={"bfloat16": 989e12}, memory=96e9, memory_bandwidth=4.0e12,
+    _gpu("GH200", peak_flops={"bfloat16": 989e12}, memory=96e9, memory_bandwidth=4.0e12,
          link_bandwidth=450e9, network_bandwidth=50e9, domain=1),
-    _gpu("B200", {},
+    _gpu("B200",
          peak_flops={"bfloat16": 2250e12, "float8": 4500e12, "int8": 4500e12}, memory=192e9, memory_bandwidth=8.0e12,
          link_bandwidth=900e9, network_bandwidth=50e9),
-    _gpu("GB200", {"bfloat16": "b200", "memory_bandwidth": "b200", "memory": "mlperf"},
-         peak_flops={"bfloat16": 2500e12}, memory=186e9, memory_bandwidth=8.0e12,
+    _gpu("GB200", peak_flops={"bfloat16": 2500e12}, memory=186e9, memory_bandwidth=8.0e12,
          link_bandwidth=900e9, network_bandwidth=50e9, domain=72, domain_spans_hosts=True),
-    _chip("cpu", "cpu", {"all": "not measured"}, kinds=("cpu",), overlap_fraction=0.0,
+    Chip("cpu", "cpu", kinds=("cpu",), overlap_fraction=0.0,
           peak_flops={"bfloat16": 5e10, "float32": 5e10}, memory=4e9, memory_bandwidth=1e10,
           link_bandwidth=5e9, network_bandwidth=1e9, host_bandwidth=1e10, hop_latency=2e-5, network_latency=5e-5),
 )
@@ -304,27 +231,26 @@ def load_chip(path: str | os.PathLike[str]) -> Chip:
         problems.append(f"base must be one of {', '.join(known)}, got {base!r}")
     elif missing := [name for name in _NEEDED if start is None and name not in values]:
         problems.append(f'{", ".join(missing)} must be set, or base = "v5p" or another chip')
-    fields = [item.name for item in dataclasses.fields(Chip) if item.name != "sources"]
+    fields = [item.name for item in dataclasses.fields(Chip)]
     unknown = [key for key in values if key not in fields]
     problems += [f"{key} is not a field of a chip; the fields are {', '.join(fields)}" for key in unknown]
     problems += [f"{key} {problem}" for key in fields if key in values and (problem := _problem(key, values[key]))]
     if not problems:
-        chip = _merged(start, values, file)
+        chip = _merged(start, values)
         problems = _problems_together(chip)
         if not problems:
             return chip
     raise ConfigError([f"{file}: {problem}" for problem in problems])
 
 
-def _merged(start: Chip | None, values: Mapping[str, Any], source: str) -> Chip:
+def _merged(start: Chip | None, values: Mapping[str, Any]) -> Chip:
     """The chip with the values of a file; other fields are taken from `start`."""
     options: dict[str, Any] = {k: tuple(value) if _is_list(value) else value for k, value in values.items()}
-    sources = dict.fromkeys({*values, *values.get("peak_flops", ())}, source)
     if start is None:
-        return Chip(**options, sources=sources)
+        return Chip(**options)
     if "peak_flops" in values:
         options["peak_flops"] = {**start.peak_flops, **values["peak_flops"]}
-    return dataclasses.replace(start, **options, sources={**start.sources, **sources})
+    return dataclasses.replace(start, **options)
 
 
 _MOST_BYTES = 2**24  # size limit of a TOML file
@@ -388,9 +314,7 @@ _RULES: dict[str, _Rule] = {  # by the field that a file sets
 }
 _NUMBER = (_is_positive, "a positive number")
 _NEEDED = [  # the fields of Chip without a default
-    item.name
-    for item in dataclasses.fields(Chip)
-    if item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+    item.name for item in dataclasses.fields(Chip) if item.default is dataclasses.MISSING
 ]
 
 

@@ -1,4 +1,4 @@
-"""The table of chips: every figure has a source, every kind one chip; and chips from a file."""
+"""The table of chips: every kind has one chip; and chips from a file."""
 
 import dataclasses
 import re
@@ -7,7 +7,7 @@ import pytest
 
 from flax_mesh import hardware
 from flax_mesh.errors import ConfigError
-from flax_mesh.hardware import CHIPS, GIB, SOURCES, chip_of, figures, load_chip, peak_flops
+from flax_mesh.hardware import CHIPS, GIB, chip_of, load_chip, peak_flops
 from flax_mesh.mesh.torus.torus import wraps_around
 
 NAMED = {chip.name: chip for chip in CHIPS}
@@ -44,16 +44,6 @@ def test_peaks_by_dtype():
 
 
 @each_chip
-def test_every_figure_has_a_source(chip):
-    numbers = {item.name for item in dataclasses.fields(chip) if isinstance(getattr(chip, item.name), int | float)}
-    flags = {"domain_spans_hosts"}
-    unused = {"domain"} if chip.pod else set()
-    assert numbers - flags - unused <= figures(chip)
-    assert set(chip.sources) == figures(chip)
-    assert set(chip.sources.values()) <= set(SOURCES)
-
-
-@each_chip
 def test_figures_are_plausible(chip):
     assert 0 < chip.link_fraction <= 1 and 0 < chip.matmul_fraction <= 1 and 0 <= chip.overlap_fraction <= 1
     assert chip.network_bandwidth < chip.reachable_link < chip.memory_bandwidth
@@ -62,8 +52,7 @@ def test_figures_are_plausible(chip):
     assert hash(chip) == hash(dataclasses.replace(chip))
 
 
-def test_kinds_and_names_are_unique_and_all_sources_are_used():
-    assert {source for chip in CHIPS for source in chip.sources.values()} == set(SOURCES)
+def test_kinds_and_names_are_unique():
     kinds = [kind for chip in CHIPS for kind in chip.kinds]
     assert len(kinds) == len(set(kinds)) and len(NAMED) == len(CHIPS)
     assert all(chip_of(kind) is chip for chip in CHIPS for kind in chip.kinds)
@@ -97,7 +86,6 @@ def test_a_chip_from_a_file_replaces_fields_of_its_base(tmp_path):
     chip = loaded(path, 'base = "V5P"\nname = "mine"\nmemory = 90e9\n[peak_flops]\nfloat8 = 600e12\n')
     assert (chip.name, chip.memory, chip.pod) == ("mine", 90e9, base.pod)
     assert chip.peak_flops == {**base.peak_flops, "float8": 600e12}
-    assert chip.sources["memory"] == chip.sources["float8"] == str(path) and chip.sources["pod"] == base.sources["pod"]
 
 
 FULL = """name = "npu-1"
@@ -114,9 +102,6 @@ peak_flops = {bfloat16 = 1e14}
 def test_a_chip_from_a_file_without_a_base(tmp_path):
     chip = loaded(tmp_path / "chip.toml", FULL)
     assert (chip.name, chip.domain, chip.peak("float32"), chip.link_fraction) == ("npu-1", 16, 1e14, 1.0)
-    defaults = {"link_fraction", "matmul_fraction", "overlap_fraction", "hop_latency", "network_latency"}
-    defaults |= {"devices_per_chip", "host_bandwidth", "indexed_fraction", "matrix_unit"}
-    assert set(chip.sources) == {*figures(chip), "name", "platform", "peak_flops"} - defaults
 
 
 @pytest.mark.parametrize(
