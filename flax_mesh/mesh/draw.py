@@ -1,6 +1,5 @@
 """A drawing of a mesh: every device at its position on the torus, colored by its group along the busiest axis."""
 
-from collections.abc import Mapping, Sequence
 from colorsys import hls_to_rgb
 from functools import partial
 
@@ -10,11 +9,9 @@ from jax.sharding import Mesh
 from flax_mesh.mesh.describe import MeshLayout, device_panels, place_texts, read_layout
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text
-from flax_mesh.text import listed
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
 _PANELS_PER_ROW = 4
-MOST_CELLS, MOST_PLANES = 8, 4  # of a corner
 _Spots = dict[object, tuple[int, ...]]  # device -> panel, column and row there, left and upper edge
 _text = partial(svg_text, font_family="Helvetica, Arial, sans-serif")
 
@@ -116,59 +113,3 @@ def _stub(spot: tuple[int, ...], dx: int, dy: int) -> str:
 
 def _stroke(x1: float, y1: float, x2: float, y2: float) -> str:
     return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke="#444", stroke_width=3)
-
-
-def draw_corner(places: np.ndarray, names: Sequence[str], sizes: Mapping[str, int]) -> tuple[list[str], int, int]:
-    """The first devices along every physical axis, for meshes of any size: SVG elements, width and height.
-
-    `places` is the position of every device in a mesh of these sizes, and `names` are the physical axes. x is
-    horizontal, y vertical, and there is one panel per plane of the other axes. The colors are classes of the page:
-    ink, dim, link, device, on-device.
-    """
-    planes = places.reshape(*places.shape[:2], -1)
-    most = MOST_CELLS if planes.shape[2] == 1 else MOST_CELLS // 2
-    shown = planes[:most, :most, :MOST_PLANES]
-    columns, rows, count = shown.shape
-    width, height = columns * (CELL + GAP), rows * (CELL + GAP)
-    pairs = zip(names, shown.shape, places.shape, strict=False)
-    cut = [f"the first {n} of {size} along {name}" for name, n, size in pairs if n < size]
-    parts = [svg_text(MARGIN, LINE, "; ".join(cut), size=12, class_="dim")] if cut else []
-    groups: dict[tuple[int, ...], int] = {}
-    for plane in range(count):
-        left, top = MARGIN + plane * (width + 2 * GAP), 3 * LINE
-        others = np.unravel_index(plane, places.shape[2:]) if places.ndim > 2 else ()
-        title = ", ".join(f"{name} {at}" for name, at in zip(names[2:], others, strict=False))
-        parts.append(svg_text(left, top - 8, title or f"{names[0]}, {names[1]}", size=12, class_="ink"))
-        index = np.stack(np.unravel_index(shown[:, :, plane], tuple(sizes.values())), axis=-1)
-        parts += _cells(index[..., [size > 1 for size in sizes.values()]], left, top, groups)
-    return parts, MARGIN + max(count * (width + 2 * GAP), 400), 3 * LINE + height + GAP
-
-
-def _cells(index: np.ndarray, left: float, top: float, groups: dict[tuple[int, ...], int]) -> list[str]:
-    """The devices of one plane, and lines between neighbors along the last mesh axis. index[x, y] is the mesh index.
-
-    `groups` numbers the groups along that axis, in the order in which they are drawn.
-    """
-    lines: list[str] = []
-    boxes: list[str] = []
-    columns, rows = index.shape[:2]
-    for x, y in np.ndindex(columns, rows):
-        place = tuple(index[x, y].tolist())
-        px, py = left + x * (CELL + GAP), top + y * (CELL + GAP)
-        for dx, dy in ((1, 0), (0, 1)):
-            # Devices that differ only along the last mesh axis; with no mesh axis longer than 1, none do.
-            if (
-                place
-                and x + dx < columns
-                and y + dy < rows
-                and place[:-1] == tuple(index[x + dx, y + dy].tolist())[:-1]
-            ):
-                start = f"M{px + CELL / 2:g} {py + CELL / 2:g}"
-                lines.append(element("path", class_="link", d=f"{start}{f'h{CELL + GAP}' if dx else f'v{CELL + GAP}'}"))
-        hue = groups.setdefault(place[:-1], len(groups)) * 0.381966 % 1  # the golden angle, as in draw_mesh_svg
-        fill = hex_colour([round(255 * part) for part in hls_to_rgb(hue, 0.82, 0.65)])
-        boxes.append(element("rect", class_="device", x=px, y=py, width=CELL, height=CELL, rx=6, fill=fill))
-        label = listed(place).replace(" ", "") or "0"
-        size = 12 if len(label) < 7 else 9
-        boxes.append(svg_text(px + CELL / 2, py + CELL / 2 + 4, label, size=size, anchor="middle", class_="on-device"))
-    return [*lines, *boxes]

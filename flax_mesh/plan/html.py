@@ -1,26 +1,15 @@
-"""A plan as one HTML file without external resources or scripts: tables, and drawings in SVG."""
+"""A plan as one HTML file without external resources or scripts: tables, and a drawing of the memory in SVG."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from flax_mesh.html import html_note, html_section, html_table
-from flax_mesh.mesh.describe import MeshLayout, place_texts
-from flax_mesh.mesh.draw import draw_corner
-from flax_mesh.mesh.torus.torus import arrange
-from flax_mesh.mpmd.schedules.draw import draw_simulation_svg
-from flax_mesh.mpmd.schedules.simulate import scaled
 from flax_mesh.plan import report
 from flax_mesh.plan.results import CATEGORIES, Memory, Time, Traffic
-from flax_mesh.plan.topology import Topology, placement, torus_of
 from flax_mesh.svg import element, svg_text, ticks
-from flax_mesh.text import Table, bytes_text, count_text, listed
+from flax_mesh.text import bytes_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
-MOST_ACTIONS = 900
 WIDTH = 960  # of a drawing, in units of its coordinates
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 18, 34  # margins
 MEMORY_HEIGHT, LINE = 340, 18
@@ -36,45 +25,10 @@ def time_section(time: Time) -> str:
     return html_section("Time of the parts", html_table(report.part_table(time.parts))) if time.parts else ""
 
 
-def schedule_section(time: Time) -> str:
-    if time.schedule is None or time.simulation is None:
-        return ""
-    unit = report.unit_of_time(time.simulation.makespan)
-    svg = draw_simulation_svg(time.schedule, scaled(time.simulation, 1 / unit.size), unit.name, most=MOST_ACTIONS)
-    return html_section("Schedule of the pipeline", f'<div class="paper">{svg}</div>')
-
-
 def traffic_section(traffic: Sequence[Traffic]) -> str:
     if not traffic:
         return html_section("Traffic", html_note("The step has no collectives."))
     return html_section("Traffic by mesh axis", html_table(report.traffic_table(traffic)))
-
-
-def mesh_section(topology: Topology, mesh: Mapping[str, int]) -> str:
-    """The placement of the mesh axes, and a corner of one slice or domain: the others repeat it."""
-    splits, assignment = placement(topology, tuple(mesh.items()))
-    inner = tuple(size // split for size, split in zip(mesh.values(), splits, strict=True))
-    torus = None if assignment is None else replace(torus_of(topology), kind=topology.chip.name)
-    granule = "slice" if topology.chip.torus else {"gpu": "NVLink domain", "cpu": "host"}[topology.chip.platform]
-    layout = MeshLayout(granule, splits, np.broadcast_to(0, inner), torus, assignment=assignment)
-    placed = zip(mesh, mesh.values(), place_texts(layout), strict=True)
-    rows = [[name, f"{size:,}", text] for name, size, text in placed if size > 1]
-    table = html_table(Table(("axis", "size", "placement"), rows, right=("size",)))
-    if torus is None or assignment is None:
-        columns = next((size for size in reversed(inner) if size > 1), 1)
-        places, names = np.arange(math.prod(inner)).reshape(-1, columns).T, ("across", "down")
-    else:  # the position in the mesh of every device of the torus
-        ordered = arrange(np.arange(math.prod(torus.shape)).reshape(torus.shape), assignment)
-        places, names = np.argsort(ordered, axis=None).reshape(torus.shape), torus.axes
-    size = topology.num_devices // topology.num_domains
-    note = (
-        f"{count_text(topology.num_domains, granule)} of {torus or count_text(size, 'device')}. A box is a device with "
-        f"its indices along {listed(name for name, n in zip(mesh, inner, strict=True) if n > 1) or 'no axis'}; lines "
-        "connect neighbors along the last of these axes, and colors are the groups along it."
-    )
-    parts, width, height = draw_corner(places, names, dict(zip(mesh, inner, strict=True)))
-    drawn = _drawing(height, parts, "devices of the mesh", width)
-    return html_section("Mesh on the devices", drawn, html_note(note), table)
 
 
 # --- drawings as inline SVG; colors are classes of page.html ---

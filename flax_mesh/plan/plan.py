@@ -85,14 +85,12 @@ class Plan:
         return html_frame(self.to_html())
 
     def to_html(self, *, title: str = "plan") -> str:
-        """The same as one HTML file without external resources, with drawings of memory, schedule and mesh."""
+        """The same as one HTML file without external resources, with a drawing of the memory."""
         summary = "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary
         sections = [
             html.memory_section(self.memory),
             html.time_section(self.time),
-            html.schedule_section(self.time),
             html.traffic_section(self.traffic),
-            html.mesh_section(self.topology, self.mesh),
         ]
         return html_page(
             html.TEMPLATE,

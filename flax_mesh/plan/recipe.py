@@ -286,7 +286,7 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     time = time_of(
         topology, seconds + math.fsum(part.seconds for part in wait), parts, _stated(recipe, split.num_parameters)
     )
-    time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule, simulation=simulated)
+    time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule)
     traffic = stage_traffic(topology, shape, schedule, stages)
     findings = [*memory_findings(memory, _given(recipe))]
     findings += surprises(stages[0].backward, topology)

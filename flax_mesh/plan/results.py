@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flax_mesh.mpmd.schedules.schedule import Schedule
-from flax_mesh.mpmd.schedules.simulate import Simulation
 from flax_mesh.text import grouped
 
 # The uses of memory, in the order in which they are drawn.
@@ -115,4 +114,3 @@ class Time:
     flops: float  # that one device computes per step, recomputation included
     bubble: float = 0.0  # idle fraction of a pipeline
     schedule: Schedule | None = None
-    simulation: Simulation | None = None  # of the schedule, in seconds

@@ -5,18 +5,16 @@ import json
 import re
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.mesh.torus.torus import Torus, arrange
 from flax_mesh.models import DecoderConfig
-from flax_mesh.mpmd.schedules import Schedule, make_schedule, simulate
+from flax_mesh.mpmd.schedules import Schedule
 from flax_mesh.plan.advice import Given, certainty, memory_findings, summary
 from flax_mesh.plan.forecast import SLICES, waiting
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.report import MOST_ROWS, compiled_line, forecast_line, group_parts, measured_line, number, ranges
-from flax_mesh.plan.topology import parse_topology, placement, torus_of
+from flax_mesh.plan.topology import parse_topology
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding
 from tests.plan.written import GIB, make_plan
@@ -235,7 +233,7 @@ def test_json_contains_every_number(plan):
 def test_the_page_is_well_formed_and_needs_nothing_else(plan):
     page = plan.to_html(title="a <b> & %summary%")
     drawings = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert drawings
+    assert bool(drawings) == bool(plan.memory.timeline)
     for drawing in drawings:
         ElementTree.fromstring(drawing)
     body = re.sub(r"<(meta|!doctype)[^>]*>", "", page)
@@ -247,29 +245,10 @@ def test_the_page_is_well_formed_and_needs_nothing_else(plan):
     assert not re.search(r"\b(nan|inf)\b", page)
 
 
-def test_a_page_shows_at_most_some_moments_devices_and_actions():
+def test_a_plan_has_at_most_some_moments():
     plan = PLANS["pipeline"]
     assert len(plan.memory.timeline) <= 240
     assert max(moment.total for moment in plan.memory.timeline) == plan.memory.peak
-    page = plan.to_html()
-    assert "the first 4 of 16 along x" in page and page.count('class="device"') == 64
-    schedule = make_schedule("1f1b", num_groups=16, num_microbatches=512)
-    time = dataclasses.replace(plan.time, schedule=schedule, simulation=simulate(schedule))
-    page = dataclasses.replace(plan, time=time).to_html()
-    assert "; the first " in page and len(page) < 300_000
-
-
-def test_the_drawn_devices_have_their_indices_in_the_mesh():
-    """The label of the device at x, y, z is where `arrange` places it."""
-    plan = PLANS["plain"]
-    _, assignment = placement(plan.topology, tuple(plan.mesh.items()))
-    torus = torus_of(plan.topology)
-    assert assignment is not None and isinstance(torus, Torus)
-    devices = arrange(np.arange(128).reshape(torus.shape), assignment)
-    labels = re.findall(r'class="on-device">([\d,]+)<', plan.to_html())
-    planes = [(x, y, z) for z in range(4) for x in range(4) for y in range(4)]
-    found = [",".join(map(str, np.argwhere(devices == np.ravel_multi_index(at, torus.shape))[0])) for at in planes]
-    assert labels == found
 
 
 def test_the_areas_of_the_memory_chart_end_at_the_peak():

@@ -1,6 +1,6 @@
 """Plans that are written by hand."""
 
-from flax_mesh.mpmd.schedules import StageCost, make_schedule, simulate
+from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.plan.forecast import thinned
 from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
 from flax_mesh.plan.topology import parse_topology
@@ -20,10 +20,9 @@ def make_plan(
         for i in range(num_moments)
     ]
     peak = max(moments, key=lambda moment: moment.total)
-    groups, schedule, simulation = sizes.get("pp", 1), None, None
+    groups, schedule = sizes.get("pp", 1), None
     if groups > 1:
         schedule = make_schedule("1f1b", num_groups=groups, num_microbatches=4 * groups)
-        simulation = simulate(schedule, StageCost(0.0345, 0.0345, 0.0345, 0.001))
     times = [0.04 if s in (0, groups - 1) else 0.03 for s in range(groups)]
     parts = [
         Part(f"stage {s} {kind}", 32, n * 9e12, n * 3e10, n * compute, n * 0.01, n * 0.012, n * 0.035)
@@ -38,5 +37,5 @@ def make_plan(
         Traffic("reduce-scatter", ("fsdp",), 63, 12 * GIB, 11 * GIB, 0, 0.2),
         Traffic("all-reduce", ("dp", "fsdp"), 1, 3 * GIB, GIB, 6 * GIB, 0.15),
     )
-    time = Time(4.35, tuple(parts), 15060.4, 0.421, 3e14, 0.12 if groups > 1 else 0.0, schedule, simulation)
+    time = Time(4.35, tuple(parts), 15060.4, 0.421, 3e14, 0.12 if groups > 1 else 0.0, schedule)
     return Plan(parse_topology(topology), sizes, memory, time, traffic, (FINDING,), "Compute limits the run. Use tp:4.")

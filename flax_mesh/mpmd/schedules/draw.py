@@ -8,7 +8,6 @@ from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
 from flax_mesh.mpmd.schedules.text import heading, summary, time_text
 from flax_mesh.svg import element, hex_colour, svg_document, svg_text, ticks
-from flax_mesh.text import count_text
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
 
@@ -67,21 +66,6 @@ def draw_timeline_svg(schedule: Schedule, measured: Iterable[Event], costs: Cost
     average = busy / span if span else 0.0
     text = f"measured: {time_text(span, unit)}, bubble {bubble:.1%}, {average:.2f} groups busy on average"
     return _document([(text, events), _simulated(schedule, costs, result, unit)], schedule, unit)
-
-
-def draw_simulation_svg(schedule: Schedule, result: Simulation, unit: str = "", *, most: int = 2000) -> str:
-    """A simulation of a schedule, whose times are in `unit`, drawn like `draw_schedule_svg`.
-
-    If the schedule has more than `most` actions, only the first ones are drawn. The title then states the time at
-    which the drawing ends, and the figures on the right count only the drawn actions.
-    """
-    events = events_of(schedule, result)
-    sizes = [(schedule.num_groups, "group"), (schedule.num_stages, "stage"), (schedule.num_microbatches, "microbatch")]
-    title = f"{schedule.name}: {', '.join(count_text(*size) for size in sizes)}: {summary(result, unit)}"
-    if len(events) > most:
-        events = events[:most]  # in the order of their starts
-        title += f"; the first {time_text(max(end for *_, end in events), unit)}"
-    return _document([(title, events)], schedule, unit)
 
 
 _Panel = tuple[str, list[Event]]

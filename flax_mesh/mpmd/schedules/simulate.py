@@ -5,7 +5,7 @@ Transfers run concurrently, also between the same two groups.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from flax_mesh.fields import check_types
@@ -84,17 +84,6 @@ def simulate(schedule: Schedule, costs: Costs = StageCost()) -> Simulation:  # n
         busy=tuple(sum(map(duration, row)) for row in schedule.rows),
         peak_activations=peak_activations(schedule),
         transfers=_count_transfers(schedule),
-    )
-
-
-def scaled(result: Simulation, factor: float) -> Simulation:
-    """The simulation in another unit of time."""
-    return replace(
-        result,
-        times={action: (start * factor, end * factor) for action, (start, end) in result.times.items()},
-        makespan=result.makespan * factor,
-        period=result.period * factor,
-        busy=tuple(time * factor for time in result.busy),
     )
 
 
