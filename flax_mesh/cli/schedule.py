@@ -3,11 +3,10 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from flax_mesh.cli.common import DONE, check_writable, config_of, files_read, table_width, use_platform, write_file
+from flax_mesh.cli.common import DONE, check_writable, table_width, write_file
 from flax_mesh.errors import ConfigError, Mistakes
 from flax_mesh.mpmd.schedules import (
     Schedule,
@@ -24,7 +23,6 @@ from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.text import summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
-from flax_mesh.recipe.explain import Measured, measure_recipe
 from flax_mesh.text import one_line
 
 SEARCH = "search"
@@ -60,34 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="maximum number of activations that a group may store; one number, or one per group: 4,3,2,1",
     )
-    add(
-        "--activations",
-        metavar="A",
-        help="search: size of an activation in the unit of --memory, such as bytes; one number or one per stage: 1,1,2",
-    )
-    add("--period", action="store_true", help="search: minimize the time between two steps instead of the time of one")
     add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
-    add("--seed", metavar="N", type=int, help="search: random seed (default 0)")
     add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
-    measure = "measure the stages of a recipe on the available devices; sets stages, microbatches and costs"
-    add("--measure", metavar="RECIPE section.key=value", nargs="+", help=measure)
     add("--svg", metavar="FILE", type=os.path.expanduser, help="write a picture")
     add("--out", metavar="FILE", type=os.path.expanduser, help="write the schedule as text, for pipeline.schedule=FILE")
     add("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    config = None
     files = {f"the schedule {arguments.name}": arguments.name} if is_schedule_file(arguments.name) else {}
-    if arguments.measure:
-        recipe, *overrides = arguments.measure
-        config = config_of(recipe, overrides)
-        files |= files_read(recipe, overrides, config)
     _check_outputs(arguments, files)
-    if config is not None:
-        use_platform(config.run.platform)
-        unit = _set_measured(arguments, measure_recipe(config))
-        print(f"measured: --costs {arguments.costs}, in units of {unit:.3g} ms", file=sys.stderr)
     choice = _find(arguments)
     if arguments.svg is not None:
         write_file("--svg", arguments.svg, draw_schedule_svg(choice.schedule, choice.costs))
@@ -139,27 +119,9 @@ def _data(choice: Found) -> dict[str, Any]:
             "optimal": result.optimal,
             "best_named": result.best_named,
             "best_named_makespan": result.best_named_makespan,
-            "best_named_period": result.best_named_period,
-            "objective": result.objective,
             "interrupted": result.interrupted,
         }
     return data
-
-
-def _set_measured(arguments: argparse.Namespace, measured: Measured) -> float:
-    """Set the options from the measurement.
-
-    Costs are divided by the shortest forward pass, which is returned in ms, so that tables have the usual width.
-    """
-    given = {"--stages": arguments.stages, "--virtual": arguments.virtual}
-    if redundant := [option for option, value in given.items() if value is not None]:
-        raise ConfigError(f"{' '.join(redundant)}: --measure reads this from the recipe; remove it")
-    arguments.stages = measured.num_groups
-    arguments.virtual = len(measured.costs) // measured.num_groups
-    arguments.microbatches = arguments.microbatches or measured.num_microbatches
-    unit = min(cost[0] for cost in measured.costs)
-    arguments.costs = "/".join(",".join(f"{time / unit:.2g}" for time in cost) for cost in measured.costs)
-    return unit
 
 
 def _set_from_file(arguments: argparse.Namespace) -> None:
@@ -177,13 +139,10 @@ def _find(arguments: argparse.Namespace) -> Found:
             _set_from_file(arguments)
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:
-            raise ConfigError(
-                f"{' and '.join(missing)}: required, unless --measure RECIPE is given; see flax-mesh schedule --help"
-            )
+            raise ConfigError(f"{' and '.join(missing)}: required; see flax-mesh schedule --help")
         _check_search_options(arguments)
         check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
-        kind = int if arguments.activations is None else float
-        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, kind)
+        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
         costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
@@ -201,8 +160,7 @@ def _summary(result: SearchResult) -> str:
     gap = f"at most {result.gap:.2%} slower than the optimum (lower bound {result.lower_bound:.6g})"
     named = "no named schedule fits this memory"
     if result.best_named is not None:
-        value = getattr(result, f"best_named_{result.objective}")
-        named = f"best named schedule that fits: {result.best_named}, {result.objective} {value:.6g}"
+        named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
     interrupted = "interrupted; " if result.interrupted else ""
     return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
@@ -217,20 +175,10 @@ def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Seque
         memory,
         num_microbatches=arguments.microbatches,
         num_groups=arguments.stages,
-        activation_sizes=_sizes(arguments.activations, len(of_stages)),
         splits_backward=not arguments.whole_backward,
-        objective="period" if arguments.period else "makespan",
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
-        seed=arguments.seed or 0,
     )
     return Found(result.schedule, of_stages, result)
-
-
-def _sizes(text: str | None, num_stages: int) -> tuple[float, ...] | None:
-    if text is None:
-        return None
-    sizes = _numbers("--activations", text, float)
-    return sizes * num_stages if len(sizes) == 1 else sizes
 
 
 def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
@@ -254,9 +202,7 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 def _check_search_options(arguments: argparse.Namespace) -> None:
-    options = {"--seconds": arguments.seconds, "--seed": arguments.seed}
-    options |= {"--whole-backward": arguments.whole_backward or None, "--period": arguments.period or None}
-    options["--activations"] = arguments.activations
+    options = {"--seconds": arguments.seconds, "--whole-backward": arguments.whole_backward or None}
     given = [option for option, value in options.items() if value is not None]
     if given and arguments.name != SEARCH:
         raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")

@@ -1,26 +1,18 @@
-"""Reports on a recipe before training: the sharding of its arrays, and the cost of its pipeline stages.
-
-`explain` needs only the config, no devices; `measure_recipe` runs every stage on the available devices.
-"""
+"""A report on a recipe before training, without devices: the sharding of its arrays, and its pipeline stages."""
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false
 
 from dataclasses import replace
-from typing import NamedTuple
-
-import numpy as np
 
 from flax_mesh.blockwise.attend import BLOCK
 from flax_mesh.data.user_batches import abstract_batch
-from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.errors import Problem
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
-from flax_mesh.mpmd.runtime.profile import measure_costs, with_split_backward
-from flax_mesh.mpmd.schedules.simulate import StageCost
 from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.model import method_of, model_notes
-from flax_mesh.recipe.program import attention_lines, build_program, eval_shape, split_model, train_program
+from flax_mesh.recipe.program import attention_lines, eval_shape, split_model, train_program
 from flax_mesh.recipe.resolve import Recipe, check, derive
 from flax_mesh.recipe.target import abstract_target
 from flax_mesh.sharding import Explanation
@@ -101,33 +93,3 @@ def _setting_finding(problem: Problem) -> Finding:
     setting = f"{problem.setting}={problem.value}" if problem.value else problem.setting
     repair = problem.repair[:1].upper() + problem.repair[1:]
     return Finding(setting, problem.text.removeprefix("is "), repair)
-
-
-class Measured(NamedTuple):
-    costs: tuple[StageCost, ...]  # in milliseconds, one per stage
-    num_groups: int
-    num_microbatches: int
-
-
-def measure_recipe(config: TrainConfig) -> Measured:
-    """Measure every stage of the recipe by itself on random tokens, or on the first batch of `make_batches`.
-
-    The costs of a stage are the costs of its forward pass, of its backward pass to the input and to the weights, and of
-    the transfer of its output. Raises ConfigError for invalid settings, or if the mesh has no axis pp.
-    """
-    program = build_program(config, change=with_split_backward)
-    recipe, pipeline = program.recipe, program.pipeline
-    if pipeline is None:
-        raise ConfigError(
-            f"mesh.shape={config.mesh.shape} has no axis pp, so the model is not split into stages; add pp:N"
-        )
-    batch = recipe.user_batches.first if recipe.user_batches else _random_tokens(recipe)
-    costs = measure_costs(pipeline, pipeline.init_state(), batch)
-    return Measured(costs, len(pipeline.groups), recipe.pipeline.num_microbatches)
-
-
-def _random_tokens(recipe: Recipe) -> dict[str, np.ndarray]:
-    ids = getattr(recipe.model, "vocab_size", None) or 2
-    shape = recipe.data.batch_size, recipe.data.sequence_length
-    tokens = np.random.default_rng(recipe.run.seed).integers(0, ids, shape).astype(np.int32)
-    return {"inputs": tokens, "targets": tokens}

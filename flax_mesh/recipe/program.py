@@ -21,7 +21,6 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.lora import merge_lora
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
-from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
 from flax_mesh.recipe.schedule import parse_cut
@@ -94,15 +93,10 @@ def eval_shape(function: Callable[..., object], layout: TrainState, batch: PyTre
 
 
 @check_types
-def build_program(
-    config: TrainConfig,
-    say: Callable[[str], None] = lambda text: None,
-    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
-) -> TrainProgram:
+def build_program(config: TrainConfig, say: Callable[[str], None] = lambda text: None) -> TrainProgram:
     """The program of a recipe on the devices that are here. Raises ConfigError with a line for every mistake.
 
-    `say` is called when the mesh was shrunk, and with the notes of the model; `change` may replace a pipeline's
-    schedule.
+    `say` is called when the mesh was shrunk, and with the notes of the model.
 
     Example:
         >>> from flax_mesh.train import build_program, load_recipe
@@ -114,7 +108,7 @@ def build_program(
     recipe = resolve_checked(config, local_target(config.mesh, config.run.platform))
     for note in recipe.notes:
         say(note)
-    program = train_program(recipe, change)
+    program = train_program(recipe)
     _check_functions(program)
     for line in attention_lines(program):
         say(line)
@@ -126,7 +120,7 @@ def attention_lines(program: TrainProgram) -> tuple[str, ...]:
     return () if program.pipeline is not None else getattr(program.step, "attention_lines", ())
 
 
-def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambda schedule: schedule) -> TrainProgram:
+def train_program(recipe: Recipe) -> TrainProgram:
     """The program of a recipe: a pipeline if its mesh has groups, else one jitted step."""
     if recipe.schedule is None:
         return _plain(recipe)
@@ -135,7 +129,6 @@ def train_program(recipe: Recipe, change: Callable[[Schedule], Schedule] = lambd
     pipeline = Pipeline(
         staged,
         recipe.optimizer.transformation(staged.split_model[1]),
-        schedule=change(recipe.schedule),
         layout=recipe.layout,
         options=recipe.step_options,
         remat=recipe.pipeline.remat,  # pyright: ignore[reportArgumentType] (checked with the config)

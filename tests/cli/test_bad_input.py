@@ -134,7 +134,6 @@ COMMANDS = """
 2 | schedule interleaved-1f1b --stages 4 --microbatches 6 | a multiple of 4, got 6
 2 | schedule zb-v --stages 2 --microbatches 4 --virtual 3 | zb-v has 2 stages per group
 2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
-2 | schedule 1f1b --measure {nothing} | no such file
 3 | checkpoint list {damaged} | step 3: damaged
 3 | checkpoint inspect {not_json} | metadata cannot be read
 3 | checkpoint verify {no_metadata} | metadata/metadata: missing
@@ -160,7 +159,6 @@ SLOW_COMMANDS = """
 2 | train {recipe} data.sequence_length=1000000000 | one window requires 1000000001
 2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology h200:1x8 --compile | H100
-2 | schedule 1f1b --measure {recipe} | has no axis pp
 2 | checkpoint reshard {run} {text}/x {recipe_of_run} | cannot be written
 3 | checkpoint reshard {damaged} {out} {recipe} | damaged within bytes
 """

@@ -58,7 +58,7 @@ def test_all_mistakes_are_reported_at_once(error_lines):
         f"model.vocab_size=258 is not divisible by 4 (tp=4); use another mesh.shape, {whole}",
         "model.num_heads=6 is not divisible by 4 (tp=4); use a multiple, or another mesh.shape",
     ]
-    for command in (["train"], ["explain"], ["checkpoint", "reshard", "x", "y"], ["schedule", "1f1b", "--measure"]):
+    for command in (["train"], ["explain"], ["checkpoint", "reshard", "x", "y"]):
         lines = error_lines(*command, TINY, "run.stps=3", "run.seed=x", "nonsense", "run.steps=0", "model.head_dim=3")
         names = ["run.stps", "run.seed", "'nonsense'", "run.steps", "model.head_dim"]
         assert [line.split()[0] for line in lines] == names

@@ -20,7 +20,6 @@ from flax_mesh.mpmd.schedules import check_schedule
 from flax_mesh.mpmd.schedules.file import read_schedule
 from flax_mesh.mpmd.split import check as split_check
 from flax_mesh.recipe.config import PipelineConfig
-from flax_mesh.recipe.explain import measure_recipe
 from flax_mesh.recipe.schedule import pipeline_schedule
 from flax_mesh.train import TrainConfig, TrainResult, loop, train
 from tests.train import bigram
@@ -117,7 +116,7 @@ def test_a_traced_pipelined_run_equals_a_plain_run(tmp_path, text):
     assert any("groups busy on average" in line for line in found.lines)
 
 
-def test_trace_and_measure_require_a_pipeline(tmp_path, text):
+def test_a_trace_requires_a_pipeline(tmp_path, text):
     plain = stack_config(tmp_path / "run", text, "mesh.shape=fsdp:4,tp:2")
     with pytest.raises(ConfigError, match=r"--trace t.json: only a pipeline can be traced.* mesh.shape=fsdp:4,tp:2"):
         train(plain, trace="t.json")
@@ -127,16 +126,6 @@ def test_trace_and_measure_require_a_pipeline(tmp_path, text):
     short = stack_config(tmp_path / "run", text, "mesh.shape=pp:2,fsdp:4", "run.steps=2")
     with pytest.raises(ConfigError, match=r"--trace .*t.json records step 3, .* but run.steps=2 ends before it"):
         train(short, trace=tmp_path / "t.json")
-    with pytest.raises(ConfigError, match=r"mesh.shape=fsdp:4,tp:2 has no axis pp"):
-        measure_recipe(plain)
-
-
-@pytest.mark.slow
-def test_costs_of_a_recipe_are_measured(tmp_path, text):
-    settings = ("mesh.shape=pp:2,fsdp:4", "pipeline.schedule=interleaved-1f1b", "model.num_layers=4")
-    measured = measure_recipe(config_of(tmp_path, text, *settings))
-    assert (measured.num_groups, measured.num_microbatches, len(measured.costs)) == (2, 4, 4)
-    assert all(cost.forward > 0 and cost.weights > 0 for cost in measured.costs)
 
 
 SEARCH = ("mesh.shape=pp:2,fsdp:1", "run.platform=auto", "run.eval_every=0", "pipeline.schedule=search")
