@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import jax
 import numpy as np
+from jax.experimental.mesh_utils import device_kind_handler_dict
 
 from flax_mesh.fields import require_types
 from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
-from flax_mesh.mesh.torus.rings import ring_order
 from flax_mesh.mesh.torus.torus import DeviceLike, arrange, known_assignment, physical_mesh, read_device
 
 # Slice -> mesh shapes (without axes of 1) for which a permutation of the physical axes makes the devices of every
@@ -60,8 +60,12 @@ def create_device_mesh(
             f"The number of devices {len(devices)} must equal the product {math.prod(shape)} of mesh shape {shape}."
         )
     devices = in_jax_order(devices)
-    if (ring := ring_order(devices, shape)) is not None:
-        return _as_array(ring).reshape(shape)
+    handler = device_kind_handler_dict.get(devices[-1].device_kind)  # JAX's ring orders of small slices
+    if handler is not None and shape:
+        if devices[-1].device_kind not in ("TPU v2", "TPU v3"):  # their handler accepts any devices
+            physical_mesh(devices)  # raises a ValueError for devices that form no cuboid
+        if (ring := handler(shape, devices)) is not None:
+            return ring
     if devices[0].platform != "tpu":
         return _as_array(devices).reshape(shape)
     physical, torus = physical_mesh(devices)

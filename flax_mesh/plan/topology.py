@@ -7,7 +7,7 @@ Nothing is created for single devices, so thousands of them cost no more than ei
 **Placement** follows `create_mesh`. Slices, or NVLink domains, are connected by the slow network; the axes pp, dp
 and fsdp are split over them first (mesh/slices.py). Inside a TPU slice `choose_assignment` factors the physical axes of
 the torus over the mesh axes (mesh/torus/assign.py); a switch connects the GPUs of a domain and the devices of a CPU
-host. The ring orders of small slices (mesh/torus/rings.py) are treated as the assignment that they replace.
+host. The ring orders of small slices are treated as the assignment that they replace.
 
 **Seconds** of a collective over n devices, with the payload P of hlo/collectives.py: the bytes of the result
 (all-gather), of the input (reduce-scatter), or of either (all others). The devices form phases of m devices each:
