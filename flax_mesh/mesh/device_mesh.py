@@ -6,23 +6,12 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.experimental.mesh_utils import device_kind_handler_dict
+from jax.experimental import mesh_utils
 
 from flax_mesh.fields import require_types
 from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
-from flax_mesh.mesh.torus.torus import DeviceLike, arrange, known_assignment, physical_mesh, read_device
-
-# Slice -> mesh shapes (without axes of 1) for which a permutation of the physical axes makes the devices of every
-# process (2x2x1 chips) a contiguous block of the mesh. The same entries as in jax.experimental.mesh_utils.
-CONTIGUOUS: dict[tuple[int, ...], dict[tuple[int, ...], tuple[int, ...]]] = {
-    (2, 2, 1): {(2, 2): (0, 1, 2)},
-    (2, 2, 4): {(4, 4): (0, 1, 2)},
-    (4, 4, 4): {(16, 4): (0, 2, 1)},
-    (4, 8, 8): {(64, 4): (0, 2, 1), (4, 64): (0, 2, 1)},
-    (8, 8, 8): {(64, 8): (0, 2, 1)},
-    (8, 16, 16): {(256, 8): (0, 2, 1), (8, 256): (0, 2, 1)},
-}
+from flax_mesh.mesh.torus.torus import DeviceLike, arrange, physical_mesh, read_device
 
 
 def _all_devices() -> list[DeviceLike]:
@@ -60,7 +49,7 @@ def create_device_mesh(
             f"The number of devices {len(devices)} must equal the product {math.prod(shape)} of mesh shape {shape}."
         )
     devices = in_jax_order(devices)
-    handler = device_kind_handler_dict.get(devices[-1].device_kind)  # JAX's ring orders of small slices
+    handler = mesh_utils.device_kind_handler_dict.get(devices[-1].device_kind)  # JAX's ring orders of small slices
     if handler is not None and shape:
         if devices[-1].device_kind not in ("TPU v2", "TPU v3"):  # their handler accepts any devices
             physical_mesh(devices)  # raises a ValueError for devices that form no cuboid
@@ -70,9 +59,8 @@ def create_device_mesh(
         return _as_array(devices).reshape(shape)
     physical, torus = physical_mesh(devices)
     if contiguous_submeshes:
-        physical = physical.transpose(_contiguous_order(torus.shape, shape))
-        known = known_assignment(physical.shape, shape, allow_split=allow_split_physical_axes)
-        return arrange(physical, known)
+        flags = {"contiguous_submeshes": True, "allow_split_physical_axes": allow_split_physical_axes}
+        return mesh_utils.create_device_mesh(shape, devices, **flags)
     return arrange(physical, choose_assignment(torus, shape, allow_split=allow_split_physical_axes))
 
 
@@ -154,24 +142,6 @@ def group_by_key(devices: Sequence[DeviceLike], keys: Sequence[Hashable], *, sor
     for device, key in zip(devices, keys, strict=True):
         groups.setdefault(key, []).append(device)
     return [groups[key] for key in (sorted(groups) if sort else groups)]
-
-
-def _contiguous_order(topology: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    known = CONTIGUOUS.get(topology)
-    sides = "x".join(map(str, topology))
-    if known is None:
-        slices = ", ".join("x".join(map(str, sizes)) for sizes in CONTIGUOUS)
-        raise ValueError(
-            f"No contiguous sub-meshes are known for the physical topology {sides}, only for {slices}. "
-            "Pass contiguous_submeshes=False."
-        )
-    order = known.get(tuple(size for size in shape if size != 1))
-    if order is None:
-        raise ValueError(
-            f"No contiguous sub-meshes are known for mesh shape {shape} on the physical topology {sides}, only for "
-            f"{', '.join(map(str, known))}, plus axes of size 1. Pass contiguous_submeshes=False."
-        )
-    return order
 
 
 def _as_array(devices: Sequence[DeviceLike]) -> np.ndarray:
