@@ -103,24 +103,14 @@ def test_the_search_is_exact(mesh_shape):
     for options in columns:
         matrices = [[*chosen, option] for chosen in matrices for option in options]
     valid = [tuple(zip(*each, strict=True)) for each in matrices if (np.array(each).prod(axis=0) == torus.shape).all()]
-    found = best_assignment(torus, mesh_shape, [1.0] * len(mesh_shape), allow_split=True)
+    found = best_assignment(torus, mesh_shape, allow_split=True)
 
     def key(assignment):
-        costs = assignment_cost(torus, assignment, [1.0] * len(mesh_shape))[::-1]
-        return [round(c.seconds * 1e15) for c in costs], [round(c.hops, 9) for c in costs]
+        costs = assignment_cost(torus, assignment)[::-1]
+        return [round(c.seconds * 1e9) for c in costs], [round(c.hops, 9) for c in costs]
 
     assert found in valid
     assert key(found) == min(map(key, valid))
-
-
-def test_the_axis_with_the_most_bytes_chooses_first():
-    torus = torus_of("TPU v4", (4, 4, 8))
-    last = best_assignment(torus, (16, 8), [1.0, 1.0], allow_split=True)
-    first = best_assignment(torus, (16, 8), [9.0, 1.0], allow_split=True)
-    assert last is not None and first is not None
-    cost = {name: assignment_cost(torus, found, [9.0, 1.0]) for name, found in (("last", last), ("first", first))}
-    assert cost["first"][0].seconds <= cost["last"][0].seconds
-    assert cost["last"][1].seconds <= cost["first"][1].seconds
 
 
 def test_gather_seconds_follow_from_the_bandwidth_of_the_links():
