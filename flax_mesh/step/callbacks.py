@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from flax_mesh.jax_compat import evaluate, source_line
-from flax_mesh.program.bodies import Value
 from flax_mesh.program.follow import all_equations
 from flax_mesh.program.program import Eqn, Program, program_of, shape_of, trace, with_inputs
-from flax_mesh.program.rewrite import rewrite
+from flax_mesh.program.rewrite import Value, rewrite
 from flax_mesh.user_code import caught, user_code
 
 CALLBACKS = ("pure_callback", "debug_callback", "io_callback")  # the primitives with a parameter `callback`

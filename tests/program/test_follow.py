@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh.mesh.create import create_mesh
-from flax_mesh.program.follow import all_equations, follow
+from flax_mesh.program.follow import DEPENDS, Flow, all_equations, follow
 from flax_mesh.program.program import program_of
-from flax_mesh.step.parameter_flow import DEPENDS, Flow
 
 X = np.ones((3, 2), np.float32)
 

@@ -17,10 +17,8 @@ from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.products import evaluate_products
 from flax_mesh.lora.weight import Weight, with_factors
 from flax_mesh.mpmd.split.widen import call_widened
-from flax_mesh.program.bodies import Value
-from flax_mesh.program.equations import REMAT, bodies
-from flax_mesh.program.program import Eqn, Program, trace
-from flax_mesh.program.rewrite import inline, rewrite
+from flax_mesh.program.program import REMAT, Eqn, Program, bodies, trace
+from flax_mesh.program.rewrite import Value, inline, rewrite
 from flax_mesh.step.callbacks import CALLBACKS, CallbackErrors, callbacks_in
 from tests.program import programs
 from tests.program.programs import BODIES, Layer, N, W, X, effect, on_devices, product
