@@ -148,6 +148,17 @@ def test_callbacks_in_every_body_record_their_exceptions(name: str):
     assert CallbackErrors().recording(plain) is plain
 
 
+def test_callbacks_of_a_linear_solve_are_recorded_and_a_warning_names_other_places_of_callbacks():
+    called = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
+    program, _ = trace(lambda x: jax.lax.custom_linear_solve(called, x, lambda f, x: f(x)), X[0])
+    recording = CallbackErrors().recording(program)
+    before, after = ({id(eqn.params["callback"]) for eqn in callbacks_in(each.eqns)} for each in (program, recording))
+    assert before and len(before) == len(after) and not before & after
+    program, _ = trace(lambda x: jax.custom_derivatives.linear_call(lambda _, x: called(x), lambda _, x: x, (), x), X)
+    with pytest.warns(UserWarning, match=r"linear_call \(.*test_rewrite.py:.*calls a callback.* Call it outside"):
+        CallbackErrors().recording(program)
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_new_equations_have_the_line_of_the_equation_in_their_place(name: str):
     program, _ = trace(nested("remat", name), X, W)
