@@ -65,10 +65,10 @@ SHARED = """
     mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
     mpmd.schedules.file mpmd.split.remat mpmd.transport.ordered plan.calibrate plan.report
     plan.search.chips plan.search.report plan.search.space processes.launch processes.launchers
-    processes.output processes.store program.bodies program.equations program.follow program.graph program.program
+    processes.output processes.store program.follow program.program
     program.rewrite recipe.checks recipe.optimizers.schedule_free recipe.saved sharding.annotations sharding.explicit
     sharding.follow sharding.memory step.attention step.callbacks step.divided step.loss step.optimizer
-    step.parameter_flow train.export train.run_folder
+    train.export train.run_folder
 """
 
 

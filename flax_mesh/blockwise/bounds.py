@@ -19,8 +19,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
+from flax_mesh.blockwise.graph import Literal, Op
 from flax_mesh.blockwise.region import Key, Region, Step
-from flax_mesh.program.graph import Literal, Op
 
 Array: TypeAlias = np.ndarray | jax.Array
 Bound: TypeAlias = tuple[Array, Array]

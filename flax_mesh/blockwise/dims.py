@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import core, lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_mesh.program.graph import Op
+from flax_mesh.blockwise.graph import Atom, Literal, Op, source
 from flax_mesh.program.program import Eqn
+from flax_mesh.tree import is_key
 
 Labels = tuple[int | None, ...]
 # For every dim of an array, the parts of dims of the scores that it consists of: (label, step in this dim, size). Where
@@ -38,6 +40,7 @@ VIEWS = frozenset(
     transpose""".split()  # noqa: SIM905
 )
 _SAME = {"sharding_constraint", "layout_constraint", "name", "optimization_barrier", "reshard", "copy", "copy_p"}
+_LARGEST = 2**22  # elements of an array that is computed at trace time
 _COUNTERS = ("iota", "random_bits")  # computed from the positions of a block
 
 
@@ -260,3 +263,39 @@ def _random_bits(key: jax.Array, shape: Sequence[int], labels: Labels, block: Bl
     first, second = jax.random.key_data(key)
     high, low = threefry2x32_p.bind(first, second, jnp.zeros_like(place), place)
     return high ^ low
+
+
+def known_value(x: Atom, cache: dict[int, np.ndarray | None]) -> np.ndarray | None:
+    """A value that depends on no input, as an array of NumPy; None for every other value."""
+    todo = [x := source(x)]
+    while todo:
+        each = todo[-1]
+        op = None if id(each) in cache else _static_op(each)
+        inputs = [source(each) for each in op.inputs] if op else []
+        if missing := [each for each in inputs if id(each) not in cache]:
+            todo += missing
+        elif id(todo.pop()) not in cache:
+            cache[id(each)] = _constant(each) if op is None else _computed(op, [cache[id(x)] for x in inputs])
+    return cache[id(x)]
+
+
+def _static_op(x: Atom) -> Op | None:
+    """The operation that computes a value at trace time, if it depends on no input."""
+    op = None if isinstance(x, Literal) else x.op
+    if op is None or op.bodies or len(op.outputs) != 1 or x.aval.size > _LARGEST or op.eqn.effects:
+        return None
+    return None if op.name == "random_bits" or is_key(x.aval) else op
+
+
+def _constant(x: Atom) -> np.ndarray | None:
+    value = x.value if isinstance(x, Literal) else x.const
+    return None if value is None or isinstance(value, core.Tracer) or is_key(x.aval) else np.asarray(value)
+
+
+def _computed(op: Op, values: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    given = [x for x in values if x is not None]
+    if len(given) < len(values):
+        return None
+    with jax.ensure_compile_time_eval():
+        arrays = [jnp.asarray(x) for x in given]
+        return np.asarray(evaluate_block(op, (None,) * len(op.outputs[0].shape), arrays, Block({}, {}, {}, {})))

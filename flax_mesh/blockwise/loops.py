@@ -22,9 +22,9 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from flax_mesh.blockwise.dims import Block, Labels, dim_map
+from flax_mesh.blockwise.graph import Literal
 from flax_mesh.blockwise.region import Key, Region, Values, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
-from flax_mesh.program.graph import Literal
 
 T = TypeVar("T")
 _F32 = jnp.float32

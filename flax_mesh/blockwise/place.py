@@ -11,11 +11,10 @@ from typing import NamedTuple, TypeAlias
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
+from flax_mesh.blockwise.graph import Level, Op, Value, facts_of
 from flax_mesh.blockwise.region import Region
-from flax_mesh.program.equations import SHARD_MAP
 from flax_mesh.program.follow import Rules
-from flax_mesh.program.graph import Level, Op, Value, facts_of
-from flax_mesh.program.program import Eqn
+from flax_mesh.program.program import SHARD_MAP, Eqn
 
 Axes: TypeAlias = tuple[str, ...]
 Layout: TypeAlias = tuple[Axes, ...]  # the axes of every dim

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
 from flax_mesh.blockwise.find import NotFoundError, Softmax
-from flax_mesh.program.graph import Atom, Literal, Op, Value, source
+from flax_mesh.blockwise.graph import Atom, Literal, Op, Value, source
 
 Key: TypeAlias = tuple[int, Labels] | Literal  # (id of a value, labels) or a number
 Values: TypeAlias = dict[Key, jax.Array]

@@ -11,16 +11,17 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.blockwise.attend import BLOCK, Attention
+from flax_mesh.blockwise.dims import known_value
 from flax_mesh.blockwise.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
+from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, around, build, needed_ops, repeats, run
 from flax_mesh.blockwise.place import Layout, axes_of_spec, follow, mesh_of, place
 from flax_mesh.blockwise.region import Region, region_of
-from flax_mesh.blockwise.rewrite import Needed, known_value, run
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
 from flax_mesh.modes import traced_call
-from flax_mesh.program.graph import Level, Op, Value, all_levels, build, closed_around, repeats
+from flax_mesh.program.program import Program, program_of
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 
@@ -82,8 +83,8 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     softmaxes = find_softmax(exp, uses)
     if not are_scores(*softmaxes[0].lengths, block):
         return []
-    if around := closed_around(exp.level):
-        raise NotFoundError(f"it is inside of {around}")
+    if closed := [op.name for op in around(exp.level) if op.is_closed]:
+        raise NotFoundError(f"it is inside of {closed[-1]}")
     if exp.outputs[0].aval.dtype == np.float64:
         raise NotFoundError("blocks are computed in float32")
     regions = [region_of(each) for each in softmaxes]
@@ -92,14 +93,14 @@ def _regions(exp: Op, uses: Uses, block: int) -> list[Region]:
     return regions
 
 
-def _also_used(region: Region, needed: Needed) -> list[Left]:
+def _also_used(region: Region, needed: set[int]) -> list[Left]:
     """Arrays between the products of an attention in blocks that something else needs complete."""
     both = {region.q, region.k}
     inside = {id(op): op for op, labels in region.steps_labels() if both <= {*labels}}
     inside |= {id(region.softmax.exp): region.softmax.exp}
-    users = [op for op in region.softmax.exp.level.ops if id(op) in needed.ops and id(op) not in inside]
-    inputs = lambda op: op.inputs if op.region is None else [x for x, _ in op.region.leaves.values()]  # noqa: E731
-    uses = [(x, op) for op in users for x in inputs(op) if isinstance(x, Value) and id(x.op) in inside]
+    users = [op for op in region.softmax.exp.level.ops if id(op) in needed and id(op) not in inside]
+    used = [(x, op) for op in users for x in (op.inputs if op.leaves is None else op.leaves)]
+    uses = [(x, op) for x, op in used if isinstance(x, Value) and id(x.op) in inside]
     return [Left(x, op, f"{op.name} needs all of it") for x, op in uses]
 
 
@@ -113,13 +114,13 @@ class Rewritten(NamedTuple):
 
 
 def rewrite(
-    closed: jex.ClosedJaxpr,
+    program: Program,
     layouts: Sequence[Layout | None],
     of_const: Callable[[Any], Layout | None],
     block: int | None = None,
 ) -> Rewritten:
     """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known."""
-    top = build(closed)
+    top = build(program)
     regions, left, small = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known: dict[int, Layout] = {}
@@ -127,19 +128,23 @@ def rewrite(
         known = follow(top, layouts, of_const, mesh)
     attentions: dict[int, Attention] = {}
     for region in regions:
-        static = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}
-        attentions[id(region)] = Attention(
-            region, static, place(region, known, mesh_of(region.out, mesh)), known, block
-        )
-        region.softmax.product.region = region
-    needed = Needed(top)
+        static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
+        placement = place(region, known, mesh_of(region.out, mesh))
+        attentions[id(product)] = Attention(region, static, placement, known, block)
+        product.leaves = [x for x, _ in region.leaves.values()]
+    needed = needed_ops(top)
     left += [each for region in regions for each in _also_used(region, needed)]
     named = {id(op) for x, op, _ in left for op in (x.op, op)}
-    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed.ops, named, small, block or BLOCK)]
+    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed, named, small, block or BLOCK)]
+
+    def attend(product: Op, values: Sequence[jax.Array]) -> jax.Array:
+        mesh = mesh_of(product.outputs[0], jax.sharding.get_abstract_mesh())
+        with jax.sharding.use_abstract_mesh(mesh), jax.named_scope("blockwise_attention"):
+            return attentions[id(product)](values)
 
     def call(*args: Any) -> list[Any]:
         env = {id(v): x for v, x in zip(top.inputs, args, strict=True)}
-        return run(top, env, needed, lambda op, values: attentions[id(op.region)](values))
+        return run(top, env, needed, attend)
 
     kinds: dict[str, int] = {}
     saved = most = 0
@@ -201,7 +206,7 @@ def blockwise_attention(
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
-            rewritten = rewrite(closed, _layouts(in_specs, *inputs), lambda const: None, block)
+            rewritten = rewrite(program_of(closed), _layouts(in_specs, *inputs), lambda const: None, block)
             if say is not None:
                 for line in rewritten.lines:
                     say(line)
@@ -250,7 +255,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    closed: jex.ClosedJaxpr,
+    program: Program,
     attention: str,
     layouts: Sequence[Layout | None],
     of_const: Callable[[Any], Layout | None],
@@ -259,7 +264,7 @@ def choose(
     """`attention` is one of MODES. With auto, attention is in blocks if its scores take more than `limit` bytes."""
     if attention == "as_written":
         return Choice(None, ())
-    rewritten = rewrite(closed, layouts, of_const)
+    rewritten = rewrite(program, layouts, of_const)
     lines = tuple(f"attention: {line}" for line in rewritten.lines)
     if attention == "blockwise" or rewritten.saved > limit:
         return Choice(rewritten.call if rewritten.saved else None, lines)

@@ -10,10 +10,8 @@ from jax.typing import ArrayLike
 
 from flax_mesh.jax_compat import evaluate
 from flax_mesh.lora.weight import Weight
-from flax_mesh.program.bodies import Composite, Value, has_composite, whole
-from flax_mesh.program.equations import CUSTOM, body
-from flax_mesh.program.program import Eqn, Program
-from flax_mesh.program.rewrite import inline, rewrite
+from flax_mesh.program.program import CUSTOM, Eqn, Program, body
+from flax_mesh.program.rewrite import Composite, Value, has_composite, inline, rewrite, whole
 
 # Operations that change no element but by rounding: a weight behind them is the same weight.
 CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint"})

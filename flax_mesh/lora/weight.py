@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.program.bodies import Composite
 from flax_mesh.program.program import Eqn, has_explicit_axes
+from flax_mesh.program.rewrite import Composite
 
 
 @jax.tree_util.register_dataclass

@@ -15,12 +15,10 @@ You give the facts of the inputs and `Rules`; `follow` returns the facts of ever
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from flax_mesh.program import equations as views
-from flax_mesh.program.equations import CALLS, COND, SCAN, SHARD_MAP, WHILE
-from flax_mesh.program.program import Eqn, Program, Var, is_var
+from flax_mesh.program.program import SCAN, SHARD_MAP, WHILE, Eqn, Program, Var, bodies, bodies_of, is_var
 
 T = TypeVar("T")
 # Where a value is computed: for every body around it, the id of its equation and the number of the body.
@@ -80,10 +78,16 @@ def follow(program: Program, given: Sequence[T], rules: Rules[T]) -> Facts[T]:
     return Facts(walk.run((), program, given), walk.known, rules.unknown)
 
 
+def follow_equation(eqn: Eqn, given: Sequence[T], rules: Rules[T]) -> Sequence[T]:
+    """The facts of the outputs of one equation."""
+    return _Walk(rules).results((), eqn, given)
+
+
 class _Walk(Generic[T]):
     def __init__(self, rules: Rules[T]):
         self.rules = rules
         self.known: dict[BodyPath, dict[Var, T]] = {}
+        self.carries: dict[BodyPath, list[T]] = {}
 
     def run(self, path: BodyPath, program: Program, given: Sequence[T]) -> list[T]:
         """The facts of the outputs of a program or of a body."""
@@ -95,52 +99,79 @@ class _Walk(Generic[T]):
             return [known.get(x, self.rules.unknown) if is_var(x) else self.rules.constant(x.val) for x in atoms]
 
         for eqn in program.eqns:
-            known |= zip(eqn.outvars, self._results(path, eqn, read(eqn.invars)), strict=True)
+            known |= zip(eqn.outvars, self.results(path, eqn, read(eqn.invars)), strict=True)
         return read(program.outputs)
 
-    def _results(self, path: BodyPath, eqn: Eqn, facts: list[T]) -> Sequence[T]:
-        name, rules = eqn.primitive.name, self.rules
-        if name not in (*CALLS, COND, SCAN, SHARD_MAP, WHILE) or not rules.opens(eqn, facts):
+    def results(self, path: BodyPath, eqn: Eqn, facts: Sequence[T]) -> Sequence[T]:
+        name, rules, inner = eqn.primitive.name, self.rules, bodies_of(eqn)
+        if not inner.all or not rules.opens(eqn, facts):
             return rules.through(eqn, facts)
-
-        def inside(program: Program, given: Sequence[T], number: int = 0) -> list[T]:
-            return self.run((*path, (id(eqn), number)), program, given)
-
-        if name == SCAN:
-            scan = views.scan_parts(eqn)
-            consts, carry, xs = scan.inputs(facts)
-            rows = [rules.part(eqn, x) for x in xs]
-            outs = self._repeated(carry, lambda carry: inside(scan.body, [*consts, *carry, *rows]))
-            carry, ys = scan.outputs(outs)
-            return [*carry, *(rules.whole(eqn, y) for y in ys)]
-        if name == WHILE:
-            loop = views.while_parts(eqn)
-            of_test, consts, carry = loop.inputs(facts)
-            carry = self._repeated(carry, lambda carry: inside(loop.body, [*consts, *carry]))
-            (test,) = inside(loop.test, [*of_test, *carry], 1)
-            return [rules.chosen(test, x) for x in carry]
-        if name == COND:
-            index, *values = facts
-            sides = [inside(branch, values, n) for n, branch in enumerate(views.branches(eqn))]
-            return [rules.chosen(index, functools.reduce(rules.join, each)) for each in zip(*sides, strict=True)]
-        if name == SHARD_MAP:
-            outs = inside(views.body(eqn), [rules.part(eqn, x) for x in facts])
-            return [rules.whole(eqn, x) for x in outs]
-        return inside(views.body(eqn), facts)
-
-    def _repeated(self, carry: list[T], iteration: Callable[[list[T]], list[T]]) -> list[T]:
-        """The facts of the carry after any number of iterations, and of the other results of the last one."""
+        given = [rules.part(eqn, x) if n in inner.rows else x for n, x in enumerate(facts)]
+        # What an earlier walk found of this loop, which is in another one, still holds: the facts given only get fewer.
+        carry = self.carries.get((*path, (id(eqn), 0)), [])
+        known = [rules.join(given[at], x) for at, x in zip(inner.carry, carry, strict=False)]
         while True:
-            outs = iteration(carry)
-            after = [self.rules.join(a, b) for a, b in zip(carry, outs, strict=False)]
-            if after == carry:
-                return [*carry, *outs[len(carry) :]]
-            carry = after
+            for at, x in zip(inner.carry, known, strict=False):
+                given[at] = x
+            sides = [
+                self.run((*path, (id(eqn), n)), program, [given[i] for i in at])
+                for n, (program, at) in enumerate(inner.all)
+            ]
+            by = sides.pop() if name == WHILE else [facts[at] for at in inner.index]
+            outs = [functools.reduce(rules.join, each) for each in zip(*sides, strict=True)]
+            known = [rules.join(given[at], x) for at, x in zip(inner.carry, outs, strict=False)]
+            if known == [given[at] for at in inner.carry]:
+                break
+        self.carries[(*path, (id(eqn), 0))] = known
+        if name in (SCAN, SHARD_MAP):
+            outs = [rules.whole(eqn, x) for x in outs]
+        outs[: len(known)] = known
+        return [rules.chosen(by[0], x) for x in outs] if by else outs
 
 
 def all_equations(eqns: Iterable[Eqn]) -> Iterator[Eqn]:
     """The equations and those in their bodies, for a search."""
     for eqn in eqns:
         yield eqn
-        for inner in views.bodies(eqn):
+        for inner in bodies(eqn):
             yield from all_equations(inner.eqns)
+
+
+DEPENDS = "depends"  # see `Flow`
+
+
+class _Row(NamedTuple):
+    """In the body of a scan: the current row of the scanned input `value`."""
+
+    scan: int
+    value: Hashable
+
+
+class Flow(Rules[Hashable]):
+    """None: does not depend on the inputs; DEPENDS; or the name of an input, which has the same value.
+
+    Values with zero gradients, such as results of comparisons, count as dependent too.
+    """
+
+    unknown = None
+
+    def through(self, eqn: Eqn, facts: Sequence[Hashable]) -> Sequence[Hashable]:
+        return [DEPENDS if self.opens(eqn, facts) else None] * len(eqn.outvars)
+
+    def join(self, a: Hashable, b: Hashable) -> Hashable:
+        return a if a == b else DEPENDS
+
+    def part(self, eqn: Eqn, fact: Hashable) -> Hashable:
+        return fact if fact in (None, DEPENDS) else _Row(id(eqn), fact)
+
+    def whole(self, eqn: Eqn, fact: Hashable) -> Hashable:
+        """A scan that returns the rows of an input returns that input."""
+        if isinstance(fact, _Row) and fact.scan == id(eqn) and eqn.primitive.name == SCAN:
+            return fact.value
+        return None if fact is None else DEPENDS
+
+    def chosen(self, by: Hashable, fact: Hashable) -> Hashable:
+        return DEPENDS if fact is None and by is not None else fact
+
+    def opens(self, eqn: Eqn, facts: Sequence[Hashable]) -> bool:
+        return any(fact is not None for fact in facts)

@@ -1,9 +1,20 @@
-"""Traced programs: how they are traced, read and evaluated."""
+"""Traced programs (jaxprs): how they are traced and read, with the programs in their equations, the bodies.
+
+`bodies_of` is for walks through all kinds of bodies. To evaluate one kind, there are views of the parameters:
+
+    names                             view                a body is evaluated
+    JIT, REMAT, CUSTOM, SHARD_MAP     body(eqn)           once, on all inputs
+    SCAN                              scan_parts(eqn)     once per row of the scanned inputs
+    WHILE                             bodies_of(eqn)      while its test holds
+    COND                              bodies_of(eqn)      once, one of them, on the inputs after the index
+
+Other equations have bodies too, such as the sum of a scatter and the kernel of a Pallas call; `bodies` finds them all.
+"""
 
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -12,13 +23,21 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from flax_mesh.jax_compat import empty_debug_info
+from flax_mesh.jax_compat import JIT as JIT
+from flax_mesh.jax_compat import REMAT as REMAT
+from flax_mesh.jax_compat import empty_debug_info, scan_sizes
 from flax_mesh.text import array_text, listed
 from flax_mesh.tree import is_key
 
 Var: TypeAlias = Any  # jex.Var; the shapes and dtypes of its avals are not typed in JAX
 Eqn: TypeAlias = Any  # jex.JaxprEqn
 Atom: TypeAlias = Any  # Var or jex.Literal
+T = TypeVar("T")
+
+CUSTOM = ("custom_jvp_call", "custom_vjp_call")  # functions with a derivative that the user defines
+CALLS = (*JIT, *REMAT, *CUSTOM)  # of which the results are the outputs of the body for the same inputs
+SCAN, WHILE, COND, SHARD_MAP = "scan", "while", "cond", "shard_map"
+LINEAR_SOLVE = "custom_linear_solve"
 
 
 class Program(NamedTuple):
@@ -31,8 +50,8 @@ class Program(NamedTuple):
 
     def call(self, *args: Any) -> list[Any]:
         """Evaluate the program on one value per input. Inside a trace, the equations become part of the trace."""
-        names = tuple(self.consts)
-        jaxpr = _jaxpr(names, self.inputs, self.outputs, self.eqns)
+        names, debug_info = tuple(self.consts), empty_debug_info()
+        jaxpr = jex.Jaxpr(names, self.inputs, self.outputs, self.eqns, debug_info=debug_info)
         return core.eval_jaxpr(jaxpr, tuple(self.consts.values()), *map(with_axes_of, self.inputs, args))
 
 
@@ -155,16 +174,6 @@ def flops(eqn: Eqn) -> int:
     return size
 
 
-def closed_of(program: Program) -> jex.ClosedJaxpr:
-    """The program as a jaxpr of JAX."""
-    jaxpr = _jaxpr(tuple(program.consts), program.inputs, program.outputs, program.eqns)
-    return jex.ClosedJaxpr(jaxpr, tuple(program.consts.values()))
-
-
-def _jaxpr(consts: Sequence[Var], inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[Eqn]) -> jex.Jaxpr:
-    return jex.Jaxpr(consts, inputs, outputs, eqns, debug_info=empty_debug_info())
-
-
 def program_of(inner: jex.ClosedJaxpr | jex.Jaxpr) -> Program:
     """The program of a jaxpr, closed or not."""
     return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
@@ -178,3 +187,75 @@ def _program(jaxpr: jex.Jaxpr, consts: Sequence[ArrayLike]) -> Program:
 def _is_on_mesh(x: object) -> bool:
     sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and not sharding.mesh.empty
+
+
+class Scan(NamedTuple):
+    """A loop over rows: the body maps constants, carry and a row of every scanned input to carry and stacked rows."""
+
+    body: Program
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    def run(self, step: Callable[[Any, Any], tuple[Any, Any]], start: Any, rows: Any) -> tuple[Any, Any]:
+        """`jax.lax.scan` over as many rows in the same order."""
+        return jax.lax.scan(step, start, rows, length=self.length, reverse=self.reverse, unroll=self.unroll)
+
+    def inputs(self, values: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """(constants, carry, scanned inputs) of one value per input of the equation or of the body."""
+        start_rows = self.num_consts + self.num_carry
+        return [*values[: self.num_consts]], [*values[self.num_consts : start_rows]], [*values[start_rows:]]
+
+    def outputs(self, values: Sequence[T]) -> tuple[list[T], list[T]]:
+        """(carry, stacked outputs) of one value per output of the equation or of the body."""
+        return [*values[: self.num_carry]], [*values[self.num_carry :]]
+
+
+def scan_parts(eqn: Eqn) -> Scan:
+    params = eqn.params
+    return Scan(program_of(params["jaxpr"]), *scan_sizes(eqn), params["length"], params["reverse"], params["unroll"])
+
+
+def body(eqn: Eqn) -> Program:
+    """The body of an equation whose name is in JIT, REMAT, CUSTOM, or SHARD_MAP (with the values of one device)."""
+    return program_of(eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"])
+
+
+def shard_map_options(eqn: Eqn) -> Mapping[str, Any]:
+    """Arguments of `jax.shard_map`."""
+    options = {name: eqn.params[name] for name in ("mesh", "in_specs", "out_specs", "check_vma")}
+    return options | {"axis_names": eqn.params["newly_manual_axes"]}
+
+
+class Body(NamedTuple):
+    program: Program
+    at: Sequence[int]  # for each input of the program, the number of the input of the equation
+
+
+class Bodies(NamedTuple):
+    """The bodies of an equation. The inputs of it that are not listed here are the same values in its bodies."""
+
+    all: Sequence[Body]  # of a while, the body and the test
+    carry: Sequence[int] = ()  # the inputs that are variables of a loop; the first outputs are their last values
+    rows: Sequence[int] = ()  # the inputs of which a body sees a row, or the part of one device
+    index: Sequence[int] = ()  # the input that chooses a branch
+
+
+def bodies_of(eqn: Eqn) -> Bodies:
+    """Of an equation whose name is in CALLS, SCAN, WHILE, COND or SHARD_MAP; no bodies of any other."""
+    name, inputs = eqn.primitive.name, range(len(eqn.invars))
+    if name == SCAN:
+        scan = scan_parts(eqn)
+        return Bodies([Body(scan.body, inputs)], *scan.inputs(inputs)[1:])
+    if name == WHILE:
+        test, repeated = (program_of(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+        of_test = eqn.params["cond_nconsts"]
+        carry = inputs[of_test + eqn.params["body_nconsts"] :]
+        return Bodies([Body(repeated, inputs[of_test:]), Body(test, [*inputs[:of_test], *carry])], carry)
+    if name == COND:
+        return Bodies([Body(program_of(branch), inputs[1:]) for branch in eqn.params["branches"]], index=[0])
+    if name in (*CALLS, SHARD_MAP):
+        return Bodies([Body(body(eqn), inputs)], rows=inputs if name == SHARD_MAP else ())
+    return Bodies([])

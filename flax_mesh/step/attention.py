@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
-from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
@@ -11,13 +10,14 @@ from flax_mesh.blockwise.place import Layout, axes_of_spec
 from flax_mesh.blockwise.transform import MODES, choose
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import chip_of
+from flax_mesh.program.program import Program
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.tree import PyTree
 
 UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
 SHARE = 8  # otherwise this part of its memory
 
-Rewrite = Callable[[jex.ClosedJaxpr], Callable[..., list[jax.Array]] | None]
+Rewrite = Callable[[Program], Callable[..., list[jax.Array]] | None]
 
 
 class AttentionOption:
@@ -45,8 +45,8 @@ class AttentionOption:
     def rewrite(self, inputs: Iterable[Layout | None], others: Mapping[int, Layout]) -> Rewrite:
         """For a trace whose inputs have these layouts, and which closes over the arrays of `others`."""
 
-        def chosen(closed: jex.ClosedJaxpr) -> Callable[..., list[jax.Array]] | None:
-            choice = choose(closed, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
+        def chosen(program: Program) -> Callable[..., list[jax.Array]] | None:
+            choice = choose(program, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
             self.lines = choice.lines
             return choice.call
 

@@ -4,6 +4,7 @@ The other devices would wait for it in a collective operation until XLA aborts t
 an exception records it and returns zeros, and the host raises the exception later.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,10 +12,9 @@ import jax
 import numpy as np
 
 from flax_mesh.jax_compat import evaluate, source_line
-from flax_mesh.program.bodies import Value
 from flax_mesh.program.follow import all_equations
 from flax_mesh.program.program import Eqn, Program, program_of, shape_of, trace, with_inputs
-from flax_mesh.program.rewrite import rewrite
+from flax_mesh.program.rewrite import Value, can_open, rewrite
 from flax_mesh.user_code import caught, user_code
 
 CALLBACKS = ("pure_callback", "debug_callback", "io_callback")  # the primitives with a parameter `callback`
@@ -56,6 +56,12 @@ class CallbackErrors:
 
     def _rule(self, eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
         if eqn.primitive.name not in CALLBACKS:
+            if not can_open(eqn):
+                warnings.warn(
+                    f"{eqn.primitive.name} ({source_line(eqn)}) calls a callback in which an exception ends the "
+                    "process: flax_mesh cannot record it there. Call it outside.",
+                    stacklevel=1,
+                )
             return None
         return evaluate(eqn.replace(params={**eqn.params, "callback": self._callback(eqn)}), values)
 

@@ -4,28 +4,24 @@ import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jax.extend import core as jex
-
 from flax_mesh.jax_compat import source_line
-from flax_mesh.program.equations import CALLS, COND, body, branches
-from flax_mesh.program.follow import BodyPath, Facts, follow
-from flax_mesh.program.program import Eqn, Program, Var, is_var
-from flax_mesh.step.parameter_flow import DEPENDS, Flow
+from flax_mesh.program.follow import DEPENDS, BodyPath, Facts, Flow, follow
+from flax_mesh.program.program import CALLS, COND, Eqn, Program, Var, bodies_of, is_var
 from flax_mesh.text import listed
 
-_Flags = Sequence[bool]  # of the inputs of a jaxpr
+_Flags = Sequence[bool]
 
 
 def warn_mean_of_means(
-    jaxpr: jex.Jaxpr, named: Mapping[str, Var], weight: Var, of_batch: _Flags, of_params: _Flags
+    program: Program, named: Mapping[str, Var], weight: Var, of_batch: _Flags, of_params: _Flags
 ) -> None:
     """Warns if a value of `named` is divided by a scalar that depends on the batch and on no parameter.
 
     Only divisions after the last reduction count: layers may divide arrays. `named` has the loss and the metrics, as
-    variables of `jaxpr`, whose inputs are its constants and its arguments: rows of a batch, trained parameters, others.
+    variables of `program`; the flags are of its constants and its inputs.
     Nothing is reported if `weight` depends on the batch: the values are sums then.
     """
-    program = Program(tuple(jaxpr.eqns), (*jaxpr.constvars, *jaxpr.invars), tuple(jaxpr.outvars), {})
+    program = program._replace(inputs=(*program.consts, *program.inputs), consts={})
     flows = [follow(program, [DEPENDS if flag else None for flag in each], Flow()) for each in (of_batch, of_params)]
     by = _Dependences(*flows)
     if by.batch.of(weight) is not None:
@@ -68,8 +64,8 @@ def _divisions(program: Program, path: BodyPath, wanted: Sequence[Var], by: _Dep
         seen.add(v)
         if any(by.only_of_batch(divisor, path) for divisor in _divisor(eqn)):
             yield eqn
-        inner = _bodies(eqn)
-        for n, each in enumerate(inner):
+        inner = bodies_of(eqn).all if eqn.primitive.name in (*CALLS, COND) else []
+        for n, (each, _) in enumerate(inner):
             outs = [out for out, of_eqn in zip(each.outputs, eqn.outvars, strict=True) if of_eqn is v]
             yield from _divisions(each, (*path, (id(eqn), n)), outs, by)
         scalars = [atom for atom in eqn.invars if getattr(atom.aval, "shape", None) == ()]
@@ -82,9 +78,3 @@ def _divisor(eqn: Eqn) -> Sequence[Var]:
     if name == "integer_pow" and eqn.params["y"] < 0:  # also jnp.reciprocal
         return eqn.invars
     return eqn.invars[1:] if name == "div" else []
-
-
-def _bodies(eqn: Eqn) -> list[Program]:
-    """The bodies that a call or a branch evaluates once."""
-    name = eqn.primitive.name
-    return branches(eqn) if name == COND else [body(eqn)] if name in CALLS else []

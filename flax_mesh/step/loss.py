@@ -18,11 +18,12 @@ from jax.extend import core as jex
 from jax.typing import ArrayLike
 
 from flax_mesh.modes import user_modes
+from flax_mesh.program.follow import Flow, follow
+from flax_mesh.program.program import program_of
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
 from flax_mesh.step.attention import Rewrite
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.optimizer import update_parameters, wide
-from flax_mesh.step.parameter_flow import flow
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, at_most, group_paths, listed
 from flax_mesh.tree import PyTree, Shaped, in_stack, is_key, layer_path, map_named, named_leaves, path_of
@@ -114,7 +115,7 @@ def traced_loss(
     *,
     trains: bool = False,
     part: Batch | None = None,
-    rewrite: Rewrite = lambda closed: None,
+    rewrite: Rewrite = lambda program: None,
 ) -> Callable[[nnx.State], _Result]:
     """A function that evaluates the trace of `loss_of(params)` and returns the same results as `run_loss`.
 
@@ -124,20 +125,20 @@ def traced_loss(
     trace.
     """
     closed, shapes = jax.make_jaxpr(loss_of, return_shape=True)(params)
-    jaxpr, tree = closed.jaxpr, jax.tree.structure(shapes)
-    flows = flow(jaxpr.eqns, jaxpr.invars, jaxpr.outvars, range(len(jaxpr.invars)))
+    program, tree = program_of(closed), jax.tree.structure(shapes)
+    flows = follow(program, range(len(program.inputs)), Flow()).outputs
     loss, (weight, _, *_) = jax.tree.unflatten(tree, flows)
     check_weight(weight)
     if trains:
         check_trains(loss, params)
     if part is not None:
-        of_loss, (of_weight, metrics, *_) = jax.tree.unflatten(tree, jaxpr.outvars)
+        of_loss, (of_weight, metrics, *_) = jax.tree.unflatten(tree, program.outputs)
         rows = {id(x) for x in jax.tree.leaves(part) if x.ndim}
-        of_batch = [*(id(x) in rows for x in closed.consts), *[False] * len(jaxpr.invars)]
-        of_params = [*[False] * len(closed.consts), *[True] * len(jaxpr.invars)]
-        warn_mean_of_means(jaxpr, {"loss": of_loss, **metrics}, of_weight, of_batch, of_params)
+        of_batch = [*(id(x) in rows for x in closed.consts), *[False] * len(program.inputs)]
+        of_params = [*[False] * len(closed.consts), *[True] * len(program.inputs)]
+        warn_mean_of_means(program, {"loss": of_loss, **metrics}, of_weight, of_batch, of_params)
 
-    call = rewrite(closed) or jex.jaxpr_as_fun(closed)
+    call = rewrite(program) or jex.jaxpr_as_fun(closed)
 
     def evaluate(params: nnx.State) -> _Result:
         leaves = jax.tree.leaves(params)

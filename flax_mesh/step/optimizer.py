@@ -14,9 +14,8 @@ from jax.extend import core as jex
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.modes import promotions
-from flax_mesh.program.follow import Rules, follow
+from flax_mesh.program.follow import DEPENDS, Flow, Rules, follow
 from flax_mesh.program.program import Eqn, program_of
-from flax_mesh.step.parameter_flow import DEPENDS, flow
 from flax_mesh.text import count_text, paths_text
 from flax_mesh.tree import PyTree, named_leaves
 
@@ -109,8 +108,7 @@ class _Zeros(Rules[bool]):
 def _zero_updates(closed: jex.ClosedJaxpr, num_grads: int, num_updates: int) -> list[bool]:
     """Which of the first outputs depend on none of the first inputs, the gradients, and are zero."""
     program = program_of(closed)
-    num_others = len(program.inputs) - num_grads
-    outs = program.outputs[:num_updates]
-    flows = flow(program.eqns, program.inputs, outs, [DEPENDS] * num_grads + [None] * num_others)
+    given = [DEPENDS] * num_grads + [None] * (len(program.inputs) - num_grads)
+    flows = follow(program, given, Flow()).outputs[:num_updates]
     zeros = follow(program, [False] * len(program.inputs), _Zeros()).outputs
     return [by_gradient is None and is_zero for by_gradient, is_zero in zip(flows, zeros, strict=False)]

@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from flax_mesh.mesh.create import create_mesh
-from flax_mesh.program.follow import all_equations, follow
+from flax_mesh.program.follow import DEPENDS, Flow, all_equations, follow
 from flax_mesh.program.program import program_of
-from flax_mesh.step.parameter_flow import DEPENDS, Flow
 
 X = np.ones((3, 2), np.float32)
 
@@ -126,3 +125,27 @@ def test_facts_inside_of_a_body_are_found_by_its_path():
     inside = [facts.of(eqn.params["jaxpr"].jaxpr.outvars[0], ((id(eqn), 0),)) for eqn in program.eqns[:2]]
     assert inside == [DEPENDS, None]
     assert facts.of(program.eqns[0].outvars[0]) == DEPENDS
+
+
+def test_the_time_of_nested_loops_is_linear_in_their_depth():
+    class Counting(Flow):
+        def __init__(self):
+            self.visits = 0
+
+        def through(self, eqn, facts):
+            self.visits += 1
+            return super().through(eqn, facts)
+
+    def nested(depth, x):
+        """In each loop, the result of the inner one is the first variable after three iterations."""
+        if depth == 0:
+            return x + 1.0
+        step = lambda c, _: ((c[1], c[2], c[3], nested(depth - 1, c[0])), None)  # noqa: E731
+        return jax.lax.scan(step, (x, 0.0, 0.0, 0.0), None, length=4)[0][0]
+
+    visits = []
+    for depth in (2, 4, 6):
+        rules = Counting()
+        assert follow(trace(lambda x: nested(depth, x), 1.0), ["x"], rules).outputs == [DEPENDS]  # noqa: B023
+        visits.append(rules.visits)
+    assert visits[2] - visits[1] == visits[1] - visits[0] < 10

@@ -17,10 +17,8 @@ from flax_mesh.jax_compat import source_line
 from flax_mesh.lora.products import evaluate_products
 from flax_mesh.lora.weight import Weight, with_factors
 from flax_mesh.mpmd.split.widen import call_widened
-from flax_mesh.program.bodies import Value
-from flax_mesh.program.equations import REMAT, bodies
-from flax_mesh.program.program import Eqn, Program, trace
-from flax_mesh.program.rewrite import inline, rewrite
+from flax_mesh.program.program import REMAT, Eqn, Program, bodies, trace
+from flax_mesh.program.rewrite import Value, inline, rewrite
 from flax_mesh.step.callbacks import CALLBACKS, CallbackErrors, callbacks_in
 from tests.program import programs
 from tests.program.programs import BODIES, Layer, N, W, X, effect, on_devices, product
@@ -148,6 +146,17 @@ def test_callbacks_in_every_body_record_their_exceptions(name: str):
     assert any(eqn.effects for eqn in recording.eqns if eqn.primitive.name in (*CALLBACKS, *REMAT))
     plain, _ = trace(BODIES[name](product), X, W)
     assert CallbackErrors().recording(plain) is plain
+
+
+def test_callbacks_of_a_linear_solve_are_recorded_and_a_warning_names_other_places_of_callbacks():
+    called = lambda x: jax.pure_callback(lambda x: x, x, x)  # noqa: E731
+    program, _ = trace(lambda x: jax.lax.custom_linear_solve(called, x, lambda f, x: f(x)), X[0])
+    recording = CallbackErrors().recording(program)
+    before, after = ({id(eqn.params["callback"]) for eqn in callbacks_in(each.eqns)} for each in (program, recording))
+    assert before and len(before) == len(after) and not before & after
+    program, _ = trace(lambda x: jax.custom_derivatives.linear_call(lambda _, x: called(x), lambda _, x: x, (), x), X)
+    with pytest.warns(UserWarning, match=r"linear_call \(.*test_rewrite.py:.*calls a callback.* Call it outside"):
+        CallbackErrors().recording(program)
 
 
 @pytest.mark.parametrize("name", BODIES)

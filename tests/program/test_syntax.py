@@ -59,6 +59,6 @@ def _is_params(node: ast.expr) -> bool:
 def test_the_parameters_of_bodies_are_read_in_program_only():
     assert len(reads_of_bodies(READS)) == 6
     found = {path.relative_to(PACKAGE).as_posix(): reads_of_bodies(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    assert found["program/equations.py"], "the views read them"
+    assert found["program/program.py"], "the views read them"
     wrong = {path: reads for path, reads in found.items() if reads and not path.startswith(("program/", "jax_compat"))}
     assert not wrong

@@ -20,8 +20,7 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.backward import differentiate
 from flax_mesh.mpmd.split.trace import Forward, ModelLeaf
 from flax_mesh.mpmd.split.widen import call_widened, rough_outputs
-from flax_mesh.program.equations import SCAN, scan_parts
-from flax_mesh.program.program import Eqn, Program, Var, bodies, flops, shape_of, trace
+from flax_mesh.program.program import SCAN, Eqn, Program, Var, bodies, flops, scan_parts, shape_of, trace
 from flax_mesh.sharding.abstract import Make, Split, made_leaves
 from flax_mesh.step.loss import Batch, LossFn, run_loss
 from flax_mesh.tree import PyTree, is_key, named_leaves, num_bytes

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 
 from flax_mesh.jax_compat import evaluate
 from flax_mesh.mpmd.chunks import Chunks, Periods, evaluate_on_chunks, rows_like, select, whole
-from flax_mesh.program.equations import COND, JIT, REMAT, SCAN, body, branches, scan_parts
-from flax_mesh.program.program import Eqn, Program
+from flax_mesh.program.program import COND, JIT, REMAT, SCAN, Eqn, Program, bodies_of, body, scan_parts
 from flax_mesh.program.rewrite import rewrite
 
 
@@ -31,7 +30,7 @@ def interpret(program: Program, args: Sequence[Any], opens: Callable[[Eqn], bool
         if name in JIT or (name in REMAT and opens(eqn)):
             return run(body(eqn), values)
         if name == COND and opens(eqn):
-            sides = [run(branch, values[1:]) for branch in branches(eqn)]
+            sides = [run(branch.program, values[1:]) for branch in bodies_of(eqn).all]
             return [select(values[0], each) for each in zip(*sides, strict=True)]
         return _scan_chunks(eqn, values) if name == SCAN else evaluate_on_chunks(eqn, values)
 

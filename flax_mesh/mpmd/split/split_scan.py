@@ -21,10 +21,7 @@ the remaining equations (dw). No equation runs twice; the cost is the memory of 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from flax_mesh.program.equations import REMAT, SCAN, scan_parts
-from flax_mesh.program.program import Eqn, Program, Var, needed, shape_of, trace, variables
+from flax_mesh.program.program import REMAT, SCAN, Eqn, Program, Var, needed, scan_parts, shape_of, trace, variables
 from flax_mesh.program.rewrite import inline, rewrite
 
 
@@ -82,8 +79,8 @@ def _two_scans(eqn: Eqn, values: Sequence[Any], early: Sequence[bool]) -> list[A
         known |= dict(zip(passed, x[1], strict=True))
         return second(known | dict(zip(pick(carry_in, is_late), c, strict=True)))
 
-    early_carry, (early_ys, stacked) = jax.lax.scan(run_first, pick(carry, is_early), xs, **parts.options)
-    late_carry, (late_ys, _) = jax.lax.scan(run_second, pick(carry, is_late), (xs, stacked), **parts.options)
+    early_carry, (early_ys, stacked) = parts.run(run_first, pick(carry, is_early), xs)
+    late_carry, (late_ys, _) = parts.run(run_second, pick(carry, is_late), (xs, stacked))
     results = {True: iter([*early_carry, *early_ys]), False: iter([*late_carry, *late_ys])}
     return [next(results[chosen]) for chosen in is_early]
 

@@ -20,12 +20,12 @@ from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
 from flax_mesh.mpmd.split.assign import StageProgram, mark_p
 from flax_mesh.mpmd.split.interpret import interpret
+from flax_mesh.program.follow import Flow, follow
 from flax_mesh.program.program import (
     Eqn,
     Program,
     Var,
     bodies,
-    closed_of,
     has_explicit_axes,
     is_var,
     needed,
@@ -39,7 +39,6 @@ from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
-from flax_mesh.step.parameter_flow import flow
 from flax_mesh.text import shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
 
@@ -177,14 +176,14 @@ def _checked_flows(
     """The `flow` of every output. The loss must depend on `params`, if they are given, and the weight must not."""
     trained = [leaf.source if leaf.trained else None for leaf in leaves]
     given = [*trained, *[None] * (len(program.inputs) - len(leaves))]
-    flows = flow(program.eqns, program.inputs, program.outputs, given)
+    flows = follow(program, given, Flow()).outputs
     check_weight(flows[1])
     if params is not None:
         check_trains(flows[0], params)
     named = dict(zip(names, program.outputs, strict=False))
     rows = [*[False] * len(leaves), *(bool(x.shape) for x in jax.tree.leaves(batch)), False, False]
     flags = ([*[False] * len(program.consts), *each] for each in (rows, [name is not None for name in given]))
-    warn_mean_of_means(closed_of(program).jaxpr, named, named.pop("weight"), *flags)
+    warn_mean_of_means(program, named, named.pop("weight"), *flags)
     return flows
 
 
@@ -196,13 +195,13 @@ def _with_attention(
     placed: Callable[[], Sequence[PartitionSpec]],
 ) -> tuple[Program, tuple[str, ...]]:
     """The program with its attention in blocks if `option` asks for it, and lines about it."""
-    closed, unknown = closed_of(program), [None] * len(program.inputs)
-    if option.rewrite(unknown, {})(closed) is None:
+    unknown = [None] * len(program.inputs)
+    if option.rewrite(unknown, {})(program) is None:
         return program, option.lines
     layouts: list[Layout | None] = [axes_of_spec(spec, len(x.shape)) for spec, x in zip(placed(), leaves, strict=False)]
     layouts += [None] * (len(leaves) - len(layouts))
     layouts += [option.of_batch(x).get(id(x)) for x in jax.tree.leaves(batch)]
-    call = option.rewrite([*layouts, *unknown[len(layouts) :]], {})(closed)
+    call = option.rewrite([*layouts, *unknown[len(layouts) :]], {})(program)
     if call is None:
         return program, option.lines
     return trace(call, *(shape_of(v.aval) for v in program.inputs))[0], option.lines

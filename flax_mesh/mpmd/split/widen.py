@@ -15,12 +15,10 @@ from jax.extend.core import primitives
 
 from flax_mesh.jax_compat import evaluate
 from flax_mesh.mpmd.chunks import ELEMENTWISE
-from flax_mesh.program.bodies import Value
-from flax_mesh.program.equations import CALLS, COND, SCAN, SHARD_MAP, WHILE, bodies, body
-from flax_mesh.program.program import Eqn, Program, is_var, program_of, shape_of, variables
-from flax_mesh.program.rewrite import rewrite
+from flax_mesh.program.follow import all_equations
+from flax_mesh.program.program import CALLS, Eqn, Program, bodies_of, body, is_var, program_of, shape_of, variables
+from flax_mesh.program.rewrite import Value, rewrite
 
-LOOPS = (SCAN, WHILE, COND, SHARD_MAP)
 # Primitives that compute the same function for every floating-point type, and are not in jax.extend.core.primitives.
 _GENERIC = ELEMENTWISE | {
     "mesh_cast",
@@ -61,10 +59,10 @@ def rough_outputs(program: Program) -> list[bool]:
 
 def _rule(eqn: Eqn, values: Sequence[Value]) -> Sequence[Value] | None:
     name = eqn.primitive.name
-    if name in LOOPS:
-        return None
     if name in CALLS:
         return call_widened(body(eqn), values)
+    if bodies_of(eqn).all:
+        return None
     if name == "reduce_precision":
         return values
     if not _is_generic(eqn):
@@ -107,14 +105,13 @@ def _is_generic(eqn: Eqn) -> bool:
 
 def _is_rough(eqn: Eqn) -> bool:
     """Whether the equation computes with narrow values of which the last bits may differ, and cannot be widened."""
-    if eqn.primitive.name in CALLS or eqn.primitive.name in LOOPS:
-        return any(_is_rough(inner) for body in bodies(eqn) for inner in body.eqns)
+    if inner := bodies_of(eqn).all:
+        return any(_is_rough(each) for body in inner for each in body.program.eqns)
     is_exact = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in eqn.invars)
     return not is_exact and not _is_generic(eqn) and _is_narrow_eqn(eqn)
 
 
 def _is_narrow_eqn(eqn: Eqn) -> bool:
     """Whether a value of the equation, or of its bodies, is narrow."""
-    dtypes = [getattr(atom.aval, "dtype", None) for atom in (*eqn.invars, *eqn.outvars)]
-    inner = (each for body in bodies(eqn) for each in body.eqns)
-    return any(x is not None and is_narrow(x) for x in dtypes) or any(map(_is_narrow_eqn, inner))
+    atoms = (atom for each in all_equations([eqn]) for atom in (*each.invars, *each.outvars))
+    return any(hasattr(atom.aval, "dtype") and is_narrow(atom.aval.dtype) for atom in atoms)

@@ -17,8 +17,7 @@ from flax_mesh.jax_compat import JIT, REMAT, evaluate
 from flax_mesh.mpmd.chunks import Chunks, whole
 from flax_mesh.mpmd.split.assign import is_expensive
 from flax_mesh.mpmd.split.interpret import interpret
-from flax_mesh.program.equations import body
-from flax_mesh.program.program import bodies, flops, is_var, needed, trace, variables
+from flax_mesh.program.program import bodies, body, flops, is_var, needed, trace, variables
 from flax_mesh.program.rewrite import inline
 from flax_mesh.tree import num_bytes
 
