@@ -5,13 +5,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
 from flax_mesh.mesh.context import without_mesh
 from flax_mesh.program.program import Program, Var, program_of
-from flax_mesh.sharding.slices import Kinds, Slice, cut, work
+from flax_mesh.sharding.initialize.kinds import Kinds, work
+from flax_mesh.sharding.initialize.slices import Slice, cut
 from flax_mesh.tree import is_key
 
 # Work that is not worth less compilation, in equations, of which each takes about 4 ms of CPU time.
@@ -29,19 +31,20 @@ def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[Named
     """
     on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
     options = reproducible_cpu_options() if on_cpu else None
+    whole = jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)
     with short_tracer_errors():
-        traced = jax.jit(leaves, out_shardings=list(shardings), compiler_options=options).trace()
-    parts = cut(program_of(traced.jaxpr))
+        traced = whole.trace()
+    parts = None if _is_traced() else cut(program_of(traced.jaxpr))
     programs = None if parts is None else bundles(parts.slices, shardings)
     if parts is None or programs is None:
-        return traced.lower().compile()()
-    given = _values(parts.early, shardings)
-    arrays = dict[int, jax.Array]()
-    for calls in programs.values():
-        function = _compiled(calls[0], given, shardings, options)
-        for slices in calls:
-            outs = function([[given[v].data for v in each.program.inputs] for each in slices])
-            arrays |= zip((at for each in slices for at in each.positions), outs, strict=True)
+        return whole()  # which is not traced again
+    with without_mesh(), jax.transfer_guard("allow"):
+        given, arrays = _values(parts.early, shardings), dict[int, jax.Array]()
+        for calls in programs.values():
+            function = _compiled(calls[0], given, shardings, options)
+            for slices in calls:
+                outs = function([[given[v].data for v in each.program.inputs] for each in slices])
+                arrays |= zip((at for each in slices for at in each.positions), outs, strict=True)
     return [arrays[at] for at in range(len(shardings))]
 
 
@@ -74,6 +77,11 @@ def bundles(slices: Sequence[Slice], shardings: Sequence[NamedSharding]) -> dict
     return {n: calls for n, calls in programs.items() if calls[0]} if sum(saved.values()) > EARLY else None
 
 
+def _is_traced() -> bool:
+    """Whether the caller is traced, or runs without `jax.jit`: then no value is known, or nothing compiles."""
+    return isinstance(jnp.zeros(()), jax.core.Tracer) or jax.config.jax_disable_jit
+
+
 class _Given(NamedTuple):
     """A value as an argument: `data` on the host, of keys of the kind `impl`."""
 
@@ -82,11 +90,13 @@ class _Given(NamedTuple):
 
 
 def _values(early: Program, shardings: Sequence[NamedSharding]) -> dict[Var, _Given]:
-    device = min(shardings[0].addressable_devices, key=lambda device: device.id)
-    with without_mesh(), jax.default_device(device):
+    """The values of the early equations, computed on a device of the mesh: the keys of some kinds depend on it."""
+    devices = shardings[0].addressable_devices or jax.local_devices()
+    with jax.default_device(min(devices, key=lambda device: device.id)):
         values = early.call()
     impls = [jax.random.key_impl(x) if is_key(x) else None for x in values]
-    data = jax.device_get([x if impl is None else jax.random.key_data(x) for x, impl in zip(values, impls, strict=True)])
+    raw = [x if impl is None else jax.random.key_data(x) for x, impl in zip(values, impls, strict=True)]
+    data = map(np.asarray, jax.device_get(raw))
     return dict(zip(early.outputs, map(_Given, data, impls), strict=True))
 
 
