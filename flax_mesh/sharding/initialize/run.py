@@ -79,7 +79,8 @@ def bundles(slices: Sequence[Slice], shardings: Sequence[NamedSharding]) -> dict
 
 def _is_traced() -> bool:
     """Whether the caller is traced, or runs without `jax.jit`: then no value is known, or nothing compiles."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer) or jax.config.jax_disable_jit
+    with jax.transfer_guard("allow"):
+        return isinstance(jnp.zeros(()), jax.core.Tracer) or jax.config.jax_disable_jit
 
 
 class _Given(NamedTuple):
