@@ -18,6 +18,7 @@ FLOORS = (
     ("",),  # the files of flax_mesh/ itself
     ("mesh.torus", "program"),
     ("mesh", "processes", "hlo"),
+    ("sharding.initialize",),
     ("sharding",),
     ("sharding.report",),
     ("blockwise",),

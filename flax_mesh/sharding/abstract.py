@@ -13,11 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import check_types
-from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
+from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
 from flax_mesh.sharding.annotations import annotations_of, match_annotations
 from flax_mesh.sharding.explicit import made_on_auto_axes, normalize
 from flax_mesh.sharding.follow import followers, with_followers
+from flax_mesh.sharding.initialize.run import initialized as initialized
 from flax_mesh.sharding.memory import optimizer_memory_kinds, placed
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.rules import (
@@ -326,21 +327,6 @@ def init_split(make: Make, abstract: nnx.State, check: Callable[[PyTree], None] 
         )
     arrays = initialized(split, [leaf.sharding for leaf in leaves])
     return splits[0][0], jax.tree.unflatten(splits[0][1], arrays)
-
-
-def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """The arrays of `leaves()`, computed by one program directly with `shardings`.
-
-    On CPUs every element is computed and rounded alike on every mesh, whatever the shape of a shard is: see
-    `reproducible_cpu_options`. The program compiles slightly faster, and computes random numbers about seven times
-    slower. Sums over a dim that is split between devices, such as the norm of a row or a product of matrices, may still
-    differ by rounding, since every mesh adds other partial sums; so may a few elements of jax.random.beta, and on other
-    backends all functions of draws. JAX's random bits, and uniform values, are the same everywhere.
-    """
-    on_cpu = any(device.platform == "cpu" for sharding in shardings[:1] for device in sharding.device_set)
-    options = reproducible_cpu_options() if on_cpu else None
-    with short_tracer_errors():
-        return jax.jit(leaves, out_shardings=list(shardings), compiler_options=options)()
 
 
 def mesh_of_leaves(leaves: Iterable[object]) -> Mesh | AbstractMesh | None:

@@ -1,0 +1,1 @@
+"""Arrays that a function makes, initialized by one program per kind of array."""

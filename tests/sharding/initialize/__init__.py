@@ -1,0 +1,1 @@
+"""Initialization by kinds of arrays."""
