@@ -66,14 +66,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         _display(config.run.steps, config.eval_fns.keys()) as display,
         _progress(display.say if first else lambda text: None),
         Watch(report_failure, limit) as watch,
+        Forecast(display.say) as forecast,
     ):
-        forecast = Forecast(display.say)
 
         def on_start(program: TrainProgram, folder: Path) -> None:
+            has_compiled = (folder / COMPILED).is_dir()  # by an earlier start
             if config.run.compilation_cache:
                 use_compilation_cache(folder / COMPILED)
             if first:
-                forecast.start(program)
+                forecast.start(program, after_step=has_compiled)
 
         result = train(
             config,
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             restart=arguments.restart,
             allow_changes=arguments.allow_changes,
             say=display.say,
-            hooks=[display.row, forecast.row, watch.step_ended] if first else [watch.step_ended],
+            hooks=[forecast.row, display.row, watch.step_ended] if first else [watch.step_ended],
             on_start=on_start,
             should_stop=should_stop,
             trace=arguments.trace,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
@@ -213,8 +211,10 @@ def splash_attention(
 
 
 def _attend_on_device(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:
+    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
+
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
-    of_rows = [library.SegmentIds(*segments)] if segments else []
+    of_rows = [SegmentIds(*segments)] if segments else []
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
 
 
@@ -224,6 +224,9 @@ def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -
 
     Cached, because finding them takes seconds for long sequences, and every layer has the same ones.
     """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     shape = (length, length)
     if window:
         mask = masks.LocalMask(shape, (window - 1, 0), 0, shard_count=parts)

@@ -98,13 +98,20 @@ def plan_recipe(recipe: Recipe, topology: Topology, limit: int | None = None) ->
     with kernels_without_devices():
         if recipe.schedule is not None:
             return _pipelined(recipe, topology, limit)
-        program, arguments = step_of(recipe)
-        with user_code("loss_fn", place_of(recipe.loss_fn)):
-            program.step.eval_shape(*arguments)  # `estimate` reuses the trace
-        options = _options(recipe.step_options.compiler_options)
-        estimated = estimate(program.step, arguments, recipe.target.sizes, topology.chip.platform, **options)
+        return plan_program(train_program(recipe), topology, limit)
+
+
+def plan_program(program: TrainProgram, topology: Topology, limit: int | None = None) -> Plan:
+    """`plan` of a program without groups. If its step was traced with its layout and batch, this trace is used."""
+    recipe = program.recipe
+    arguments, sizes = arguments_of(program), dict(recipe.mesh.shape)
+    with kernels_without_devices(), user_code("loss_fn", place_of(recipe.loss_fn)):
+        program.step.eval_shape(*arguments)  # `estimate` reuses the trace
+    options = _options(recipe.step_options.compiler_options)
+    estimated = estimate(program.step, arguments, sizes, topology.chip.platform, **options)
     roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
-    forecast = _assemble(topology, recipe.target.sizes, estimated, roles, stated, _given(recipe), limit)
+    given = Given(recipe.model, recipe.optimizer.settings, sizes)
+    forecast = _assemble(topology, sizes, estimated, roles, stated, given, limit)
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 
@@ -117,7 +124,13 @@ def _options(compiler_options: Mapping[str, object] | None) -> dict[str, bool]:
 def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[PyTree, ...]]:
     """The program of a recipe, whose mesh may be abstract, and the abstract arguments of its step."""
     program = train_program(recipe)
-    return program, (program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
+    return program, arguments_of(program)
+
+
+def arguments_of(program: TrainProgram) -> tuple[PyTree, ...]:
+    """The abstract arguments of a step."""
+    recipe = program.recipe
+    return program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes)
 
 
 def plan_step(

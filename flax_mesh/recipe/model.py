@@ -3,15 +3,25 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
+import jax
+import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
-from flax_mesh.sharding.abstract import ATTRIBUTE, abstract_split, model_layers, partition_rules
+from flax_mesh.sharding.abstract import (
+    ATTRIBUTE,
+    abstract_split,
+    has_optimizer,
+    model_layers,
+    partition_rules,
+    trace_split,
+)
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import PartitionRules, Rules, as_rules
 from flax_mesh.tree import PyTree
@@ -19,6 +29,27 @@ from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 MakeModel = Callable[[], nnx.Module]
 _Result = TypeVar("_Result")
+MOST_KEPT = 2**20  # bytes of the constants of a trace that is kept
+
+
+class TracedOnce(Generic[_Result]):
+    """`make()`, only ever traced, returns a model or (model, optimizer). Its code runs once for every mesh in context;
+    later calls repeat the trace, which takes less time than the code of every layer."""
+
+    def __init__(self, make: Callable[[], _Result]):
+        self._make = make
+        self._made: dict[AbstractMesh, Callable[[], PyTree]] = {}
+
+    def __call__(self) -> _Result:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh not in self._made:
+            jaxpr, (graphdef, state) = trace_split(self._make)
+            if sum(np.size(x) * np.dtype(x.dtype).itemsize for x in jaxpr.consts) > MOST_KEPT:
+                return self._make()  # it reads a file, and the trace would keep its content in memory
+            leaves, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(state)
+            self._made[mesh] = lambda: nnx.merge(graphdef, jax.tree.unflatten(tree, leaves()))
+        modules = self._made[mesh]()
+        return cast(_Result, (modules["model"], modules["optimizer"]) if has_optimizer(modules) else modules)
 
 
 def make_model(make: Callable[..., object], config: object, seed: int) -> nnx.Module:

@@ -33,7 +33,7 @@ from flax_mesh.recipe.config import (
     tokens_per_step,
     trained_variables,
 )
-from flax_mesh.recipe.model import MakeModel, make_model, method_of, model_notes, model_rules
+from flax_mesh.recipe.model import MakeModel, TracedOnce, make_model, method_of, model_notes, model_rules
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
@@ -162,13 +162,14 @@ def resolve_checked(config: TrainConfig, target: Target, batch: PyTree = None, *
     `tries_options`: whether XLA options are tried on the devices. Layouts do not depend on them.
     """
     mesh = mesh_of(config, target)
-    rules = rules_of(config, mesh)
+    make = maker(config, mesh)
+    rules = rules_of(config, mesh, make)
     problems: list[str] = list(check_on_mesh(config, mesh, rules.axes))
     if tries_options and isinstance(mesh, Mesh):
         problems += check_compiler_options(parse_compiler_options(config.run.compiler_options), mesh.local_devices[0])
     if problems:
         raise ConfigError(problems)
-    return _recipe(config, target, mesh, rules, batch)
+    return _recipe(config, target, mesh, make, rules, batch)
 
 
 def check(config: TrainConfig) -> None:
@@ -183,7 +184,8 @@ def derive(config: TrainConfig, target: Target, batch: PyTree = None) -> Recipe:
     `batch` are the shapes of a batch if they are known, or {} if nothing needs them: `make_batches` is not called then.
     """
     mesh = mesh_of(config, target)
-    return _recipe(config, target, mesh, rules_of(config, mesh), batch)
+    make = maker(config, mesh)
+    return _recipe(config, target, mesh, make, rules_of(config, mesh, make), batch)
 
 
 def mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
@@ -195,9 +197,13 @@ def mesh_of(config: TrainConfig, target: Target) -> Mesh | AbstractMesh:
 
 
 def _recipe(
-    config: TrainConfig, target: Target, mesh: Mesh | AbstractMesh, rules: PartitionRules, batch: PyTree
+    config: TrainConfig,
+    target: Target,
+    mesh: Mesh | AbstractMesh,
+    make: MakeModel,
+    rules: PartitionRules,
+    batch: PyTree,
 ) -> Recipe:
-    make = maker(config, mesh)
     optimizer = optimizer_of_recipe(config, rules)
     user_batches = None
     if config.make_batches is not None and batch is None:
@@ -221,7 +227,7 @@ def _recipe(
         mesh=mesh,
         model=config.model,
         make_model=make,
-        make=partial(_make_modules, make, optimizer),
+        make=TracedOnce(partial(_make_modules, make, optimizer)),
         loss_fn=loss_fn,
         rules=rules,
         layout=layout_of_recipe(config, rules),
@@ -253,12 +259,14 @@ def maker(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> MakeM
     model = config.model
     if mesh is not None:
         model = method_of(model, "on_mesh", lambda _: model)(mesh)
-    return partial(make_model, config.make_model, model, config.run.seed)
+    return TracedOnce(partial(make_model, config.make_model, model, config.run.seed))
 
 
-def rules_of(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> PartitionRules:
-    """The rules of a recipe on a mesh, with the layers of its model."""
-    return model_rules(maker(config, mesh), config.mesh.rules, config.rules, config.wrt, mesh)
+def rules_of(
+    config: TrainConfig, mesh: Mesh | AbstractMesh | None = None, make: MakeModel | None = None
+) -> PartitionRules:
+    """The rules of a recipe on a mesh, with the layers of its model; `make` is its `maker`."""
+    return model_rules(make or maker(config, mesh), config.mesh.rules, config.rules, config.wrt, mesh)
 
 
 def layout_of_recipe(config: TrainConfig, rules: PartitionRules) -> StateLayout:

@@ -122,13 +122,13 @@ def test_the_time_is_compared_if_the_figures_of_the_chip_are_given(small, capsys
 
 
 def test_a_forecast_that_fails_does_not_stop_the_run_and_a_mistake_precedes_it(small, capsys, monkeypatch):
-    def fail(recipe, topology):
+    def fail(program, topology):
         raise ZeroDivisionError("no\nforecast")
 
     assert main([*small, EVALUATES_NOTHING, "run.steps=1", "data.batch_size=3"]) == BAD_INPUT
     captured = capsys.readouterr()
     assert "forecast" not in captured.out + captured.err and "data.batch_size=3" in captured.err
-    monkeypatch.setattr(flax_mesh.cli.text.forecast, "plan_recipe", fail)
+    monkeypatch.setattr(flax_mesh.cli.text.forecast, "plan_program", fail)
     assert main([*small, EVALUATES_NOTHING, "run.steps=1"]) == DONE
     captured = capsys.readouterr()
     assert "\nforecast: none (ZeroDivisionError: no)\n" in captured.out and "Traceback" not in captured.err

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from statistics import median
+from threading import Thread
 from typing import Any
 
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.recipe import plan_recipe
+from flax_mesh.plan.recipe import plan_program, plan_recipe
 from flax_mesh.plan.report import compiled_line, forecast_line, measured_line
 from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.recipe.program import TrainProgram
@@ -19,7 +20,8 @@ from flax_mesh.train.run_folder import Row
 class Forecast:
     """Prints the plan of a run in one line, and collects the measurements of the rows.
 
-    The speed of CPUs is not known, so their times are left out, unless `run.hardware` describes them.
+    The speed of CPUs is not known, so their times are left out, unless `run.hardware` describes them. The plan is made
+    in a thread while the first programs compile, or after the first step if its program need not be compiled.
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -29,9 +31,35 @@ class Forecast:
         self._is_timed = False
         self._device_bytes: int | None = None
         self._seconds: list[float] = []
+        self._thread, self._after_step = Thread(), False
 
-    def start(self, program: TrainProgram) -> None:
-        self._program = program
+    def __enter__(self) -> "Forecast":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._say = lambda text: None  # an error is the last line
+        self._wait()
+
+    def start(self, program: TrainProgram, *, after_step: bool) -> None:
+        self._program, self._after_step = program, after_step
+        self._thread = Thread(target=self._print, args=(program,), name="forecast")
+        if not after_step:
+            self._thread.start()
+
+    def row(self, row: Row) -> None:
+        if not self._seconds and self._after_step:
+            self._thread.start()
+        elif not self._seconds:
+            self._wait()  # the forecast precedes the row, which took longer: it includes compilation
+        self._device_bytes = row.get("device_bytes")
+        self._seconds.append(row["seconds"])
+
+    def _wait(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _print(self, program: TrainProgram) -> None:
         try:
             self._plan = plan_of(program)
             self._is_timed = self._plan.topology.chip.platform != "cpu" or program.recipe.chip is not None
@@ -41,12 +69,9 @@ class Forecast:
             text = f"forecast: none ({': '.join(filter(None, [type(error).__name__, reason]))})"
         self._say(text)
 
-    def row(self, row: Row) -> None:
-        self._device_bytes = row.get("device_bytes")
-        self._seconds.append(row["seconds"])
-
     def measured(self) -> list[str]:
         """The lines that compare the forecast with the run; none if nothing can be compared."""
+        self._wait()
         if self._plan is None or self._program is None:
             return []
         steps = self._seconds[1:]  # the first one includes compilation
@@ -78,4 +103,6 @@ def plan_of(program: TrainProgram) -> Plan:
     """The plan on the mesh and the devices of the run, which may be fewer than `mesh.shape` and than those here."""
     recipe, mesh = program.recipe, program.mesh
     topology = topology_of_devices(list(mesh.devices.flat), recipe.chip)
+    if program.pipeline is None:
+        return plan_program(program, topology)
     return plan_recipe(retarget(recipe, chip_target(mesh.shape, topology.chip)), topology)
