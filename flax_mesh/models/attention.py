@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
-from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slot
+from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
 from flax_mesh.models.kernels import RESIDUALS, splash_attention
 from flax_mesh.models.ops.matmul import dot_float32
@@ -85,8 +85,8 @@ class Attention(nnx.Module):
         axes, position = self.config.axes, cache.positions_B[:, None]
         num_slots = keys.shape[-3]
         q_B1HC, k_B1KC, v_B1KC = self._project(x_B1D, "decode", kind, position, num_slots)
-        keys = write_slot(keys, k_B1KC, cache.used, layer, axes)
-        values = write_slot(values, v_B1KC, cache.used, layer, axes)
+        keys = write_slots(keys, k_B1KC, cache.used_B, layer, axes)
+        values = write_slots(values, v_B1KC, cache.used_B, layer, axes)
         k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
         mask_BT = cache.mask_BT(num_slots, self.config.window(kind))
         if self._has_own_scores:

@@ -5,7 +5,7 @@ Shape letters: L layers, B batch, P slots of the prompt, T slots, K key-value he
     slots 0 .. P-1   the prompt, and padding after a shorter one, which no query reads
     slots P .. T-1   the generated tokens: token i of every row is in slot P + i
 
-All rows write the same slot in a step, so that a step writes one slice of every array. The number of slots is fixed:
+A row whose prompt has ended can take another prompt, whose token i is in slot P + i too. The number of slots is fixed:
 FLOPs and bytes of a step do not depend on the number of tokens so far.
 """
 
@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import Mode, PartitionAxis, num_parts
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.tree import PyTree
 
 _SMALLEST_BUCKET = 16  # slots of a prompt
@@ -35,29 +36,55 @@ class KVCache:
         values: As `keys`.
         lengths_B: Number of tokens in the prompt of each row, int32.
         prompt: P, the slot of the first generated token, int32.
-        used: Number of used slots, P plus the generated tokens that the model has read, int32.
+        used_B: Slot of the next token of each row: P plus the generated tokens that the model has read, int32.
     """
 
     keys: PyTree
     values: PyTree
     lengths_B: jax.Array
     prompt: jax.Array
-    used: jax.Array
+    used_B: jax.Array
+
+    @property
+    def used(self) -> jax.Array:
+        """Slot of the next token of the longest continuation."""
+        return jnp.max(self.used_B)
+
+    @property
+    def num_slots(self) -> int:
+        return jax.tree.leaves(self.keys)[0].shape[-3]
 
     @property
     def positions_B(self) -> jax.Array:
         """Position of the next token of each row: the number of tokens before it."""
-        return self.lengths_B + self.used - self.prompt
+        return self.lengths_B + self.used_B - self.prompt
 
     def mask_BT(self, num_slots: int, window: int) -> jax.Array:
         """Which slots the next token attends to, including itself; `window` limits the number of positions."""
         slots_T = jnp.arange(num_slots)
         is_prompt_BT = slots_T < self.lengths_B[:, None]
-        is_read_BT = is_prompt_BT | ((slots_T >= self.prompt) & (slots_T <= self.used))
+        is_read_BT = is_prompt_BT | ((slots_T >= self.prompt) & (slots_T <= self.used_B[:, None]))
         if not window:
             return is_read_BT
         positions_BT = jnp.where(is_prompt_BT, slots_T, self.lengths_B[:, None] + slots_T - self.prompt)
         return is_read_BT & (self.positions_B[:, None] - positions_BT < window)
+
+    def with_rows(self, other: "KVCache", rows_R: jax.Array, axes: PartitionAxis) -> "KVCache":
+        """This cache with the rows of `other`, which has as many slots, in `rows_R`; a row B is none."""
+        stack = ("layers",) * (jax.tree.leaves(self.keys)[0].ndim - 4)
+        dims = (*stack, *cache_dims(axes))
+
+        def put(rows_R: jax.Array, old: PyTree, new: PyTree, used: list[jax.Array]) -> tuple[PyTree, ...]:
+            at = (*[slice(None)] * len(stack), rows_R)
+            write = lambda x, y: constrain(x.at[at].set(y, mode="drop"), dims, axes=axes, mode="decode")  # noqa: E731
+            lengths_B, lengths_R, used_B, used_R = used
+            counts = lengths_B.at[rows_R].set(lengths_R, mode="drop"), used_B.at[rows_R].set(used_R, mode="drop")
+            return *(jax.tree.map(write, *each) for each in zip(old, new, strict=True)), *counts
+
+        used = [self.lengths_B, other.lengths_B, self.used_B, other.used_B]
+        arrays = rows_R, (self.keys, self.values), (other.keys, other.values), used
+        keys, values, lengths_B, used_B = on_auto_axes(put, *arrays, out=[dims, dims, (), ()], axes=axes, mode="decode")
+        return KVCache(keys, values, lengths_B, self.prompt, used_B)
 
 
 def kv_axis(axes: PartitionAxis) -> str:
@@ -95,14 +122,16 @@ def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Arr
     return constrain(x_BTKC, cache_dims(axes), axes=axes, mode="decode")
 
 
-def write_slot(
-    cache: jax.Array, x_B1KC: jax.Array, slot: jax.Array, layer: jax.Array | None, axes: PartitionAxis
+def write_slots(
+    cache: jax.Array, x_B1KC: jax.Array, slots_B: jax.Array, layer: jax.Array | None, axes: PartitionAxis
 ) -> jax.Array:
-    """`cache` with the keys or values of one token; `layer` is the index in a stack, else None."""
-    update, start = (x_B1KC, (0, slot, 0, 0)) if layer is None else (x_B1KC[None], (layer, 0, slot, 0, 0))
-    start = [jnp.asarray(i, jnp.int32) for i in start]  # of one dtype, also with 64-bit types
-    cache = jax.lax.dynamic_update_slice(cache, update.astype(cache.dtype), start)
-    dims = cache_dims(axes) if layer is None else ("layers", *cache_dims(axes))
+    """`cache` with the keys or values of one token of each row; `layer` is the index in a stack, else None."""
+    at = (jnp.arange(len(slots_B), dtype=jnp.int32), slots_B)
+    at, dims = (
+        (at, cache_dims(axes)) if layer is None else ((layer.astype(jnp.int32), *at), ("layers", *cache_dims(axes)))
+    )
+    x_BKC = x_B1KC[:, 0].astype(cache.dtype)
+    cache = cache.at[at].set(x_BKC, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True)
     return constrain(cache, dims, axes=axes, mode="decode")
 
 

@@ -149,15 +149,15 @@ class Decoder(nnx.Module):
         """
         call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
         logits_BV, keys, values = self._with_logits(call, tokens_BP, lengths_B)
-        # Separate arrays, since a step donates them.
-        prompt, used = jnp.int32(tokens_BP.shape[1]), jnp.int32(tokens_BP.shape[1])
-        return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used)
+        prompt = jnp.int32(tokens_BP.shape[1])
+        used_B = jnp.full(len(tokens_BP), tokens_BP.shape[1], jnp.int32)
+        return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used_B)
 
     def decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with `tokens_B`, in the slot `used`."""
+        """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with them, in its slots `used_B`."""
         call = lambda model, *args: model._decode(*args)  # noqa: E731
         logits_BV, keys, values = self._with_logits(call, tokens_B, cache)
-        return logits_BV, replace(cache, keys=keys, values=values, used=cache.used + 1)
+        return logits_BV, replace(cache, keys=keys, values=values, used_B=cache.used_B + 1)
 
     def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""

@@ -4,31 +4,24 @@ Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
 from jax.typing import ArrayLike
 
-from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import integer_problems, require_types
-from flax_mesh.mesh.context import current_mesh, in_mesh
-from flax_mesh.models.cache import KVCache, bucket_slots, cache_shape, round_up, row_multiple, slot_multiple
+from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.batches import Batches
+from flax_mesh.models.cache import cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
-from flax_mesh.sharding.constrain import constrain
-from flax_mesh.sharding.explicit import on_auto_axes
+from flax_mesh.models.programs import Programs
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree
-
-_Leaves = list[jax.Array]  # of the state of a model
-_Chosen = tuple[PyTree, ...]  # a token of every row, its log-probability, and the cache if it has changed
 
 
 class Generated(NamedTuple):
@@ -95,16 +88,22 @@ def generate(
     require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     _check_values(model, rows, sampling, stop_tokens, seed, max_tokens, batch_size, cache_length)
-    programs = Programs(model, seed, sampling)
-    run = partial(_continue_batch, programs, max_tokens=max_tokens, stop_tokens=frozenset(stop_tokens))
+    if not rows:
+        return []
+    programs = Programs(model, seed, sampling, stop_tokens, max_tokens)
     sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
     shape = cache_shape(model.axes, programs.mesh, list(map(len, rows)), **sizes)
+    batches = Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens))
     generated: list[Generated] = []
-    for first in range(0, len(rows), batch_size):
-        generated += run(rows[first : first + batch_size], first, *shape, on_token=on_token)
-        for n in range(first, len(generated)):
+
+    def report() -> None:
+        while len(generated) < len(rows) and batches.has_ended[n := len(generated)]:
+            tokens, log_probs = np.asarray(batches.tokens[n], np.int32), np.asarray(batches.log_probs[n], np.float32)
+            generated.append(Generated(tokens, log_probs, batches.tokens[n][-1] in stop_tokens))
             if on_result is not None:
                 on_result(n, generated[n])
+
+    batches.run(on_token, report)
     return generated
 
 
@@ -176,99 +175,6 @@ def option_problems(
     return problems + [Problem(f"stop token {t!r}", ids) for t in wrong]
 
 
-class Programs:
-    """The two programs of a model: `prefill` and `decode`. Both return a token of every row and its log-probability."""
-
-    def __init__(self, model: Decoder, seed: int, sampling: Sampling):
-        graphdef, state = nnx.split(model, graph=True)
-        self._leaves, tree = jax.tree.flatten(state)
-        self.mesh = _mesh_of(self._leaves) or current_mesh()
-        self.rows = row_multiple(model.axes, self.mesh)
-        self.slots = slot_multiple(model.axes, self.mesh)
-        self._prefill, self._decode = _compiled(graphdef, tree)
-        self._options = (np.uint32(seed), np.float32(sampling.temperature), np.int32(sampling.top_k))
-        self._options += (np.float32(sampling.top_p),)
-
-    def prefill(self, tokens_BP: np.ndarray, lengths_B: np.ndarray, ids_B: np.ndarray, num_slots: int) -> _Chosen:
-        with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            return self._prefill(self._leaves, tokens_BP, lengths_B, ids_B, *self._options, num_slots=num_slots)
-
-    def decode(self, tokens_B: jax.Array, cache: KVCache, ids_B: np.ndarray) -> _Chosen:
-        with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            return self._decode(self._leaves, tokens_B, cache, ids_B, *self._options)
-
-
-@lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., _Chosen], Callable[..., _Chosen]]:
-    def model_of(leaves: _Leaves) -> Decoder:
-        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-
-    def prefill(leaves: _Leaves, tokens_BP: jax.Array, lengths_B: jax.Array, ids_B: jax.Array, *choice, num_slots: int):
-        logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        return *_choose(logits_BV, cache, ids_B, *choice), cache
-
-    def decode(leaves: _Leaves, tokens_B: jax.Array, cache: KVCache, ids_B: jax.Array, *options: jax.Array) -> _Chosen:
-        logits_BV, cache = model_of(leaves).decode(tokens_B, cache)
-        return *_choose(logits_BV, cache, ids_B, *options), cache
-
-    return jax.jit(prefill, static_argnames="num_slots"), jax.jit(decode, donate_argnums=2)
-
-
-def _choose(logits_BV: jax.Array, cache: KVCache, ids_B: jax.Array, seed: jax.Array, *sampling: jax.Array) -> _Chosen:
-    """The next token of every row, and its log-probability, replicated."""
-    key, index = jax.random.key(seed), cache.used - cache.prompt
-    keys_B = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B)
-
-    def choose(logits_BV: jax.Array, keys_B: jax.Array, *sampling: jax.Array) -> tuple[jax.Array, jax.Array]:
-        tokens_B = choose_tokens(logits_BV, keys_B, *sampling)
-        log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
-        return constrain(tokens_B, (), axes=DEFAULT_AXES), constrain(log_probs_B, (), axes=DEFAULT_AXES)
-
-    return on_auto_axes(choose, logits_BV, keys_B, *sampling, out=[(), ()], axes=DEFAULT_AXES)
-
-
-def _continue_batch(
-    programs: Programs,
-    rows: Sequence[np.ndarray],
-    first: int,
-    num_rows: int,
-    num_slots: int,
-    *,
-    max_tokens: int,
-    stop_tokens: frozenset[int],
-    on_token: Callable[[int, int], None] | None,
-) -> list[Generated]:
-    """Continue prompts `first`, `first` + 1, ... in a batch with `num_rows` rows and a cache with `num_slots` slots."""
-    most = (num_slots - max_tokens) // programs.slots * programs.slots
-    bucket = min(bucket_slots(max(map(len, rows)), programs.slots), most)
-    tokens_BP, lengths_B = np.zeros((num_rows, bucket), np.int32), np.ones(num_rows, np.int32)
-    for b, row in enumerate(rows):
-        tokens_BP[b, : len(row)], lengths_B[b] = row, len(row)
-    ids_B = np.arange(first, first + num_rows, dtype=np.int32)
-    tokens, log_probs = [[] for _ in rows], [[] for _ in rows]
-    going = set(range(len(rows)))
-    tokens_B, log_probs_B, cache = programs.prefill(tokens_BP, lengths_B, ids_B, num_slots)
-    for i in range(max_tokens):
-        # Dispatched before the tokens are read, so that the devices do not wait for the host.
-        following = programs.decode(tokens_B, cache, ids_B) if i + 1 < max_tokens else None
-        for b, token, log_prob in zip(range(len(rows)), *jax.device_get((tokens_B, log_probs_B)), strict=False):
-            if b not in going:
-                continue
-            tokens[b].append(int(token))
-            log_probs[b].append(log_prob)
-            if on_token is not None:
-                on_token(first + b, int(token))
-            if int(token) in stop_tokens:
-                going.remove(b)
-        if following is None or not going:
-            break
-        tokens_B, log_probs_B, cache = following
-    return [
-        Generated(np.asarray(ids, np.int32), np.asarray(scores, np.float32), b not in going)
-        for b, (ids, scores) in enumerate(zip(tokens, log_probs, strict=True))
-    ]
-
-
 def length_problems(
     rows: Sequence[np.ndarray],
     max_tokens: int,
@@ -286,16 +192,6 @@ def length_problems(
             if row.ndim and len(row) + max_tokens > cache_length
         ]
     )
-
-
-def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
-    meshes = {x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
-    if len(meshes) > 1:
-        raise ConfigError(
-            "generate needs a model whose arrays are all on one mesh, got arrays on several, as in a pipeline; use "
-            "pipeline.model(state)"
-        )
-    return next(iter(meshes), None)
 
 
 def sample(

@@ -1,0 +1,127 @@
+"""Prompts in the rows of a batch: the host dispatches groups of tokens, and gives free rows to waiting prompts.
+
+    prefill  group  group  insert  group  ...     in the order of the devices
+                    prefill  group        group   read by the host
+
+A group is dispatched before the host reads the one before it, so that the devices do not wait. While prompts wait, a
+group ends with the first row that ends.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from flax_mesh.models.cache import bucket_slots
+from flax_mesh.models.programs import GROUP, Computed, Programs, State
+
+_FIRST_GROUP = 4  # tokens, so that a text begins soon
+_MOST_GROUPS = 2  # dispatched, and not read
+
+
+class _Block(NamedTuple):
+    """Tokens (G, B) that the devices compute, their log-probabilities, and the prompts of the rows; -1: none."""
+
+    tokens: jax.Array
+    log_probs: jax.Array
+    prompts: list[int]
+    size: int  # the most tokens of a row
+
+
+class Batches:
+    """The continuations of prompts, in the order in which their tokens are computed.
+
+    `tokens` and `log_probs` have a list for every prompt.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        rows: Sequence[np.ndarray],
+        num_rows: int,
+        num_slots: int,
+        max_tokens: int,
+        stop_tokens: frozenset[int],
+    ):
+        self._programs, self._rows, self._max_tokens, self._stop_tokens = programs, rows, max_tokens, stop_tokens
+        self._num_slots = num_slots
+        most = (num_slots - max_tokens) // programs.slots * programs.slots
+        self._start = min(bucket_slots(max(map(len, rows)), programs.slots), most)
+        self._waiting = deque(range(len(rows)))
+        self._prompts = [-1] * num_rows  # of the rows
+        self._blocks: deque[_Block] = deque()
+        self._next_group = _FIRST_GROUP
+        self.tokens: list[list[int]] = [[] for _ in rows]
+        self.log_probs: list[list[np.float32]] = [[] for _ in rows]
+        self.has_ended = [False] * len(rows)
+        self._state: State
+
+    def run(self, on_token: Callable[[int, int], None] | None, on_block: Callable[[], None]) -> None:
+        """Compute all tokens; `on_block` is called when the host has read some."""
+        self._begin()
+        while True:
+            if self._needs_group():
+                tokens_B, ids_B, cache = self._state
+                size, self._next_group = self._next_group, GROUP
+                self._add(self._programs.decode(tokens_B, cache, ids_B, size, bool(self._waiting)), self._prompts, size)
+            if not self._blocks:
+                return
+            self._read(self._blocks.popleft(), on_token)
+            on_block()
+            free = [b for b, n in enumerate(self._prompts) if n < 0 or self.has_ended[n]]
+            while free and self._waiting:
+                self._insert(free)
+
+    def _needs_group(self) -> bool:
+        """Whether a row has tokens left that no group computes."""
+        groups = [block for block in self._blocks if block.size > 1]
+        going = {n for n in self._prompts if n >= 0 and not self.has_ended[n]}
+        dispatched = {n: sum(block.size for block in self._blocks if n in block.prompts) for n in going}
+        return len(groups) < _MOST_GROUPS and any(len(self.tokens[n]) + dispatched[n] < self._max_tokens for n in going)
+
+    def _begin(self) -> None:
+        ids = self._next_prompts(len(self._prompts))
+        self._prompts[: len(ids)] = ids
+        arrays = self._arrays(ids, len(self._prompts))
+        self._add(self._programs.prefill(*arrays, self._num_slots, self._start), self._prompts, 1)
+
+    def _insert(self, free: list[int]) -> None:
+        """Give some of the free rows to waiting prompts."""
+        num_rows = self._programs.rows
+        ids = self._next_prompts(min(num_rows, len(free)))
+        taken = np.full(num_rows, len(self._prompts), np.int32)
+        for r, n in enumerate(ids):
+            taken[r] = free.pop(0)
+            self._prompts[taken[r]] = n
+        computed = self._programs.insert(*self._arrays(ids, num_rows), taken, self._state)
+        self._add(computed, ids + [-1] * (num_rows - len(ids)), 1)
+
+    def _next_prompts(self, most: int) -> list[int]:
+        return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
+
+    def _arrays(self, ids: Sequence[int], num_rows: int) -> tuple[np.ndarray, ...]:
+        """Tokens, lengths and numbers of prompts, with padding to `num_rows`."""
+        slots = bucket_slots(max(len(self._rows[n]) for n in ids), self._programs.slots)
+        tokens = np.zeros((num_rows, min(slots, self._start)), np.int32)
+        lengths, numbers = np.ones(num_rows, np.int32), np.full(num_rows, -1, np.int32)
+        for r, n in enumerate(ids):
+            tokens[r, : len(self._rows[n])], lengths[r], numbers[r] = self._rows[n], len(self._rows[n]), n
+        return tokens, lengths, numbers
+
+    def _add(self, computed: Computed, prompts: Sequence[int], size: int) -> None:
+        tokens, log_probs, *state = computed
+        self._state = (state[0], state[1], state[2])
+        self._blocks.append(_Block(tokens, log_probs, list(prompts), size))
+
+    def _read(self, block: _Block, on_token: Callable[[int, int], None] | None) -> None:
+        for tokens_B, log_probs_B in zip(*jax.device_get((block.tokens, block.log_probs)), strict=True):
+            for n, token, log_prob in zip(block.prompts, tokens_B.tolist(), log_probs_B, strict=True):
+                if n < 0 or token < 0 or self.has_ended[n]:
+                    continue
+                self.tokens[n].append(token)
+                self.log_probs[n].append(log_prob)
+                self.has_ended[n] = token in self._stop_tokens or len(self.tokens[n]) == self._max_tokens
+                if on_token is not None:
+                    on_token(n, token)

@@ -1,0 +1,188 @@
+"""The compiled programs of generation: one reads prompts, another one computes several tokens of every row.
+
+Shape letters: B rows of the batch, R rows that take new prompts, P slots of the prompts, G tokens of a group, S stop
+tokens, V vocab. A row computes the prompt whose number `ids_B` has; -1: its continuation has ended.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from flax_mesh.axes import DEFAULT_AXES
+from flax_mesh.errors import ConfigError
+from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.models.cache import KVCache, row_multiple, slot_multiple
+from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.ops.sampling import Sampling, choose_tokens
+from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.explicit import on_auto_axes
+from flax_mesh.tree import PyTree
+
+GROUP = 16  # the most tokens of a row in one dispatch
+_STOPS = 16  # the number of stop tokens is padded to a multiple of this
+_NO_TOKEN = -1
+
+_Leaves = list[jax.Array]  # of the state of a model
+State = tuple[jax.Array, jax.Array, KVCache]  # the last token and the prompt of every row, and the cache
+# Tokens (G, B) and their log-probabilities, -1 after the last step, and the state. A prompt's first token: G is 1.
+Computed = tuple[jax.Array, jax.Array, jax.Array, jax.Array, KVCache]
+
+
+class Programs:
+    """The programs of a model. Their state is donated to the next call."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        seed: int,
+        sampling: Sampling,
+        stop_tokens: Iterable[int] = (),
+        max_tokens: int = np.iinfo(np.int32).max,
+    ):
+        graphdef, state = nnx.split(model, graph=True)
+        self._leaves, tree = jax.tree.flatten(state)
+        self.mesh = _mesh_of(self._leaves) or current_mesh()
+        self.rows = row_multiple(model.axes, self.mesh)
+        self.slots = slot_multiple(model.axes, self.mesh)
+        self._prefill, self._insert, self._decode = _compiled(graphdef, tree)
+        stops = sorted(set(stop_tokens))
+        stops_S = np.array(stops + [_NO_TOKEN] * (-len(stops) % _STOPS or _STOPS), np.int32)
+        self._options = (stops_S, np.int32(max_tokens), np.uint32(seed), np.float32(sampling.temperature))
+        self._options += (np.int32(sampling.top_k), np.float32(sampling.top_p))
+
+    def prefill(
+        self,
+        tokens_BP: np.ndarray,
+        lengths_B: np.ndarray,
+        ids_B: np.ndarray,
+        num_slots: int,
+        start: int | None = None,
+    ) -> Computed:
+        """The first token of every row, and a new state. `start` is the slot of generated tokens, by default P."""
+        slot = np.int32(tokens_BP.shape[1] if start is None else start)
+        return self._call(self._prefill, tokens_BP, lengths_B, ids_B, slot, num_slots=num_slots)
+
+    def insert(
+        self, tokens_RP: np.ndarray, lengths_R: np.ndarray, ids_R: np.ndarray, rows_R: np.ndarray, state: State
+    ) -> Computed:
+        """Likewise for prompts that take rows of `state`; a row B is none."""
+        return self._call(self._insert, tokens_RP, lengths_R, ids_R, rows_R, state)
+
+    def decode(
+        self,
+        tokens_B: jax.Array,
+        cache: KVCache,
+        ids_B: jax.Array | np.ndarray,
+        size: int = GROUP,
+        is_waiting: bool = False,
+    ) -> Computed:
+        """At most `size` tokens of every row; none after all rows have ended, or with `is_waiting` one of them."""
+        return self._call(self._decode, (tokens_B, ids_B, cache), np.int32(size), np.bool_(is_waiting))
+
+    def _call(self, program: Callable[..., Computed], *arrays: PyTree, **static: int) -> Computed:
+        with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
+            return program(self._leaves, self._options, *arrays, **static)
+
+
+@lru_cache(maxsize=4)  # compiled programs of that many models
+def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Computed], ...]:
+    def model_of(leaves: _Leaves) -> Decoder:
+        return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+
+    def prefill(leaves: _Leaves, options: PyTree, *prompts: jax.Array, num_slots: int) -> Computed:
+        return _first_tokens(model_of(leaves), options, *prompts, num_slots)
+
+    def insert(leaves: _Leaves, options: PyTree, *prompts: jax.Array | State) -> Computed:
+        *prompts, rows_R, (tokens_B, ids_B, cache) = prompts
+        model = model_of(leaves)
+        tokens_GR, log_probs_GR, tokens_R, ids_R, new = _first_tokens(
+            model, options, *prompts, cache.prompt, cache.num_slots
+        )
+        tokens_B = tokens_B.at[rows_R].set(tokens_R, mode="drop")
+        ids_B = ids_B.at[rows_R].set(ids_R, mode="drop")
+        return tokens_GR, log_probs_GR, tokens_B, ids_B, cache.with_rows(new, rows_R, model.axes)
+
+    def decode(leaves: _Leaves, options: PyTree, state: State, size: jax.Array, is_waiting: jax.Array) -> Computed:
+        model, (tokens_B, ids_B, cache) = model_of(leaves), state
+
+        def goes_on(carry: tuple[jax.Array, Computed]) -> jax.Array:
+            i, (*_, ids_B, _) = carry
+            return (i < size) & jnp.any(ids_B >= 0) & ~(is_waiting & jnp.any(ids_B < 0))
+
+        def add_token(carry: tuple[jax.Array, Computed]) -> tuple[jax.Array, Computed]:
+            i, (tokens_GB, log_probs_GB, tokens_B, ids_B, before) = carry
+            logits_BV, cache = model.decode(tokens_B, before)
+            # A row that has ended stays in its slot.
+            cache = replace(cache, used_B=jnp.where(ids_B >= 0, cache.used_B, before.used_B))
+            tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
+            tokens_GB, log_probs_GB = (
+                jax.lax.dynamic_update_index_in_dim(all_GB, row_B, i, 0)
+                for all_GB, row_B in ((tokens_GB, tokens_B), (log_probs_GB, log_probs_B))
+            )
+            return i + 1, (tokens_GB, log_probs_GB, tokens_B, ids_B, cache)
+
+        shape = (GROUP, len(tokens_B))
+        nothing = jnp.full(shape, _NO_TOKEN, jnp.int32), jnp.zeros(shape, jnp.float32)
+        return jax.lax.while_loop(goes_on, add_token, (jnp.int32(0), (*nothing, tokens_B, ids_B, cache)))[1]
+
+    return (
+        jax.jit(prefill, static_argnames="num_slots"),
+        jax.jit(insert, donate_argnums=6),
+        jax.jit(decode, donate_argnums=2),
+    )
+
+
+def _first_tokens(
+    model: Decoder,
+    options: PyTree,
+    tokens_BP: jax.Array,
+    lengths_B: jax.Array,
+    ids_B: jax.Array,
+    start: jax.Array,
+    num_slots: int,
+) -> Computed:
+    logits_BV, cache = model.prefill(tokens_BP, lengths_B, num_slots)
+    cache = replace(cache, prompt=start, used_B=jnp.full(lengths_B.shape, start))
+    tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
+    return tokens_B[None], log_probs_B[None], tokens_B, ids_B, cache
+
+
+def _choose(
+    logits_BV: jax.Array,
+    cache: KVCache,
+    ids_B: jax.Array,
+    stops_S: jax.Array,
+    max_tokens: jax.Array,
+    seed: jax.Array,
+    *sampling: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The next token of every row, its log-probability and the prompt, -1 after its last token; replicated."""
+    key, index_B = jax.random.key(seed), cache.used_B - cache.prompt
+    keys_B = jax.vmap(lambda n, index: jax.random.fold_in(jax.random.fold_in(key, n), index))(ids_B, index_B)
+
+    def choose(logits_BV: jax.Array, keys_B: jax.Array, ids_B: jax.Array, index_B: jax.Array, *sampling: jax.Array):
+        tokens_B = choose_tokens(logits_BV, keys_B, *sampling)
+        log_probs_B = jnp.take_along_axis(jax.nn.log_softmax(logits_BV), tokens_B[:, None], axis=-1)[:, 0]
+        is_last_B = jnp.any(tokens_B[:, None] == stops_S, axis=1) | (index_B + 1 >= max_tokens)
+        chosen = tokens_B, log_probs_B, jnp.where(is_last_B, -1, ids_B)
+        return tuple(constrain(x, (), axes=DEFAULT_AXES) for x in chosen)
+
+    arrays = (logits_BV, keys_B, ids_B, index_B, *sampling)
+    return on_auto_axes(choose, *arrays, out=[()] * 3, axes=DEFAULT_AXES)
+
+
+def _mesh_of(leaves: Sequence[Any]) -> Mesh | None:
+    meshes = {x.sharding.mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
+    if len(meshes) > 1:
+        raise ConfigError(
+            "generate needs a model whose arrays are all on one mesh, got arrays on several, as in a pipeline; use "
+            "pipeline.model(state)"
+        )
+    return next(iter(meshes), None)
