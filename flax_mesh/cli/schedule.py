@@ -58,7 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="maximum number of activations that a group may store; one number, or one per group: 4,3,2,1",
     )
+    add(
+        "--activations",
+        metavar="A",
+        help="search: size of an activation in the unit of --memory, such as bytes; one number or one per stage: 1,1,2",
+    )
+    add("--period", action="store_true", help="search: minimize the time between two steps instead of the time of one")
     add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
+    add("--seed", metavar="N", type=int, help="search: random seed (default 0)")
     add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
     add("--svg", metavar="FILE", type=os.path.expanduser, help="write a picture")
     add("--out", metavar="FILE", type=os.path.expanduser, help="write the schedule as text, for pipeline.schedule=FILE")
@@ -119,6 +126,8 @@ def _data(choice: Found) -> dict[str, Any]:
             "optimal": result.optimal,
             "best_named": result.best_named,
             "best_named_makespan": result.best_named_makespan,
+            "best_named_period": result.best_named_period,
+            "objective": result.objective,
             "interrupted": result.interrupted,
         }
     return data
@@ -142,7 +151,8 @@ def _find(arguments: argparse.Namespace) -> Found:
             raise ConfigError(f"{' and '.join(missing)}: required; see flax-mesh schedule --help")
         _check_search_options(arguments)
         check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
-        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
+        kind = int if arguments.activations is None else float
+        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, kind)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
         costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
@@ -160,7 +170,8 @@ def _summary(result: SearchResult) -> str:
     gap = f"at most {result.gap:.2%} slower than the optimum (lower bound {result.lower_bound:.6g})"
     named = "no named schedule fits this memory"
     if result.best_named is not None:
-        named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
+        value = getattr(result, f"best_named_{result.objective}")
+        named = f"best named schedule that fits: {result.best_named}, {result.objective} {value:.6g}"
     interrupted = "interrupted; " if result.interrupted else ""
     return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
@@ -175,10 +186,20 @@ def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Seque
         memory,
         num_microbatches=arguments.microbatches,
         num_groups=arguments.stages,
+        activation_sizes=_sizes(arguments.activations, len(of_stages)),
         splits_backward=not arguments.whole_backward,
+        objective="period" if arguments.period else "makespan",
         seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
+        seed=arguments.seed or 0,
     )
     return Found(result.schedule, of_stages, result)
+
+
+def _sizes(text: str | None, num_stages: int) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    sizes = _numbers("--activations", text, float)
+    return sizes * num_stages if len(sizes) == 1 else sizes
 
 
 def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
@@ -202,7 +223,9 @@ def _listed(numbers: Sequence[float]) -> str:
 
 
 def _check_search_options(arguments: argparse.Namespace) -> None:
-    options = {"--seconds": arguments.seconds, "--whole-backward": arguments.whole_backward or None}
+    options = {"--seconds": arguments.seconds, "--seed": arguments.seed}
+    options |= {"--whole-backward": arguments.whole_backward or None, "--period": arguments.period or None}
+    options["--activations"] = arguments.activations
     given = [option for option, value in options.items() if value is not None]
     if given and arguments.name != SEARCH:
         raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")

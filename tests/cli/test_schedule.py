@@ -89,11 +89,21 @@ def test_a_searched_schedule_is_written_and_printed_from_its_file(output_of, tmp
     assert (data["makespan"], data["period"]) == (56, 56)
 
 
+def test_the_search_minimizes_the_period_within_bytes(output_of):
+    sizes = ("--stages", "2", "--microbatches", "4", "--memory", "4e9", "--activations", "1e9,2e9", "--period")
+    text = output_of("search", *sizes)
+    assert "best named schedule that fits: zb-h1, period 13" in text
+    data = json.loads(output_of("search", *sizes, "--json"))
+    assert data["objective"] == "period" and 12 <= data["period"] <= data["best_named_period"] == 13
+    check_schedule(rows(data), 4e9, activation_sizes=(1e9, 2e9))
+
+
 INVALID = """
 zb-w SIZES | unknown schedule 'zb-w'; did you mean zb-v\\?
 v-9 SIZES | v-9 on 4 groups requires v-4 to v-8: .*; the nearest is v-8
 1f1b SIZES --out best | --out best: a file of a schedule must contain a dot or a slash
-gpipe SIZES --seconds 1 --whole-backward | --seconds --whole-backward: only .* search accepts this, not gpipe
+1f1b SIZES --period | --period: only flax-mesh schedule search accepts this, not 1f1b
+gpipe SIZES --seed 1 --whole-backward | --seed --whole-backward: only .* search accepts this
 ./no.schedule | ./no.schedule: no such file; write one with flax-mesh schedule NAME --out
 1f1b --stages 4 | --microbatches: required; see flax-mesh schedule --help
 search --stages 0 --microbatches 8 | --stages and --virtual must be at least 1, got 0 and 1
@@ -109,6 +119,7 @@ dualpipe-v --stages 4 --microbatches 7 | at least 2 \\* 4, got 7; the nearest is
 zb-v SIZES --memory 7 | zb-v stores 8 activations, more than --memory 7; .* at least 2$
 search SIZES --memory 0 | no schedule fits a memory limit of 0: .* at least 1 activation$
 search SIZES --memory 2.5 | --memory must be integers joined by commas, got '2.5'
+search SIZES --memory 4 --activations 1,2 | activation_sizes must be 4 numbers
 search --stages 999999999 --microbatches 9 --memory 4 | would have 8,999,999,991 forward
 search SIZES --virtual 999999999 | at most 3,000,000 are supported; use fewer stages
 gpipe SIZES --svg LONG | --svg [x/]{80}: this text is too long for a path: 5000 bytes

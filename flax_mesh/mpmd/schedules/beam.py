@@ -31,7 +31,8 @@ class Partial(NamedTuple):
     ends: tuple[tuple[float, ...], ...]  # per lane: end of each scheduled action
     ready: tuple[float, ...]  # per lane: when the inputs of the next action are available; _NEVER: unknown
     free: tuple[float, ...]  # per group: end of its last scheduled action
-    stored: tuple[int, ...]  # per group: number of activations
+    stored: tuple[float, ...]  # per group: memory of the activations
+    starts: tuple[float, ...]  # per group: start of its first action; _NEVER: nothing is scheduled
     queues: tuple[tuple[int, ...], ...]  # per shared edge: lanes whose inputs are in transit, in sending order
     remaining: tuple[float, ...]  # per group: total duration of the unscheduled actions
     bound: float  # lower bound on the makespan of every completion
@@ -54,8 +55,8 @@ class _BeamResult:
 class BeamSearch:
     """Beam searches of one problem, with the tables that they share."""
 
-    def __init__(self, problem: Problem):
-        self.problem = problem
+    def __init__(self, problem: Problem, objective: str = "makespan"):
+        self.problem, self.objective = problem, objective
         self.tails = tails(problem)
         self.users = problem.users()
         group = problem.group
@@ -121,6 +122,7 @@ class BeamSearch:
             ready,
             (0.0,) * groups,
             (0,) * groups,
+            (_NEVER,) * groups,
             queues,
             tuple(work),
             0.0,
@@ -169,20 +171,24 @@ class BeamSearch:
         if self.problem.memory_change[lane] <= 0:
             return True
         group, counts = self.problem.group[lane], _with(partial.counts, lane, partial.counts[lane] + 1)
-        pairs = [(counts[first], counts[last]) for first, last in self.pairs_of[group]]
-        stored = sum(allocated - released for allocated, released in pairs)
-        unused = self.problem.limits[group] * (1 + TOLERANCE) - stored
-        for microbatch in range(min(released for _, released in pairs), max(allocated for allocated, _ in pairs)):
-            if sum(allocated <= microbatch for allocated, _ in pairs) > unused:
+        change, limit = self.problem.memory_change, self.problem.limits[group]
+        pairs = [(counts[first], counts[last], change[first]) for first, last in self.pairs_of[group]]
+        unused = limit * (1 + TOLERANCE) - sum((allocated - released) * size for allocated, released, size in pairs)
+        for microbatch in range(min(released for _, released, _ in pairs), max(allocated for allocated, _, _ in pairs)):
+            if sum((allocated <= microbatch) * size for allocated, _, size in pairs) > unused:
                 return False
-            unused += sum(released <= microbatch < allocated for allocated, released in pairs)
+            unused += sum((released <= microbatch < allocated) * size for allocated, released, size in pairs)
         return True
 
     def _bound(self, partial: Partial, lane: int, start: float) -> float:
-        """A lower bound on the makespan of every completion of `partial` that continues with `lane`."""
+        """A lower bound on the objective of every completion of `partial` that continues with `lane`."""
         duration, ready, counts = self.problem.duration, partial.ready, partial.counts
         group = self.problem.group[lane]
         end = start + duration[lane]
+        if self.objective == "period":
+            return max(
+                partial.bound, end + partial.remaining[group] - duration[lane] - min(start, partial.starts[group])
+            )
         bound = max(
             partial.bound, end + self.tails[lane][counts[lane]], end + partial.remaining[group] - duration[lane]
         )
@@ -208,6 +214,7 @@ class BeamSearch:
             ready=tuple(ready),
             free=_with(partial.free, group, end),
             stored=_with(partial.stored, group, partial.stored[group] + problem.memory_change[lane]),
+            starts=_with(partial.starts, group, min(start, partial.starts[group])),
             queues=self._queues(partial, lane),
             remaining=_with(partial.remaining, group, partial.remaining[group] - problem.duration[lane]),
             bound=bound,
@@ -289,6 +296,6 @@ def _room(problem: Problem, reserve: bool) -> list[float]:
     for group, limit in enumerate(problem.limits):
         later = 0.0
         for lane in reversed([first for first, _ in _pairs(problem, group)]):
-            room[lane] = limit * (1 + TOLERANCE) - 1 - later
-            later += reserve
+            room[lane] = limit * (1 + TOLERANCE) - problem.memory_change[lane] - later
+            later += problem.memory_change[lane] if reserve else 0
     return room

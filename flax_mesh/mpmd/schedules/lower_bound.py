@@ -22,8 +22,8 @@ class Problem:
     group: tuple[int, ...]  # of each lane
     duration: tuple[float, ...]  # of one action of each lane
     needs: tuple[tuple[tuple[int, float], ...], ...]  # of each lane: (lane that it depends on, delay)
-    memory_change: tuple[int, ...]  # 1 if an action stores an activation, -1 if it releases one
-    limits: tuple[float, ...]  # of each group: the most activations that it may store
+    memory_change: tuple[float, ...]  # the size of an activation that an action allocates; negative if it releases one
+    limits: tuple[float, ...]  # of each group: its memory limit, in the unit of the sizes
 
     @property
     def num_groups(self) -> int:
@@ -43,7 +43,10 @@ class Problem:
 
     def most_stored(self, lane: int) -> int:
         """The most activations of a lane's stage that its group can store. Optimistic: other stages are ignored."""
-        return math.floor(min(self.limits[self.group[lane]] * (1 + TOLERANCE), self.num_microbatches))
+        size = max(self.memory_change[other] for other in self.chain(lane))
+        if not size:
+            return self.num_microbatches
+        return math.floor(min(self.limits[self.group[lane]] * (1 + TOLERANCE) / size, self.num_microbatches))
 
 
 def make_problem(
@@ -52,9 +55,14 @@ def make_problem(
     stage_to_group: Sequence[int],
     limits: Sequence[float],
     splits_backward: bool = True,
+    sizes: Sequence[float] = (),
 ) -> Problem:
-    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and there is no W."""
+    """The lanes of a pipeline. Without `splits_backward`, B takes the time of both halves and no lane has the kind W.
+
+    `sizes` are the sizes of one activation of every stage; () if all are 1.
+    """
     num_stages = len(stages)
+    sizes = sizes or (1,) * num_stages
     lanes = [("F", s) for s in range(num_stages)] + [("B", s) for s in reversed(range(num_stages))]
     lanes += [("W", s) for s in range(num_stages)] if splits_backward else []
     place = {lane: i for i, lane in enumerate(lanes)}
@@ -71,7 +79,7 @@ def make_problem(
         group=tuple(stage_to_group[s] for _, s in lanes),
         duration=tuple(map(action_duration(stages, splits_backward), actions)),
         needs=tuple(tuple(need(other, action) for other in dependencies(action, num_stages)) for action in actions),
-        memory_change=tuple((kind == "F") - (kind == release) for kind, _ in lanes),
+        memory_change=tuple(((kind == "F") - (kind == release)) * sizes[s] for kind, s in lanes),
         limits=tuple(limits),
     )
 

@@ -94,12 +94,17 @@ def peak_activations(schedule: Schedule) -> tuple[int, ...]:
     backward pass is split. A group with two stages stores two activations per microbatch, each of half the size. A
     schedule without a backward pass stores no activation.
     """
+    return tuple(map(round, peak_memory(schedule, (1,) * schedule.num_stages)))
+
+
+def peak_memory(schedule: Schedule, sizes: Sequence[float]) -> tuple[float, ...]:
+    """The maximum memory of each group, if one activation of stage s takes `sizes[s]`, in any unit such as bytes."""
     release = "W" if schedule.splits_backward else "B"
-    peaks: list[int] = []
+    peaks: list[float] = []
     for row in schedule.rows:
         stored = peak = 0
-        for kind, _, _ in row if any(action.kind == release for action in row) else ():
-            stored += (kind == "F") - (kind == release)
+        for kind, stage, _ in row if any(action.kind == release for action in row) else ():
+            stored += ((kind == "F") - (kind == release)) * sizes[stage]
             peak = max(peak, stored)
         peaks.append(peak)
     return tuple(peaks)

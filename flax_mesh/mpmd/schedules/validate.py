@@ -6,7 +6,7 @@ from typing import cast
 
 from flax_mesh.fields import check_types, is_sized
 from flax_mesh.mpmd.schedules.schedule import Action, Deadlock, Schedule
-from flax_mesh.mpmd.schedules.simulate import MOST_COST, TOLERANCE, peak_activations
+from flax_mesh.mpmd.schedules.simulate import MOST_COST, TOLERANCE, peak_memory
 from flax_mesh.text import at_most, listed, shortened
 
 _Lane = tuple[str, int]  # kind, stage
@@ -17,7 +17,12 @@ MOST = 8  # mistakes reported at once
 
 
 @check_types
-def check_schedule(schedule: Schedule, memory_limit: float | Sequence[float] | None = None) -> None:
+def check_schedule(
+    schedule: Schedule,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    activation_sizes: Sequence[float] | None = None,
+) -> None:
     """Checks that a schedule is complete, can run without deadlock, and fits in memory.
 
     The checks are: every action appears exactly once, in the row of its stage's group; no action comes before an
@@ -29,6 +34,8 @@ def check_schedule(schedule: Schedule, memory_limit: float | Sequence[float] | N
         schedule: The schedule. A schedule without any B is checked as forward only.
         memory_limit: Maximum number of activations that a group may store at once, as counted by `peak_activations`:
             one number for all groups or one per group. None: no limit.
+        activation_sizes: The size of an activation of every stage, in the unit of `memory_limit`, such as bytes. None:
+            all are 1.
 
     Raises:
         ValueError: If a check fails. The message has up to 8 mistakes, each with an excerpt of the table in which the
@@ -50,7 +57,8 @@ def check_schedule(schedule: Schedule, memory_limit: float | Sequence[float] | N
         early = _before_their_dependencies(schedule) if stuck else []  # every such action is a deadlock too
         mistakes = [*early, *_out_of_order(schedule), *([] if early else stuck)]
     if memory_limit is not None:
-        mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups))
+        sizes = activation_sizes_of(activation_sizes, schedule.num_stages)
+        mistakes += _over_memory_limits(schedule, memory_limits(memory_limit, schedule.num_groups), sizes)
     if mistakes:
         omitted = [f"and {len(mistakes) - MOST} more"] if len(mistakes) > MOST else []
         blocks = ["\n".join([line, *_excerpt(schedule, places)]) for line, places in mistakes[:MOST]]
@@ -65,6 +73,16 @@ def memory_limits(memory_limit: float | Sequence[float], num_groups: int) -> tup
     if not all(0 <= limit <= MOST_COST for limit in limits):
         raise ValueError(f"memory limits must be numbers from 0 to {MOST_COST:g}, got {shortened(listed(limits))}")
     return limits
+
+
+def activation_sizes_of(sizes: Sequence[float] | None, num_stages: int) -> tuple[float, ...]:
+    values = (1,) * num_stages if sizes is None else tuple(sizes)
+    if len(values) != num_stages or not all(0 <= size <= MOST_COST for size in values):
+        raise ValueError(
+            f"activation_sizes must be {num_stages} numbers, one per stage, from 0 to {MOST_COST:g}, got "
+            f"{shortened(listed(values))}"
+        )
+    return values
 
 
 def _misplaced(schedule: Schedule) -> list[_Mistake]:
@@ -169,18 +187,19 @@ def _deadlock(schedule: Schedule) -> list[_Mistake]:
     return []
 
 
-def _over_memory_limits(schedule: Schedule, limits: Sequence[float]) -> list[_Mistake]:
+def _over_memory_limits(schedule: Schedule, limits: Sequence[float], sizes: Sequence[float]) -> list[_Mistake]:
     release = "W" if schedule.splits_backward else "B"
+    noun = " activations" if set(sizes) == {1} else ""
     mistakes: list[_Mistake] = []
-    for group, (row, peak, limit) in enumerate(zip(schedule.rows, peak_activations(schedule), limits, strict=True)):
+    for group, (row, peak, limit) in enumerate(zip(schedule.rows, peak_memory(schedule, sizes), limits, strict=True)):
         if peak <= limit * (1 + TOLERANCE):
             continue
-        stored = 0
+        stored = 0.0
         for position, action in enumerate(row):
-            stored += (action.kind == "F") - (action.kind == release)
+            stored += ((action.kind == "F") - (action.kind == release)) * sizes[action.stage]
             if stored > limit * (1 + TOLERANCE):
-                text = f"group {group} stores {stored} activations from {action} on; its limit is {limit:.15g}"
-                mistakes.append((f"{text}, the schedule requires {peak}", [(group, position)]))
+                text = f"group {group} stores {stored:.15g}{noun} from {action} on; its limit is {limit:.15g}"
+                mistakes.append((f"{text}, the schedule requires {peak:.15g}", [(group, position)]))
                 break
     return mistakes
 

@@ -7,7 +7,7 @@ import pytest
 
 from flax_mesh.mpmd.schedules import StageCost, check_schedule, make_schedule, search_schedule, simulate
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
-from flax_mesh.mpmd.schedules.simulate import peak_activations
+from flax_mesh.mpmd.schedules.simulate import peak_memory
 from tests.mpmd.schedules.examples import MAKESPANS
 from tests.mpmd.schedules.exhaustive import Steps
 
@@ -45,7 +45,7 @@ def test_the_search_is_never_slower_than_the_published_schedule_of_its_memory_li
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part):
-    """200 sets of costs: a head of several layers, transfers, and limits of the memory."""
+    """200 sets of costs: a head of several layers, transfers, memory in bytes per stage."""
     for seed in range(50 * part, 50 * part + 50):
         draw = random.Random(seed)
         groups, virtual = draw.randint(1, 4), draw.choice((1, 2))
@@ -55,17 +55,28 @@ def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part)
             for _ in range(groups * virtual)
         ]
         costs[-1] = StageCost(*[draw.randint(1, 4) * number for number in costs[-1][:3]])
-        limit = draw.uniform(1, 2 * groups) * virtual
+        sizes = [draw.choice((1e9, 1.5e9, 3e9)) for _ in costs]
+        limit = draw.uniform(1, 2 * groups) * max(sizes) * virtual
         counts: dict[str, Any] = {"num_groups": groups, "num_microbatches": microbatches}
-        found = search_schedule(costs, limit, **counts, seconds=0.002)
-        check_schedule(found.schedule, limit)
+        objective = draw.choice(("makespan", "period"))
+        found = search_schedule(costs, limit, **counts, activation_sizes=sizes, seconds=0.002, objective=objective)
+        check_schedule(found.schedule, limit, activation_sizes=sizes)
         result = simulate(found.schedule, costs)
         assert (found.makespan, found.period) == (result.makespan, result.period)
-        assert found.lower_bound <= found.makespan * (1 + 1e-9)
-        for name in (*SCHEDULE_NAMES, f"v-{limit:.0f}", f"v-{limit + 1:.0f}"):
+        assert found.lower_bound <= getattr(found, objective) * (1 + 1e-9)
+        for name in (*SCHEDULE_NAMES, f"v-{limit // max(sizes):.0f}", f"v-{limit // max(sizes) + 1:.0f}"):
             try:
                 schedule = make_schedule(name, **counts, num_virtual_stages=virtual)
             except ValueError:
                 continue
-            if max(peak_activations(schedule)) <= limit:
-                assert found.makespan <= simulate(schedule, costs).makespan * (1 + 1e-9), name
+            if max(peak_memory(schedule, sizes)) <= limit:
+                assert getattr(found, objective) <= getattr(simulate(schedule, costs), objective) * (1 + 1e-9), name
+
+
+def test_the_objective_can_be_the_period():
+    """With memory for 2 S - 1 activations zb-h2 has the makespan of zb-h1 and no idle time between steps."""
+    found = search_schedule([(1, 1, 1)] * 4, 7, num_microbatches=8, objective="period", seconds=QUICK)
+    assert (found.period, found.makespan, found.optimal) == (24, 27, True)
+    tight = search_schedule([(1, 1, 1)] * 4, 4, num_microbatches=8, objective="period", seconds=QUICK)
+    assert tight.best_named_period == 27 and 24 <= tight.period <= 27
+    check_schedule(tight.schedule, 4)
