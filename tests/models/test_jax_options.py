@@ -1,4 +1,7 @@
-"""Options of JAX that refuse programs or change their results: decoders train and generate with all of them."""
+"""Options of JAX that refuse programs or change their results: decoders train and generate with all of them.
+
+Steps run under a guard against implicit transfers in tests/step/net.py, generation in tests/cli/test_trained.py.
+"""
 
 import dataclasses
 
@@ -10,8 +13,8 @@ import pytest
 from flax import nnx
 
 from flax_mesh import abstract_state
-from flax_mesh.models import generate, make_decoder, next_token_loss, sample
-from flax_mesh.train import abstract_train_state, init_train_state, make_train_step
+from flax_mesh.models import make_decoder, next_token_loss, sample
+from flax_mesh.train import abstract_train_state, make_train_step
 from tests.models.reference import EXPERTS, SMALL, make_mesh, small, tokens_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -39,13 +42,3 @@ def test_a_step_and_generation_trace_with_every_option(config, is_strict):
         _, metrics = jax.eval_shape(step._jitted, state, BATCH)
         ids = jax.eval_shape(lambda model: sample(model, jnp.zeros(4, jnp.int32), 3, jax.random.key(0)), model)
     assert metrics["loss"].shape == () and ids.shape == (7,)
-
-
-def test_a_step_and_generation_run_without_implicit_transfers():
-    made = lambda: make(dataclasses.replace(SMALL, num_layers=1))  # noqa: E731
-    state = init_train_state(made, abstract_state(made, make_mesh(fsdp=2)))
-    step, model = make_train_step(next_token_loss, state), small(num_layers=1)
-    with jax.transfer_guard("disallow"):
-        metrics = step(state, BATCH)[1]
-        (generated,) = generate(model, [[1, 2]], max_tokens=2)
-    assert np.isfinite(metrics["loss"]) and len(generated.tokens) == 2
