@@ -70,6 +70,8 @@ def is_single_layer(module: object) -> bool:
 def _is_single(top: str, leaves: Iterable[tuple[str, object]], ranks: Mapping[str, int]) -> bool:
     start = len(top) + 1
     shapes = {path[start:]: getattr(leaf, "shape", ()) for path, leaf in leaves if path.startswith(f"{top}/")}
+    if any(path_and_start(whole := f"{top}/{path}")[0] != whole for path in shapes):
+        return False  # the chunks of a stack in a pipeline
     return _has_no_layer_dim(shapes, {path: ranks[f"{top}/{path}"] for path in shapes if f"{top}/{path}" in ranks})
 
 
@@ -79,7 +81,5 @@ def _has_no_layer_dim(shapes: Mapping[str, tuple[int, ...]], ranks: Mapping[str,
     Scalars prove nothing: a stack may have one counter for all of its layers.
     """
     shapes = {path: shape for path, shape in shapes.items() if not path.split("/")[0].isdigit()}
-    if any(path_and_start(path)[0] != path for path in shapes):
-        return False  # the chunks of a stack in a pipeline
     sizes = {shape[0] for shape in shapes.values() if shape}
     return bool(shapes) and (len(sizes) != 1 or any(len(shape) == ranks.get(path) for path, shape in shapes.items()))

@@ -58,7 +58,8 @@ def test_single_layers_are_recognized_and_lists_and_stacks_are_none(name):
 
 def test_a_tree_without_modules_shows_the_shapes_only():
     leaf = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    leaves = [("inc/kernel", leaf(3, 3, 8)), ("inc/bias", leaf(8)), ("norm/scale", leaf(8)), ("x/q/from 2", leaf(2, 8))]
+    leaves = [("inc/kernel", leaf(3, 3, 8)), ("inc/bias", leaf(8)), ("norm/scale", leaf(8))]
+    leaves += [("x/q/from 0", leaf(3, 8)), ("x/q/from 3", leaf(1, 8))]  # chunks of a pipeline
     assert without_single_layers(("inc", "norm", "x", "absent"), leaves) == ("norm", "x", "absent")
 
 

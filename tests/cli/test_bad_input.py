@@ -3,7 +3,7 @@
 A line of `COMMANDS` and of `SLOW_COMMANDS` has the exit code, the command, and a text that the error must contain.
 Words in braces are files of `write_files`. Most of the slow commands trace a step. Further tables are in
 tests/test_fields.py and tests/recipe/test_mistakes.py for settings, in tests/recipe/test_load.py for recipes, and in
-tests/checkpoint/test_command_input.py for `flax-mesh checkpoint`.
+tests/checkpoint/test_command.py for `flax-mesh checkpoint`.
 """
 
 import json

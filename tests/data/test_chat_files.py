@@ -44,6 +44,7 @@ USER, REPLY = {"role": "user", "content": "Hi"}, {"role": "assistant", "content"
 @pytest.fixture
 def stand_in(monkeypatch):
     monkeypatch.setattr(chats, "open_tokenizer", lambda folder, vocab_size: StandIn())
+    monkeypatch.setattr(chats, "OPEN_ROWS", 8)  # grain needs a millisecond for a document of so small a file
 
 
 def texts(count: int) -> list[dict[str, str]]:

@@ -1,6 +1,7 @@
 """The mixture of experts against a plain loop, on one device and with sharded experts; losses of a decoder with it."""
 
 import dataclasses
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -97,6 +98,18 @@ def layout_of(layer, mesh):
     return abstract_state(lambda: layer, mesh, PartitionRules(rules, layer.axes))
 
 
+@functools.cache
+def compiled_on(mesh, axes, k, rows):
+    """The shardings of the state of a layer on a mesh, and `run` for them."""
+    layer, x = make_moe(axes, k=k), random_tokens(rows)
+    graphdef, state = nnx.split(layer)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, layout_of(layer, mesh))
+    split = NamedSharding(mesh, layer.axes.resolve(("batch", "sequence")))
+    with jax.set_mesh(mesh):
+        arguments = jax.device_put(state, shardings), jax.device_put(x, split), probe_of(x)
+        return shardings, split, run.lower(graphdef, *arguments).compile()
+
+
 def check(layer, x, *, mesh=None, k=K):
     """Compare result, choices, sums and gradients with the plain loop; returns the compiled text."""
     y, chosen, grads = expected(layer, jnp.asarray(x), k)
@@ -105,11 +118,9 @@ def check(layer, x, *, mesh=None, k=K):
     if mesh is None:
         got = run(graphdef, state, x, probe)
     else:
-        state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, layout_of(layer, mesh)))
-        x = jax.device_put(x, NamedSharding(mesh, layer.axes.resolve(("batch", "sequence"))))
-        with jax.set_mesh(mesh):
-            compiled = run.lower(graphdef, state, x, probe).compile()
-            got, text = compiled(state, x, probe), compiled.as_text() or ""
+        shardings, split, compiled = compiled_on(mesh, layer.axes, k, len(x))
+        got = compiled(jax.device_put(state, shardings), jax.device_put(x, split), probe)
+        text = compiled.as_text() or ""
     found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
     assert (found == chosen).all(), "routing differs"
     assert (np.asarray(got[1]["expert_tokens"]) == chosen.sum(0)).all()

@@ -124,12 +124,12 @@ def _in_process(case: Case) -> Programs:
 # The estimate
 
 
-@cache
 def estimated(case: Case) -> Programs:
     """The same figures without compiling."""
     return {name: figures_of(one) for name, one in estimates(case).items()}
 
 
+@cache
 def estimates(case: Case) -> dict[str, Estimate]:
     target = Target(case.sizes, platform=case.platform)  # on which the kernel of the attention depends
     mesh, sizes = target.abstract_mesh("auto"), {name: size for name, size in case.sizes.items() if name != "pp"}

@@ -21,15 +21,17 @@ import pytest
 
 from flax_mesh.checkpoint.checksums import find_damage
 from flax_mesh.cli.common import DONE
+from flax_mesh.train import apply_overrides
 from tests.train import bigram
+from tests.train.support import runs as support
 
 STEPS = 24
 KILLS_IN_ALL = 20
 WITHOUT_SAVES = (
-    *(f"run.steps={STEPS}", "run.eval_every=0", "run.platform=cpu:2"),
+    *(f"run.steps={STEPS}", "run.eval_every=0"),
     "model.hidden_size=1024",  # 6 MB of state: a save takes long enough to be interrupted
 )
-SETTINGS = (*WITHOUT_SAVES, "checkpoint.every=2")
+SETTINGS = (*WITHOUT_SAVES, "run.platform=cpu:2", "checkpoint.every=2")
 PATIENCE = 120  # seconds, timeout of every wait for a process
 RECIPE = bigram.__file__
 
@@ -62,8 +64,8 @@ class Run:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Return as soon as the condition is true; fail if the process ends or the time is up before."""
+    def wait_for(self, condition: Callable[[], object], pause: float = 0.02) -> None:
+        """Return soon after the condition is true; fail if the process ends or the time is up before."""
         end = time.monotonic() + PATIENCE
         while True:
             ended = self.process.poll()  # polled before the condition, which may wait for the end of the process
@@ -71,7 +73,7 @@ class Run:
                 return
             assert ended is None, f"ended with {ended} too early:\n{self.text()}"
             assert time.monotonic() < end, f"timed out:\n{self.text()}"
-            time.sleep(0.0005)
+            time.sleep(pause)
 
     def ended(self) -> int:
         return self.process.wait(PATIENCE)
@@ -105,12 +107,11 @@ def losses(rows: list[dict]) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(start, tmp_path_factory) -> dict[int, float]:
-    """The losses of an uninterrupted run."""
-    run = start(tmp_path_factory.mktemp("undisturbed") / "run", *WITHOUT_SAVES)
-    assert run.ended() == DONE, run.text()
-    assert [row["step"] for row in run.rows()] == list(range(1, STEPS + 1))
-    expected = losses(run.rows())
+def undisturbed(text, tmp_path_factory) -> dict[int, float]:
+    """The losses of an uninterrupted run, in this process."""
+    places = [f"data.source={text}", f"run.folder={tmp_path_factory.mktemp('undisturbed') / 'run'}"]
+    expected = losses(support.run(apply_overrides(bigram.recipe(), [*places, *WITHOUT_SAVES])).rows)
+    assert len(expected) == STEPS
     assert len(set(expected.values())) == STEPS, "the test requires distinct losses"
     return expected
 
@@ -131,7 +132,7 @@ def killed(run: Run, *, in_a_save: bool) -> tuple[int, int]:
     """Kill a run after step 4, during a save or after a step that is not saved. Returns (newest checkpoint, step)."""
     if in_a_save:
         run.wait_for(lambda: (done := run.committed()) and done[-1] >= 4)
-        run.wait_for(run.unfinished)
+        run.wait_for(run.unfinished, pause=0.0005)  # a save takes some milliseconds
     else:
         run.wait_for(lambda: (done := run.committed()) and done[-1] >= 4 and run.rows()[-1]["step"] > done[-1])
     run.process.kill()

@@ -133,10 +133,6 @@ def test_a_spike_above_the_running_median_is_skipped_and_the_run_resumes_bit_for
     for steps in (bad - 1, 40):
         run(spikes(tmp_path / "parts", *settings, f"run.steps={steps}"))
     assert numbers(rows_of(tmp_path / "parts")) == numbers(rows)
-    stopped = run(spikes(tmp_path / "stop", "run.spike_factor=4", "checkpoint.every=100"))
-    assert stopped.result.step == bad
-    assert any("limit" in line and "run.spike_factor" in line for line in stopped.lines if line.startswith("stopped"))
-    assert run(spikes(tmp_path / "without", "checkpoint.every=100")).result.status == "finished"
 
 
 def check_of(saved=None, **settings) -> StepCheck:
@@ -160,12 +156,17 @@ def test_limits_depend_on_the_rows_up_to_the_last_but_one():
             check = check_of(check.record() | {"metrics": {}}, on_nonfinite="skip", spike_factor=3.0)
 
 
-def test_a_run_stops_after_many_skipped_updates_or_a_nonfinite_evaluation():
+def test_a_run_stops_after_many_skipped_updates_a_spike_or_a_nonfinite_evaluation():
     check = check_of(on_nonfinite="skip")
     for step in range(1, MOST_SKIPPED + 1):
         assert not check.stopped
         check.read(row_of(step, loss=float("nan"), skipped=1.0))
     assert check.stopped.endswith(f"{MOST_SKIPPED} updates in a row were skipped")
+    for factor, line in ((4.0, "step 20: loss 1000 (limit 4, run.spike_factor)"), (0.0, "")):
+        check = check_of(spike_factor=factor)
+        for step in range(1, 21):
+            check.read(row_of(step, loss=1e3 if step == 20 else 1.0))
+        assert check.stopped == line  # without a factor, a spike is a loss as any other
     check = check_of()
     check.read(row_of(1, eval_loss=float("nan")))
     assert check.stopped == "step 1: eval_loss nan" and check.record() == {"finite": False}

@@ -1,6 +1,7 @@
 """Decoders and transformers compute equal logits from each other's checkpoints; config.json is read strictly."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from flax_mesh.checkpoint.hf.decoders import (
     read_config,
 )
 from flax_mesh.checkpoint.hf.safetensors import INDEX, open_safetensors, read_json
-from flax_mesh.models import DecoderConfig, make_decoder
-from tests.checkpoint.hf.make_reference import CASES, DATA
+from flax_mesh.models import DecoderConfig, generate, load_decoder, make_decoder
+from tests.checkpoint.hf.make_reference import CASES, DATA, GENERATED, PROMPT
 
 TOLERANCE = 1e-5  # of the largest logit, in float32
 
@@ -263,3 +264,22 @@ def test_every_family_has_a_table_and_a_case():
     assert FAMILIES.keys() == DECODER_NAMES.keys() == {read_config(DATA / case)["model_type"] for case in CASES}
     assert {folder.name for folder in DATA.iterdir()} == CASES.keys()
     assert sum(file.stat().st_size for file in Path(DATA).rglob("*")) < 1_200_000
+
+
+REPEATING = ("gemma2", "granite")  # texts of few tokens, whatever the weights
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1, 1), (1, 2, 1, 2, 1)])
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_that_transformers_generated(case, shape):
+    with np.load(DATA / case / "generated.npz") as stored:
+        prompt, expected, margin = stored["prompt"].tolist(), stored["tokens"].tolist(), stored["margin"]
+    assert len(prompt) == PROMPT and len(expected) == GENERATED
+    assert case in REPEATING or len(set(expected)) > 4
+    assert margin > 5e-4  # rounding does not change a token
+    mesh = create_mesh(shape, devices=jax.devices()[: math.prod(shape)])
+    model, _ = load_decoder(DATA / case, mesh, dtype="float32")
+    (found,) = generate(model, [prompt], max_tokens=len(expected))
+    assert found.tokens.tolist() == expected
