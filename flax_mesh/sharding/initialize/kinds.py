@@ -5,8 +5,7 @@ from collections.abc import Hashable, Mapping
 import numpy as np
 from jax.extend import core as jex
 
-from flax_mesh.program.equations import CUSTOM
-from flax_mesh.program.program import Atom, Eqn, Program, bodies, is_var, program_of
+from flax_mesh.program.program import CUSTOM, Atom, Eqn, Program, bodies, is_var, program_of
 
 SMALL = 2**10  # elements of an array that is compared by its values
 
