@@ -1,38 +1,19 @@
-"""`flax-mesh schedule`: print a named schedule, or search one, as a table, JSON or a picture."""
+"""`flax-mesh schedule`: print a named schedule, or a file with one, as a table, JSON or a picture."""
 
 import argparse
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax_mesh.cli.common import DONE, check_writable, table_width, write_file
 from flax_mesh.errors import ConfigError, Mistakes
-from flax_mesh.mpmd.schedules import (
-    Schedule,
-    SearchResult,
-    StageCost,
-    draw_schedule_svg,
-    make_schedule,
-    schedule_table,
-    search_schedule,
-    simulate,
-)
+from flax_mesh.mpmd.schedules import Schedule, StageCost, draw_schedule_svg, make_schedule, schedule_table, simulate
 from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
-from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
-from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
+from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.simulate import stage_costs
 from flax_mesh.mpmd.schedules.text import summary
-from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.text import one_line
-
-SEARCH = "search"
-DEFAULT_SECONDS = 5.0
-
-
-class Found(NamedTuple):
-    schedule: Schedule
-    costs: tuple[StageCost, ...]  # one per stage
-    result: SearchResult | None = None  # None for a named schedule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "name",
         metavar="NAME",
-        help=f"{', '.join(SCHEDULE_NAMES)}; v-K, with memory for K activations per group; a FILE; or search, for the "
-        "best schedule at given costs and memory",
+        help=f"{', '.join(SCHEDULE_NAMES)}; v-K, with memory for K activations per group; or a FILE",
     )
     add("--stages", metavar="S", type=int, help="number of groups of devices; each has V stages")
     add("--microbatches", metavar="M", type=int, help="number of microbatches")
@@ -53,13 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "join them by /: 1,1,1/2,2,2"
     )
     add("--costs", metavar="F,B,W[,T]", default="1,1,1", help=costs)
-    add(
-        "--memory",
-        metavar="K",
-        help="maximum number of activations that a group may store; one number, or one per group: 4,3,2,1",
-    )
-    add("--seconds", metavar="N", type=float, help=f"search: approximate time limit (default {DEFAULT_SECONDS:g})")
-    add("--whole-backward", action="store_true", help="search: do not split the backward pass into B and W")
     add("--svg", metavar="FILE", type=os.path.expanduser, help="write a picture")
     add("--out", metavar="FILE", type=os.path.expanduser, help="write the schedule as text, for pipeline.schedule=FILE")
     add("--json", action="store_true", help="print JSON")
@@ -68,18 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     files = {f"the schedule {arguments.name}": arguments.name} if is_schedule_file(arguments.name) else {}
     _check_outputs(arguments, files)
-    choice = _find(arguments)
+    schedule, costs = _find(arguments)
     if arguments.svg is not None:
-        write_file("--svg", arguments.svg, draw_schedule_svg(choice.schedule, choice.costs))
+        write_file("--svg", arguments.svg, draw_schedule_svg(schedule, costs))
     if arguments.out is not None:
-        notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(choice.schedule, choice.costs))}"
-        write_file("--out", arguments.out, schedule_text(choice.schedule, notes))
+        notes = f"flax-mesh {' '.join(argv)}\n{summary(simulate(schedule, costs))}"
+        write_file("--out", arguments.out, schedule_text(schedule, notes))
     if arguments.json:
-        print(json.dumps(_data(choice)))
+        print(json.dumps(_data(schedule, costs)))
     else:
-        print(schedule_table(choice.schedule, choice.costs, width=table_width()))
-        if choice.result is not None:
-            print(f"\n{_summary(choice.result)}")
+        print(schedule_table(schedule, costs, width=table_width()))
     return DONE
 
 
@@ -100,10 +71,9 @@ def _check_outputs(arguments: argparse.Namespace, files: dict[str, str]) -> None
     mistakes.raise_if_any()
 
 
-def _data(choice: Found) -> dict[str, Any]:
-    schedule, result = choice.schedule, choice.result
-    simulated = simulate(schedule, choice.costs)
-    data: dict[str, Any] = {
+def _data(schedule: Schedule, costs: Sequence[StageCost]) -> dict[str, Any]:
+    simulated = simulate(schedule, costs)
+    return {
         "name": schedule.name,
         "makespan": simulated.makespan,
         "period": simulated.period,
@@ -113,111 +83,37 @@ def _data(choice: Found) -> dict[str, Any]:
         "stage_to_group": list(schedule.stage_to_group),
         "rows": [[str(action) for action in row] for row in schedule.rows],
     }
-    if result is not None:
-        data |= {
-            "lower_bound": result.lower_bound,
-            "optimal": result.optimal,
-            "best_named": result.best_named,
-            "best_named_makespan": result.best_named_makespan,
-            "interrupted": result.interrupted,
-        }
-    return data
 
 
-def _set_from_file(arguments: argparse.Namespace) -> None:
-    """Set the options that a file of a schedule defines."""
-    given = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--virtual": arguments.virtual}
-    if redundant := [option for option, value in given.items() if value is not None]:
-        raise ConfigError(f"{' '.join(redundant)}: {arguments.name} defines this; remove it")
-    schedule = read_schedule(arguments.name)
-    arguments.stages, arguments.microbatches = schedule.num_groups, schedule.num_microbatches
-
-
-def _find(arguments: argparse.Namespace) -> Found:
+def _find(arguments: argparse.Namespace) -> tuple[Schedule, tuple[StageCost, ...]]:
+    """The schedule, and the costs of every stage."""
     try:
-        if is_schedule_file(arguments.name):
-            _set_from_file(arguments)
-        sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
-        if missing := [option for option, value in sizes.items() if value is None]:
-            raise ConfigError(f"{' and '.join(missing)}: required; see flax-mesh schedule --help")
-        _check_search_options(arguments)
-        check_size(arguments.stages * (arguments.virtual or 1), arguments.microbatches)
-        memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, int)
-        if memory is not None:
-            memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
+        schedule = _schedule(arguments)
         costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
-        if arguments.name == SEARCH:
-            return _search(arguments, costs, memory)
-        schedule = _named(arguments, memory)
-        return Found(schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages))
+        return schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages)
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(one_line(error)) from error
 
 
-def _summary(result: SearchResult) -> str:
-    gap = f"at most {result.gap:.2%} slower than the optimum (lower bound {result.lower_bound:.6g})"
-    named = "no named schedule fits this memory"
-    if result.best_named is not None:
-        named = f"best named schedule that fits: {result.best_named}, makespan {result.best_named_makespan:.6g}"
-    interrupted = "interrupted; " if result.interrupted else ""
-    return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
-
-
-def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[float] | None) -> Found:
-    virtual = 1 if arguments.virtual is None else arguments.virtual
-    if arguments.stages < 1 or virtual < 1:
-        raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
-    of_stages = stage_costs(costs[0] if len(costs) == 1 else costs, arguments.stages * virtual)
-    result = search_schedule(
-        of_stages,
-        memory,
-        num_microbatches=arguments.microbatches,
-        num_groups=arguments.stages,
-        splits_backward=not arguments.whole_backward,
-        seconds=DEFAULT_SECONDS if arguments.seconds is None else arguments.seconds,
-    )
-    return Found(result.schedule, of_stages, result)
-
-
-def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
-    sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
+def _schedule(arguments: argparse.Namespace) -> Schedule:
+    given = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--virtual": arguments.virtual}
     if is_schedule_file(arguments.name):
-        schedule = read_schedule(arguments.name)
-    else:
-        schedule = make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
-    peaks = peak_activations(schedule)
-    if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
-        least = schedule.num_stages // schedule.num_groups
-        raise ConfigError(
-            f"{arguments.name} stores {_listed(peaks)} activations, more than --memory {_listed(memory)}; "
-            f"flax-mesh schedule search accepts any limit of at least {least}"
-        )
-    return schedule
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return str(numbers[0]) if len(set(numbers)) == 1 else ",".join(map(str, numbers))
-
-
-def _check_search_options(arguments: argparse.Namespace) -> None:
-    options = {"--seconds": arguments.seconds, "--whole-backward": arguments.whole_backward or None}
-    given = [option for option, value in options.items() if value is not None]
-    if given and arguments.name != SEARCH:
-        raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")
+        if redundant := [option for option, value in given.items() if value is not None]:
+            raise ConfigError(f"{' '.join(redundant)}: {arguments.name} defines this; remove it")
+        return read_schedule(arguments.name)
+    if missing := [option for option in ("--stages", "--microbatches") if given[option] is None]:
+        raise ConfigError(f"{' and '.join(missing)}: required; see flax-mesh schedule --help")
+    sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
+    return make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
 
 
 def _costs(text: str) -> list[tuple[float, ...]]:
-    costs = [_numbers("--costs", part, float) for part in text.split("/")]
+    try:
+        costs = [tuple(float(number) for number in part.split(",")) for part in text.split("/")]
+    except ValueError as error:
+        raise ConfigError(f"--costs must be numbers joined by commas, got {text!r}") from error
     if wrong := [part for part, cost in zip(text.split("/"), costs, strict=True) if not 3 <= len(cost) <= 4]:
         raise ConfigError(f"--costs must be F,B,W or F,B,W,T, got {' and '.join(wrong)}")
     return costs
-
-
-def _numbers(option: str, text: str, kind: type) -> tuple:
-    try:
-        return tuple(kind(part) for part in text.split(","))
-    except ValueError as error:
-        numbers = "integers" if kind is int else "numbers"
-        raise ConfigError(f"{option} must be {numbers} joined by commas, got {text!r}") from error

@@ -370,7 +370,7 @@ def random_command(draw: random.Random, given: Given) -> list[str]:
         "evaluate": [path(), "--batch-size=0", *option("data", "step", "sequence-length", "max-tokens")],
         "plan": [path(), *option("topology", "search", "limit", "plans"), *settings],
         "mesh": [value(), "--platform=cpu:8"],
-        "schedule": [draw.choice(["1f1b", "zb-v", value()]), *option("stages", "microbatches", "costs", "memory")],
+        "schedule": [draw.choice(["1f1b", "zb-v", value()]), *option("stages", "microbatches", "costs")],
         "checkpoint": [what, path(), *([path()] * (what in ("diff", "export", "import", "reshard")))],
         value(): [value()],
     }

@@ -131,7 +131,6 @@ COMMANDS = """
 2 | schedule 1f1b --stages 2 --microbatches 4 --svg '' --out '' | --svg must name a file
 2 | schedule interleaved-1f1b --stages 4 --microbatches 6 | a multiple of 4, got 6
 2 | schedule zb-v --stages 2 --microbatches 4 --virtual 3 | zb-v has 2 stages per group
-2 | schedule search --stages 2 --microbatches 4 --seconds inf | seconds must be more than 0 and finite
 3 | checkpoint list {damaged} | step 3: damaged
 3 | checkpoint inspect {not_json} | metadata cannot be read
 3 | checkpoint verify {no_metadata} | metadata/metadata: missing

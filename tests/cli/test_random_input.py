@@ -128,10 +128,9 @@ SIZES = [*NUMBERS.split(), "", "\x1b[31m", "9" * 9, "9" * 5000, "x" * 5000]
 def test_random_options_of_a_schedule_end_in_a_documented_exit_code(capsys):
     draw, codes = random.Random(0), []
     for _ in range(200):
-        name = draw.choice(["1f1b", "gpipe", "zb-v", "interleaved-1f1b", "search", "search", "other"])
+        name = draw.choice(["1f1b", "gpipe", "zb-v", "interleaved-1f1b", "other"])
         options = {"stages": "4", "microbatches": "8"}
-        for option in draw.sample([*options, "costs", "memory", "virtual"], draw.randint(1, 3)):
+        for option in draw.sample([*options, "costs", "virtual"], draw.randint(1, 3)):
             options[option] = draw.choice(SIZES)
-        options |= {"seconds": "0.01"} if name == "search" else {}
         codes.append(check(capsys, ["schedule", name, *(f"--{key}={value}" for key, value in options.items())]))
     assert {DONE, BAD_INPUT} == {*codes}

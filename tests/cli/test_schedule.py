@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +11,6 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE
 from flax_mesh.mpmd.schedules import Action, Schedule, check_schedule, make_schedule, simulate
-from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 
 SIZES = ("--stages", "4", "--microbatches", "8")
@@ -59,16 +57,6 @@ def test_costs_apply_to_all_stages_or_to_each_and_virtual_stages_are_counted(out
     assert data["makespan"] == 3 * 4 * 8 + 3 * 3 and data["stage_to_group"] == [0, 1, 2, 3] * 4
 
 
-def test_the_search_finds_a_schedule_that_fits(output_of):
-    costs = "1,1,1/1,1,1/2,2,1/1,2,2"
-    data = json.loads(output_of("search", *SIZES, "--costs", costs, "--memory", "4,3,3,2", "--seconds", "1", "--json"))
-    check_schedule(rows(data), [4, 3, 3, 2])
-    assert data["lower_bound"] <= data["makespan"] + 1e-9
-    assert data["best_named"] == "1f1b" and data["best_named_makespan"] >= data["makespan"]
-    text = output_of("search", *SIZES, "--costs", costs, "--memory", "4", "--whole-backward")
-    assert "W0" not in text and "best named schedule that fits: 1f1b, makespan" in text
-
-
 def test_the_table_and_the_picture(output_of, tmp_path):
     text = output_of("zb-v", *SIZES, "--svg", str(tmp_path / "zb-v.svg"))
     assert "zb-v: 4 groups, 8 stages, 8 microbatches" in text
@@ -77,12 +65,11 @@ def test_the_table_and_the_picture(output_of, tmp_path):
     assert len(boxes) == 3 * 8 * 8 + 3 * 2  # and the legend
 
 
-def test_a_searched_schedule_is_written_and_printed_from_its_file(output_of, tmp_path, monkeypatch):
+def test_a_schedule_is_written_and_printed_from_its_file(output_of, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = output_of("search", *SIZES, "--virtual", "2", "--memory", "5", "--seconds", "0.1", "--out", "best.schedule")
-    assert "makespan 56, period 56" in text and "best named schedule that fits: v-5, makespan 56" in text
+    assert "makespan 56, period 56" in output_of("v-5", *SIZES, "--out", "best.schedule")
     lines = Path("best.schedule").read_text().splitlines()
-    assert lines[0].startswith("# flax-mesh schedule search --stages 4 --microbatches 8 --virtual 2")
+    assert lines[0].startswith("# flax-mesh schedule v-5 --stages 4 --microbatches 8")
     assert lines[1] == "# makespan 56, period 56, bubble 14.3%, 96 transfers"
     data = json.loads(output_of("best.schedule", "--json"))
     check_schedule(rows(data), 5)
@@ -93,10 +80,8 @@ INVALID = """
 zb-w SIZES | unknown schedule 'zb-w'; did you mean zb-v\\?
 v-9 SIZES | v-9 on 4 groups requires v-4 to v-8: .*; the nearest is v-8
 1f1b SIZES --out best | --out best: a file of a schedule must contain a dot or a slash
-gpipe SIZES --seconds 1 --whole-backward | --seconds --whole-backward: only .* search accepts this, not gpipe
 ./no.schedule | ./no.schedule: no such file; write one with flax-mesh schedule NAME --out
 1f1b --stages 4 | --microbatches: required; see flax-mesh schedule --help
-search --stages 0 --microbatches 8 | --stages and --virtual must be at least 1, got 0 and 1
 dualpipe-v --stages 4 --microbatches 7 | at least 2 \\* 4, got 7; the nearest is 8
 1f1b SIZES --virtual 2 | 1f1b has 1 stage per group, got 2; interleaved-1f1b supports other
 1f1b SIZES --costs 1,1 | --costs must be F,B,W or F,B,W,T, got 1,1$
@@ -105,12 +90,8 @@ dualpipe-v --stages 4 --microbatches 7 | at least 2 \\* 4, got 7; the nearest is
 1f1b SIZES --costs=-1,1,1 | costs of stage 0: expected 0 or numbers from 1e-100 to 1e\\+100, got -1,1,1,0
 1f1b SIZES --costs 1e-320,1,1 | stage 0: .* got 9.99989e-321,1,1,0$
 1f1b SIZES --costs 1,1,1/1,1,1 | expected costs of 4 stages, got 2
-1f1b SIZES --memory 3 | 1f1b stores 4,3,2,1 activations, more than --memory 3; .* at least 1$
-zb-v SIZES --memory 7 | zb-v stores 8 activations, more than --memory 7; .* at least 2$
-search SIZES --memory 0 | no schedule fits a memory limit of 0: .* at least 1 activation$
-search SIZES --memory 2.5 | --memory must be integers joined by commas, got '2.5'
-search --stages 999999999 --microbatches 9 --memory 4 | would have 8,999,999,991 forward
-search SIZES --virtual 999999999 | at most 3,000,000 are supported; use fewer stages
+1f1b --stages 999999999 --microbatches 9 | would have 8,999,999,991 forward
+interleaved-1f1b SIZES --virtual 999999999 | at most 3,000,000 are supported; use fewer stages
 gpipe SIZES --svg LONG | --svg [x/]{80}: this text is too long for a path: 5000 bytes
 NAME SIZES | unknown schedule 'x{100,}
 gpipe SIZES --svg /nowhere/x.svg | --svg /nowhere/x.svg cannot be written
@@ -125,16 +106,6 @@ def test_invalid_input_is_one_line_and_exit_code_2(row, capsys):
     printed = capsys.readouterr()
     assert not printed.out
     assert re.search(line, printed.err.removesuffix("\n")) and printed.err.count("\n") == 1
-
-
-def test_ctrl_c_ends_a_search_and_prints_the_best_so_far(monkeypatch, capsys):
-    monkeypatch.setattr(BeamSearch, "run", lambda *args, **kwargs: signal.raise_signal(signal.SIGINT))
-    argv = ("search", *SIZES, "--costs", "1,1,1/1,1,1/2,2,1/1,2,2", "--memory", "4", "--seconds", "1e6")
-    assert main(["schedule", *argv]) == DONE
-    out = capsys.readouterr().out
-    assert re.search(r"\ninterrupted; at most .* slower .* best named schedule that fits: zb-h1", out)
-    assert main(["schedule", *argv, "--json"]) == DONE
-    assert json.loads(capsys.readouterr().out)["interrupted"] is True
 
 
 def test_the_commands_of_the_docs_run(tmp_path, monkeypatch):
