@@ -1,7 +1,6 @@
 """Helpers shared by the commands: exit codes, messages, settings, output files, the JAX platform, trained decoders."""
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -10,7 +9,6 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -160,30 +158,6 @@ def check_writable(option: str, name: str, others: Mapping[str, str] = NO_FILES)
 def say(line: str) -> None:
     """Print a line that is not the result of a command: to standard error, at once."""
     print(line, file=sys.stderr, flush=True)
-
-
-class Report(Protocol):
-    def to_text(self, *, width: int) -> str: ...
-    def to_dict(self) -> Mapping[str, object]: ...
-    def to_html(self, *, title: str) -> str: ...
-
-
-def print_report(report: Report, arguments: argparse.Namespace, width: int, summary: str) -> None:
-    """Print the report of a recipe as --json or as text, or write the page of --html and print its summary."""
-    if arguments.json:
-        print(json.dumps(report.to_dict(), indent=1))
-    elif arguments.html is not None:
-        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
-        write_file("--html", arguments.html, report.to_html(title=title))
-        print(f"{arguments.html}: {summary}")
-    else:
-        print(report.to_text(width=width))
-
-
-def check_page(arguments: argparse.Namespace, config: TrainConfig) -> None:
-    """Raises a ConfigError if --html is passed and cannot be written."""
-    if arguments.html is not None:
-        check_writable("--html", arguments.html, files_read(arguments.recipe, arguments.overrides, config))
 
 
 def table_width() -> int:

@@ -1,10 +1,11 @@
 """`flax-mesh explain`: the sharding of every array of a recipe, without devices."""
 
 import argparse
+import json
 import os
 from collections.abc import Sequence
 
-from flax_mesh.cli.common import DONE, FINDINGS, check_page, config_of, print_report, table_width
+from flax_mesh.cli.common import DONE, FINDINGS, check_writable, config_of, files_read, table_width, write_file
 from flax_mesh.cli.text.arguments import add_recipe
 from flax_mesh.recipe.explain import explain
 
@@ -27,7 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
-    check_page(arguments, config)
+    if arguments.html is not None:
+        check_writable("--html", arguments.html, files_read(arguments.recipe, arguments.overrides, config))
     explanation = explain(config)
-    print_report(explanation, arguments, table_width(), f"{len(explanation.findings)} findings")
+    if arguments.json:
+        print(json.dumps(explanation.to_dict(), indent=1))
+    elif arguments.html is not None:
+        title = f"{arguments.recipe} {' '.join(arguments.overrides)}"
+        write_file("--html", arguments.html, explanation.to_html(title=title))
+        print(f"{arguments.html}: {len(explanation.findings)} findings")
+    else:
+        print(explanation.to_text(width=table_width()))
     return FINDINGS if explanation.findings else DONE

@@ -11,10 +11,8 @@ import jax
 from flax_mesh.cli.common import (
     DONE,
     FINDINGS,
-    check_page,
     check_writable,
     config_of,
-    print_report,
     table_width,
     use_platform,
     with_files,
@@ -27,7 +25,7 @@ from flax_mesh.plan import plan
 from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.compile import compile_recipe
 from flax_mesh.plan.compile.recipe import LIMIT_S
-from flax_mesh.plan.report import WIDTH, memory_line
+from flax_mesh.plan.report import WIDTH
 from flax_mesh.plan.search import report as search_report
 from flax_mesh.plan.search import search_layouts
 from flax_mesh.plan.search.chips import parse_chips
@@ -69,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument("--html", metavar="FILE", type=os.path.expanduser, help="write an HTML page with drawings")
     output.add_argument(
         "--calibrate",
         metavar="FILE",
@@ -89,13 +86,13 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     config = config_of(arguments.recipe, arguments.overrides)
     if problems := check_config(config):
         raise ConfigError(problems)
-    check_page(arguments, config)
     if arguments.search is not None:
         return _search(arguments, config)
     if arguments.compile:
         return _compile(arguments)
     forecast = plan(config, topology_of(arguments.topology, config))
-    print_report(forecast, arguments, min(table_width(), WIDTH), memory_line(forecast.memory))
+    width = min(table_width(), WIDTH)
+    print(json.dumps(forecast.to_dict(), indent=1) if arguments.json else forecast.to_text(width=width))
     return FINDINGS if forecast.fits is False else DONE
 
 
@@ -109,9 +106,6 @@ def _option_problems(arguments: argparse.Namespace) -> list[str]:
         "--search makes plans only; pass --compile with the settings of a layout": searches and compiles,
         "--compile requires --topology T, such as cpu:8": (
             compiles and not (searches or calibrates) and arguments.topology is None
-        ),
-        "--html is the page of a plan; --search and --compile print text or --json": (
-            arguments.html is not None and (searches or compiles)
         ),
         "--calibrate measures the devices that are here; leave out --topology, --search and --compile": (
             calibrates and (arguments.topology is not None or searches or compiles)

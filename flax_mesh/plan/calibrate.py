@@ -1,17 +1,7 @@
 """Figures of the devices that are here, measured: `flax-mesh plan --calibrate FILE`.
 
-Matrix products, copies and collectives of a few sizes are timed, and the figures of a chip (flax_mesh/hardware.py) are
-derived from the times. All devices compute at the same time, as in a training step: virtual devices of a CPU share its
-cores. Every case is a loop inside of one program, without the time of its dispatch; the cases are interleaved, so that
-a disturbance reaches all of them, and the median of the repetitions counts.
-
-**Time** on accelerators is wall-clock time. On CPUs other programs use the cores too, so it is the CPU time of this
-process, over the number of cores that the case kept busy in its least disturbed repetition.
-
-**Figures**: the products have the median FLOP/s of their sizes. The memory has the geometric mean of the median bytes/s
-of copies and of normalizations: on CPUs kernels with reductions reach a fraction of the bytes/s of copies, and steps
-have both. Latency and bandwidth of the links are fitted to all collectives and sizes (`fit_links`), by the formulas of
-plan/topology.py that forecasts use. Figures that are not measured are copied from the base chip.
+Every case is a loop inside of one program, without the time of its dispatch; the cases are interleaved, so that a
+disturbance reaches all of them. docs/plan.md ("Calibrate") says what is measured and how figures follow from it.
 """
 
 import re

@@ -1,12 +1,10 @@
-"""Plan: the memory and the time of a step, as numbers that can be printed, drawn and compared."""
+"""Plan: the memory and the time of a step, as numbers that can be printed and compared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-from flax_mesh.html import html_findings, html_frame, html_page, html_tiles
-from flax_mesh.plan import html, report
+from flax_mesh.plan import report
 from flax_mesh.plan.results import CATEGORIES as CATEGORIES
 from flax_mesh.plan.results import Memory as Memory
 from flax_mesh.plan.results import Moment as Moment
@@ -80,24 +78,3 @@ class Plan:
             "summary": self.summary,
             "notes": list(self.notes),
         }
-
-    def _repr_html_(self) -> str:
-        return html_frame(self.to_html())
-
-    def to_html(self, *, title: str = "plan") -> str:
-        """The same as one HTML file without external resources, with a drawing of the memory."""
-        summary = "; ".join([self.summary.rstrip("."), *self.notes]) if self.notes else self.summary
-        sections = [
-            html.memory_section(self.memory),
-            html.time_section(self.time),
-            html.traffic_section(self.traffic),
-        ]
-        return html_page(
-            html.TEMPLATE,
-            title=escape(title),
-            head=escape(report.hardware_line(self.topology, self.mesh)),
-            summary=escape(summary),
-            tiles=html_tiles(report.tiles(self.memory, self.time, self.topology.num_devices)),
-            findings=html_findings(self.findings),
-            sections="\n".join(filter(None, sections)),
-        )

@@ -51,13 +51,8 @@ def number(value: float) -> str:
 
 def time_text(seconds: float) -> str:
     """`4.35 s`, `12.3 ms`, `150 µs`."""
-    unit = unit_of_time(seconds)
+    unit = TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)  # seconds from one second on
     return f"{number(seconds / unit.size)} {unit.name}"
-
-
-def unit_of_time(seconds: float) -> Unit:
-    """The unit of a single time: seconds from one second on."""
-    return TIMES[0] if seconds >= 0.9995 else unit_of([seconds], TIMES)
 
 
 def unit_of(values: Iterable[float], units: Sequence[Unit]) -> Unit:
@@ -175,21 +170,7 @@ def compiled_line(memory: Memory, arguments: int, temporaries: int) -> str:
     return f"compiled step: {sizes} per device, by XLA ({forecast})"
 
 
-def tiles(memory: Memory, time: Time, num_devices: int) -> list[tuple[str, str]]:
-    """Pairs (label, value): the numbers that are read first."""
-    pairs = [("peak per device", peak_text(memory, memory.capacity)), ("step", time_text(time.seconds))]
-    if time.tokens_per_s is not None:
-        pairs.append(("tokens/s", f"{time.tokens_per_s:,.0f}"))
-        pairs.append(("tokens/s per device", number(time.tokens_per_s / num_devices)))
-    if time.mfu is not None:
-        pairs.append(("MFU", f"{time.mfu:.1%}"))
-    if time.bubble:
-        pairs.append(("bubble", f"{time.bubble:.1%}"))
-    verdict = {True: "yes", False: "no", None: "unknown"}[memory.fits]
-    return [("fits", verdict), *pairs]
-
-
-# --- tables, for text and HTML ---
+# --- tables ---
 
 
 def memory_table(memory: Memory) -> Table:

@@ -94,9 +94,8 @@ COMMANDS = """
 2 | explain {recipe} model.rope_theta=nan | model.rope_theta
 2 | explain {recipe} mesh.shape=fsdp:-1 run.platform=gpu | set the number of devices by run.platform=cpu:N
 2 | explain {recipe} mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8 | does not divide 8
-2 | plan {recipe} --json --html {out} | not allowed with argument
-2 | plan {recipe} --topology cpu:8 --html {tokens} | which is data.source=
-2 | plan {recipe} --topology cpu:8 --html '' | --html must name a file
+2 | explain {recipe} --json --html {out} | not allowed with argument
+2 | explain {recipe} --html {tokens} | which is data.source=
 2 | plan {recipe} --topology nope:8 | unknown chip
 2 | plan {recipe} --topology v5p:0x4x4 | at least 1
 2 | plan {recipe} --topology cpu:99999999999 | at most 2,147,483,647 devices
@@ -121,7 +120,6 @@ COMMANDS = """
 2 | plan {recipe} --compile | --compile requires --topology T, such as cpu:8
 2 | plan {recipe} --search v5e:4 --compile | --search makes plans only
 2 | plan {recipe} --search v5e:4 --topology v5e:2x2 | leave out --topology
-2 | plan {recipe} --search v5e:4 --html {out} | --html is the page of a plan
 2 | plan {recipe} --search v5e:3 | no slice of v5e has 3 chips
 2 | plan {recipe} --search v5e:4 --plans 0 | plans must be at least 1, got 0
 2 | plan {recipe} --search v5e:4 mesh.shape=fsdp:8 | mesh.shape
@@ -157,7 +155,6 @@ SLOW_COMMANDS = """
 2 | checkpoint reshard {run} {out} {recipe} model.hidden_size=32 | does not match
 2 | train {recipe} data.source={no_files}/*.txt | no file in
 2 | train {recipe} data.sequence_length=1000000000 | one window requires 1000000001
-2 | plan {recipe} --topology cpu:8 --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology h200:1x8 --compile | H100
 2 | checkpoint reshard {run} {text}/x {recipe_of_run} | cannot be written
 3 | checkpoint reshard {damaged} {out} {recipe} | damaged within bytes

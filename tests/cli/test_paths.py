@@ -48,7 +48,6 @@ FUNCTIONS: dict[str, Callable[[str], object]] = {
 COMMANDS = {
     "mesh": ["mesh", "fsdp:8", "--svg"],
     "explain": ["explain", RECIPE, "--html"],
-    "plan": ["plan", RECIPE, "--topology", "v5p:4", "--html"],
     "calibrate": ["plan", "--calibrate"],
     "schedule": ["schedule", "1f1b", "--stages=2", "--microbatches=2", "--svg"],
     "schedule to": ["schedule", "1f1b", "--stages=2", "--microbatches=2", "--out"],

@@ -1,12 +1,8 @@
 """Ordered transport: activations and gradients between processes by `jax.device_put`, over NCCL or ICI.
 
-The runtime matches transfers by number: the n-th call of one process is matched with the n-th call of every other
-process. All processes must therefore make the same calls in the same order. A process that neither sends nor receives
-makes the call with an array without shards.
-
-The order is derived from the schedule, simulated with unit times: transfers are sorted by the end of the action that
-computes the value. A process makes a call before it dispatches the first of its actions that starts at that end or
-later. 1F1B with two groups, one per process, and two microbatches has four transfers, a to d:
+The runtime matches transfers by number, so all processes make the same calls in one order that follows from the
+schedule; docs/multiprocess.md ("Two transports between processes") has the reasons. 1F1B with two groups, one per
+process, and two microbatches has four transfers, a to d:
 
     time       0   1   2   3   4   5   6   7   8   9
     group 0    0F0 0F1         0B0---- .   0B1----        a, b: activations of 0F0 and 0F1, group 0 -> 1
@@ -16,10 +12,8 @@ later. 1F1B with two groups, one per process, and two microbatches has four tran
     process 0 dispatches   0F0 a 0F1 b c 0B0 d 0B1
     process 1 dispatches   a 1F0 b 1B0 c 1F1 1B1 d
 
-Both make the calls a, b, c, d. If each process called only when it needs a value, process 1 would make c before b, and
-its gradient would be matched with an activation. On GPU the transfers of a device also run in call order, on one
-stream. This cannot deadlock: every transfer follows the action that computes its value, and every action follows the
-transfers that it depends on, in one order that all processes share.
+If each process called only when it needs a value, process 1 would make c before b, and its gradient would be matched
+with an activation.
 """
 
 import math
