@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flax_mesh.blockwise.attend import BLOCK
+from flax_mesh.blockwise.transform import BLOCK
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.mpmd import CutError

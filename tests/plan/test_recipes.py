@@ -11,7 +11,7 @@ from flax import nnx
 
 from flax_mesh.cli.text.forecast import compiled_bytes
 from flax_mesh.plan import plan
-from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.search.search import parse_chips
 from flax_mesh.plan.topology import resolve_mesh
 from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.resolve import maker

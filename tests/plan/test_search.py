@@ -22,12 +22,11 @@ from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
 from flax_mesh.plan.compile import Compiled
 from flax_mesh.plan.compile.results import CompiledProgram
-from flax_mesh.plan.search import confirm as confirm_module
+from flax_mesh.plan.search import search as confirm_module
 from flax_mesh.plan.search import search as module
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.chips import parse_chips
 from flax_mesh.plan.search.report import comparison, fits, to_dict, to_text
-from flax_mesh.plan.search.search import Planned
+from flax_mesh.plan.search.search import Planned, parse_chips
 from flax_mesh.plan.search.space import MESH, SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress
 from flax_mesh.plan.topology import Topology, parse_topology

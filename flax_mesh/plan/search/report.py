@@ -5,8 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from flax_mesh.plan.report import VERDICTS, WIDTH, number, of_capacity, time_text
-from flax_mesh.plan.search.confirm import Confirmation
-from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
+from flax_mesh.plan.search.search import SAME, Confirmation, LayoutSearch, Planned
 from flax_mesh.plan.search.space import overrides
 from flax_mesh.text import Table, at_most, bytes_text, count_text, folded, listed
 

@@ -6,8 +6,8 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
+from flax_mesh.mpmd.schedules.text import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.recipe.schedule import pipeline_schedule
 from flax_mesh.train import PipelineConfig
 
