@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -14,6 +14,8 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.text import shown
 
 AxisName = str | tuple[str, ...] | None  # one mesh axis, several mesh axes that shard one dim together, or none
+Axes: TypeAlias = tuple[str, ...]  # the mesh axes that shard a dim
+Layout: TypeAlias = tuple[Axes, ...]  # of every dim
 Mode = Literal["train", "prefill", "decode"]
 
 
@@ -288,3 +290,9 @@ def dims_text(dims: LargestDim | Iterable[AxisName] | None) -> str:
         return str(dims)
     text = ", ".join("+".join(as_tuple(entry)) or "-" for entry in dims or ())
     return f"P({text})" if isinstance(dims, PartitionSpec) and not text else text or "replicated"
+
+
+def axes_of_spec(spec: Iterable[str | Iterable[str] | None], rank: int) -> Layout:
+    """The mesh axes of every dim of an array; none for a dim that the spec leaves unconstrained."""
+    given = [() if x in (None, PartitionSpec.UNCONSTRAINED) else (x,) if isinstance(x, str) else tuple(x) for x in spec]
+    return (*given, *[()] * (rank - len(given)))

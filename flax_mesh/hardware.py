@@ -24,6 +24,7 @@ GIB = 2**30
 MOST = 2**16  # chips along a side of a pod, GPUs of a domain, devices of a chip
 LARGEST = 1e30  # limit of any figure, far below the largest float
 _MOST_CHIPS = 2**20  # limit of a pod: all factorings of its sides are tried
+LANES = 128  # of a tile of the memory of TPUs, in which arrays are stored: also the smallest block of splash attention
 CUBE = 4  # chips per side of the cubes that optical switches connect
 DEFAULT_LINK, DEFAULT_NETWORK = 4.5e10, 6.25e9  # kinds of TPU without published figures
 

@@ -112,7 +112,7 @@ def distributed_state(state: Any) -> Any:
     `num_processes`. The public `jax.process_count` would initialize the backends.
 
     The only public function is `jax.distributed.is_initialized`. Without the private names, which include the methods
-    of the client that `processes/store.py` calls, processes cannot connect to each other: RuntimeError.
+    of the client that `processes/agree.py` calls, processes cannot connect to each other: RuntimeError.
     """
     used = [(state, name) for name in ("client", "coordinator_address", "num_processes")]
     used += [(state.client, name) for name in STORE_METHODS if state.client is not None]

@@ -26,7 +26,7 @@ from flax_mesh.hardware import load_chip
 from flax_mesh.inference.prompts import read_prompts
 from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd import Pipeline
-from flax_mesh.mpmd.schedules.file import read_schedule
+from flax_mesh.mpmd.schedules.text import read_schedule
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import flat_fields, read_overrides
 from flax_mesh.train import MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig, make_train_step

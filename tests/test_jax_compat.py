@@ -22,7 +22,7 @@ from flax_mesh import jax_compat
 from flax_mesh.mpmd import chunks
 from flax_mesh.mpmd.split import assign, remat
 from flax_mesh.mpmd.transport import local_copy
-from flax_mesh.program import equations
+from flax_mesh.program import program
 from tests.suite.syntax import PACKAGE, read_imports
 
 PRIVATE = ("jax._src.", "jaxlib.", "jax.interpreters.", "orbax.checkpoint._src.")
@@ -42,7 +42,7 @@ VALUES = {  # names -> the result of a use of them, and the expected value
         lambda: [getattr(jax_compat.distributed_state(), name) for name in STATE],
         [None, None, 1],
     ),
-    "the methods of the client that processes/store.py calls": (
+    "the methods of the client that processes/agree.py calls": (
         lambda: [callable(getattr(CLIENT, method)) for method in jax_compat.STORE_METHODS],
         [True] * 4,
     ),
@@ -116,7 +116,7 @@ TABLES = {
     "FREE": remat.FREE,
     "ELEMENTWISE": chunks.ELEMENTWISE,
     "REDUCE": chunks.REDUCE,
-    "bodies": (*equations.CALLS, equations.SCAN, equations.WHILE, equations.COND, equations.SHARD_MAP),
+    "bodies": (*program.CALLS, program.SCAN, program.WHILE, program.COND, program.SHARD_MAP, program.LINEAR_SOLVE),
     "layouts": (remat.CONSTRAINT, remat.RESHARD),
 }
 SINCE = {"log2": (0, 11), "one_minus_square": (0, 11)}  # the first version with the primitive; others are older

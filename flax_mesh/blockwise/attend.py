@@ -15,16 +15,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
 from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved
-from flax_mesh.blockwise.place import Layout, Placement, axes_of_spec
+from flax_mesh.blockwise.place import Placement
 from flax_mesh.blockwise.region import Key, Region, Values
 from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.tree import PyTree, num_bytes
 
 R = TypeVar("R")
-BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
 _MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of every pair
@@ -39,11 +39,11 @@ class Attention:
         static: Static,
         placement: Placement | None,
         layouts: Mapping[int, Layout],
-        block: int | None = None,
+        block: int,
     ):
         self.region, self.placement, self.keys = region, placement, list(region.leaves)
         self.parts = placement.parts if placement else {}
-        self.blocks = _blocks(region, self.parts, block or _default_block())
+        self.blocks = _blocks(region, self.parts, block)
         self.has_data = needs_data(region, static)
         self.constants = {key for key, x in static.items() if x is not None}
         self.static, self.is_guarded = static_visits(region, self.blocks, static)
@@ -221,12 +221,6 @@ class Attention:
     def __call__(self, values: Arrays) -> jax.Array:
         """The result, which JAX can differentiate."""
         return self._with_type_of(self.region.out, differentiable(self, values)(*values))
-
-
-def _default_block() -> int:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return BLOCK_ON_GPUS if platform == "gpu" else BLOCK
 
 
 def _after(x: jax.Array, done: Arrays) -> jax.Array:

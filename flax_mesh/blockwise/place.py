@@ -5,19 +5,17 @@ program. A wrong guess costs time only: the operands are moved to the layout tha
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from flax_mesh.axes import Axes, Layout, axes_of_spec
 from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
 from flax_mesh.blockwise.graph import Level, Op, Value, facts_of
 from flax_mesh.blockwise.region import Region
 from flax_mesh.program.follow import Rules
 from flax_mesh.program.program import SHARD_MAP, Eqn
-
-Axes: TypeAlias = tuple[str, ...]
-Layout: TypeAlias = tuple[Axes, ...]  # the axes of every dim
 
 
 class Placement(NamedTuple):
@@ -35,11 +33,6 @@ class Placement(NamedTuple):
 
     def spec(self, labels: Labels, without: int | None = None) -> PartitionSpec:
         return PartitionSpec(*(self.axes.get(x, ()) if x is not None and x != without else None for x in labels))
-
-
-def axes_of_spec(spec: Iterable[str | Iterable[str] | None], rank: int) -> Layout:
-    given = [() if x in (None, PartitionSpec.UNCONSTRAINED) else (x,) if isinstance(x, str) else tuple(x) for x in spec]
-    return (*given, *[()] * (rank - len(given)))
 
 
 def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:

@@ -20,8 +20,8 @@ from flax_mesh.inference.open import load_trained
 from flax_mesh.inference.source import Settings, Source, find_source, read_settings
 from flax_mesh.inference.tokenizer import Tokenizer
 from flax_mesh.inference.trained import TrainedModel
-from flax_mesh.processes.launchers import check_single_process
 from flax_mesh.processes.output import output_failure, reader_has_ended
+from flax_mesh.processes.start import check_single_process
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.load import load_recipe

@@ -28,8 +28,7 @@ from flax_mesh.plan.compile.recipe import LIMIT_S
 from flax_mesh.plan.report import WIDTH
 from flax_mesh.plan.search import report as search_report
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.chips import parse_chips
-from flax_mesh.plan.search.search import PLANS
+from flax_mesh.plan.search.search import PLANS, parse_chips
 from flax_mesh.plan.search.space import SEARCHED
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
 from flax_mesh.recipe.checks import check_config

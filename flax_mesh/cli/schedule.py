@@ -18,10 +18,9 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
-from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
 from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
-from flax_mesh.mpmd.schedules.text import summary
+from flax_mesh.mpmd.schedules.text import is_schedule_file, read_schedule, schedule_text, summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.text import one_line
 

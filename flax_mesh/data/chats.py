@@ -15,8 +15,8 @@ import numpy as np
 from flax_mesh.data.chat_tokens import BadRowError, Encoder, Tokens
 from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
-from flax_mesh.data.row_hashes import hash_rows
 from flax_mesh.data.tokenizers.chat import EXTRA, open_tokenizer
+from flax_mesh.data.user_batches import hash_rows
 from flax_mesh.errors import ConfigError, Problem, labelled
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.text import count_text

@@ -1,7 +1,6 @@
 """An iterator as a function of the step, and the state of one with `get_state` and `set_state` as JSON."""
 
 import base64
-import binascii
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,19 +129,6 @@ def encode(state: object) -> State:
 
 def decode(state: State) -> object:
     return base64.b64decode(state["base64"], validate=True) if "base64" in state else state["json"]
-
-
-def is_state(value: object) -> bool:
-    """Whether a value from a file is a result of `encode`."""
-    if not isinstance(value, dict) or len(value) != 1:
-        return False
-    if "base64" not in value:
-        return "json" in value
-    try:
-        decode(value)
-    except (TypeError, ValueError, binascii.Error):
-        return False
-    return True
 
 
 def _equal(first: PyTree, second: PyTree) -> bool:

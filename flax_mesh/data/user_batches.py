@@ -1,9 +1,15 @@
-"""Batches of a recipe's `make_batches`, checked against the first one; batches of arrays in memory."""
+"""Batches of a recipe's `make_batches`, checked against the first one; batches of arrays in memory.
 
+Hashes of encoded rows, which a checkpoint keeps, show the differences between the rows of two runs.
+"""
+
+import base64
+import binascii
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,14 +17,53 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
-from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches
-from flax_mesh.data.row_hashes import RowHashes
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches, decode
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.tree import PyTree, array_problem, path_of
 from flax_mesh.user_code import joined, place_of, user_code
+
+BYTES = 4  # of the hash of a row: enough to find the rows that changed, where `content` shows that some have
+
+
+class RowHashes(NamedTuple):
+    """SHA-256 of all rows, and a short hash of each of them in base64."""
+
+    content: str
+    each: str
+
+
+def hash_rows(rows: Iterable[Sequence[np.ndarray]]) -> RowHashes:
+    digests = [hashlib.sha256(b"".join(x.tobytes() for x in row)).digest() for row in rows]
+    each = b"".join(digest[:BYTES] for digest in digests)
+    return RowHashes(hashlib.sha256(b"".join(digests)).hexdigest(), base64.b64encode(each).decode())
+
+
+def is_hashes(text: object) -> bool:
+    """Whether a value from a file can be the `each` of RowHashes."""
+    try:
+        return isinstance(text, str) and len(base64.b64decode(text, validate=True)) % BYTES == 0
+    except ValueError:
+        return False
+
+
+def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
+    """The number of rows before, and for each kind of change the number of rows now and of those that changed.
+
+    >>> rows = [hash_rows([[np.arange(i)] for i in sizes]).each for sizes in ([1, 2, 3], [1, 5, 3, 4])]
+    >>> row_changes(*rows)
+    ('3 rows', ['4 rows, 1 changed, the first difference at row 2', '4 rows, 1 added, the first difference at row 2'])
+    """
+    old, new = (np.frombuffer(base64.b64decode(text), f"S{BYTES}").tolist() for text in (saved, now))
+    first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), min(len(old), len(new)) + 1)
+    gone, come = (Counter(a) - Counter(b) for a, b in ((old, new), (new, old)))
+    changed = min(gone.total(), come.total())
+    counts = {"changed": changed, "added": come.total() - changed, "removed": gone.total() - changed}
+    texts = [f"{count} {kind}" for kind, count in counts.items() if count] or ["in another order"]
+    size = count_text(len(new), "row")
+    return count_text(len(old), "row"), [f"{size}, {text}, the first difference at row {first}" for text in texts]
 
 
 class UserBatches:
@@ -234,3 +279,16 @@ def _digest(digest: Any, batch: PyTree) -> str:
 
 def _named(batch: PyTree) -> list[tuple[str, PyTree]]:
     return [(path_of(path), x) for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]]
+
+
+def is_state(value: object) -> bool:
+    """Whether a value from a file is a result of `encode`."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return False
+    if "base64" not in value:
+        return "json" in value
+    try:
+        decode(value)
+    except (TypeError, ValueError, binascii.Error):
+        return False
+    return True

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.errors import ShardingError
-from flax_mesh.hlo.instructions import Instruction
-from flax_mesh.hlo.program import HloProgram
+from flax_mesh.hlo.program import HloProgram, Instruction
 from flax_mesh.text import grouped
 
 GATHER = ("all-gather", "reduce-scatter", "all-reduce")

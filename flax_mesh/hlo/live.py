@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from flax_mesh.hlo.instructions import Array, Instruction, Shape
-from flax_mesh.hlo.program import HloProgram
+from flax_mesh.hlo.program import Array, HloProgram, Instruction, Shape
 from flax_mesh.text import grouped
 
 COUNTED = (0, 1)  # memory spaces: main memory, on-chip memory of a TPU

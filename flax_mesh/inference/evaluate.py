@@ -24,10 +24,10 @@ from jax.sharding import Mesh
 from flax_mesh.axes import num_parts
 from flax_mesh.data.corpus import Documents, Tokens, load_documents
 from flax_mesh.errors import ConfigError, Problem, as_problem, labelled
+from flax_mesh.hardware import LANES
 from flax_mesh.inference.tokenizer import Encoded, Tokenizer
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
-from flax_mesh.models.kernels import LANES
 from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import sums_of
 from flax_mesh.text import count_text

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from flax_mesh.fields import check_types
-from flax_mesh.sharding.follow import FOLLOWS
+from flax_mesh.sharding.annotations import FOLLOWS
 from flax_mesh.tree import path_of
 
 A, B, SCALE = "_lora_a", "_lora_b", "scale"

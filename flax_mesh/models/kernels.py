@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
+from flax_mesh.hardware import LANES
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text, listed
 from flax_mesh.tree import PyTree
 
 _CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, the limit of `auto`
-LANES = 128  # the smallest block of splash attention
 BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
 RESIDUALS = "attention"  # the name, for `models.remat`, of the residuals of splash attention
 _BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`

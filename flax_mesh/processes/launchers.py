@@ -83,18 +83,3 @@ def pod_number(environment: Mapping[str, str] = os.environ) -> int:
     """The number of this pod in a job of Kubernetes; 0 if it is the first one, or in no such job."""
     text = environment.get(POD, "")
     return int(text) if text.isascii() and text.isdecimal() else 0
-
-
-def check_single_process(command: str) -> None:
-    """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
-    if pod := pod_number():
-        raise ConfigError(
-            f"{command} runs in one process, but {POD}={pod}: Kubernetes has started several pods, each of which would "
-            "do all of the work; set completions: 1 in the job"
-        )
-    if (launched := detect_launcher()) is not None:
-        name, count = launched.launcher.name, launched.count
-        raise ConfigError(
-            f"{command} runs in one process, but {launched.launcher.count}={count}: {name} has started {count} "
-            f"processes, each of which would do all of the work; run the command without {name}"
-        )

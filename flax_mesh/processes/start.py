@@ -143,3 +143,18 @@ def _initialize(given: Processes) -> None:
         coordinator_bind_address=given.coordinator,
         cluster_detection_method="deactivate",
     )
+
+
+def check_single_process(command: str) -> None:
+    """Raises a ConfigError if a launcher has started several processes, each of which would do all of the work."""
+    if pod := pod_number():
+        raise ConfigError(
+            f"{command} runs in one process, but {POD}={pod}: Kubernetes has started several pods, each of which would "
+            "do all of the work; set completions: 1 in the job"
+        )
+    if (launched := detect_launcher()) is not None:
+        name, count = launched.launcher.name, launched.count
+        raise ConfigError(
+            f"{command} runs in one process, but {launched.launcher.count}={count}: {name} has started {count} "
+            f"processes, each of which would do all of the work; run the command without {name}"
+        )

@@ -28,9 +28,9 @@ import jax
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import distributed_state
+from flax_mesh.processes.agree import call_number, get_text, put_text
 from flax_mesh.processes.output import write_stderr
 from flax_mesh.processes.start import resolve_address
-from flax_mesh.processes.store import call_number, get_text, put_text
 from flax_mesh.text import count_text, first_line
 
 _PEER_TIMEOUT_S = 12.0  # without a message for this long a process counts as stopped; all detect it within 15 s

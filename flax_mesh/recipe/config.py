@@ -19,8 +19,7 @@ from flax_mesh.blockwise.transform import MODES
 from flax_mesh.data.config import DataConfig
 from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
-from flax_mesh.mpmd.split.remat import REMAT_MODES
-from flax_mesh.mpmd.transport.ordered import TRANSPORTS
+from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES, TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.tree import PyTree
 

@@ -4,7 +4,7 @@
 
 from dataclasses import replace
 
-from flax_mesh.blockwise.attend import BLOCK
+from flax_mesh.blockwise.transform import BLOCK
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import Problem
 from flax_mesh.mpmd import CutError

@@ -6,7 +6,7 @@ from typing import Literal, TypedDict
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.search import SEARCH
 from flax_mesh.mpmd.schedules import Schedule, StageCost, make_schedule, search_schedule
-from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule
+from flax_mesh.mpmd.schedules.text import is_schedule_file, read_schedule
 from flax_mesh.recipe.config import PipelineConfig
 
 

@@ -15,9 +15,8 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import short_tracer_errors
 from flax_mesh.modes import check_variables, user_modes
-from flax_mesh.sharding.annotations import annotations_of, match_annotations
+from flax_mesh.sharding.annotations import annotations_of, followers, match_annotations, with_followers
 from flax_mesh.sharding.explicit import made_on_auto_axes, normalize
-from flax_mesh.sharding.follow import followers, with_followers
 from flax_mesh.sharding.initialize.run import initialized as initialized
 from flax_mesh.sharding.memory import optimizer_memory_kinds, placed
 from flax_mesh.sharding.optimizer import match_optimizer

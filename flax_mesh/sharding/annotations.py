@@ -1,7 +1,12 @@
-"""Specs from Flax's own annotations, the `out_sharding` metadata of Variables."""
+"""Specs from the metadata of Variables: from Flax's own annotations, `out_sharding`, and from other Variables.
 
-from collections.abc import Mapping
-from typing import Any
+A Variable follows another one if its spec does, as the factors of an adapter follow their weight. The metadata
+`follows=(name, dims)` names this leader, another attribute of the same module. `dims` has, for each dim of the
+Variable, the corresponding dim of the leader, or None for a dim without one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 from flax.core.spmd import get_logical_axis_rules
@@ -10,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import LOGICAL_AXES, AxisName, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
-from flax_mesh.tree import named_leaves, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_of
 
 _Annotation = tuple[AxisName, ...] | PartitionSpec  # the names of the dims of an array
 
@@ -80,3 +85,49 @@ def _resolve(
                 unmapped.append(name)
         dims.append(tuple(names) or None)
     return tuple(dims), unmapped
+
+
+FOLLOWS = "follows"
+Dims = tuple[int | None, ...]
+
+
+class Follower(NamedTuple):
+    """The path of the leader, and for each dim of the following Variable the corresponding dim of the leader."""
+
+    leader: str
+    dims: Dims
+
+
+def followers(tree: PyTree) -> dict[str, Follower]:
+    """{path: Follower} of the Variables in an nnx.State that follow another Variable; {} for other trees."""
+    follower_of = {}
+    for path, variable in nnx.to_flat_state(tree) if isinstance(tree, nnx.State) else ():
+        if isinstance(variable, nnx.Variable) and (follows := variable.get_metadata().get(FOLLOWS)):
+            name, dims = follows
+            follower_of[path_of(path)] = Follower(path_of((*path[:-1], name)), tuple(dims))
+    # A tree of adapters without the weights has no leaders, so nothing follows in it.
+    paths = {path for path, _ in named_leaves(tree)} if follower_of else set()
+    return {path: each for path, each in follower_of.items() if each.leader in paths}
+
+
+def with_followers(
+    tree: PyTree, following: Mapping[str, Follower], specs: Sequence[PartitionSpec]
+) -> list[PartitionSpec]:
+    """The specs of all leaves of `tree`, in the order of `named_leaves`; `following` is the result of `followers`.
+
+    `specs` has one entry per leaf, or one per leaf that is not in `following`, in the same order. The specs of the
+    leaves in `following` are derived from the specs of their leaders.
+    """
+    paths = [path for path, _ in named_leaves(tree)]
+    matched = paths if len(specs) == len(paths) else [path for path in paths if path not in following]
+    known = dict(zip(matched, specs, strict=True))
+    known |= {path: spec_of_dims(each.dims, known[each.leader]) for path, each in following.items()}
+    return [known[path] for path in paths]
+
+
+def spec_of_dims(dims: Sequence[int | None], spec: PartitionSpec) -> PartitionSpec:
+    """The axes of the corresponding dims; a dim that occurs twice, as in a Gram matrix, splits the first only."""
+    entries = [spec[d] if d is not None and d < len(spec) and d not in dims[:i] else None for i, d in enumerate(dims)]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)

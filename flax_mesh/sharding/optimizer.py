@@ -8,8 +8,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import as_tuple
-from flax_mesh.sharding.annotations import annotations_of
-from flax_mesh.sharding.follow import spec_of_dims
+from flax_mesh.sharding.annotations import annotations_of, spec_of_dims
 from flax_mesh.sharding.rules import Finding, PartitionRules, RuleMatch, match_leaves, split_first_dim
 from flax_mesh.tree import named_leaves, owners_of
 

@@ -21,9 +21,9 @@ from flax_mesh.modes import user_modes
 from flax_mesh.program.follow import Flow, follow
 from flax_mesh.program.program import program_of
 from flax_mesh.sharding.abstract import Make, abstract_split, has_optimizer
-from flax_mesh.step.attention import Rewrite
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.optimizer import update_parameters, wide
+from flax_mesh.step.options import Rewrite
 from flax_mesh.step.state import TrainState, check_same_structure, check_same_types
 from flax_mesh.text import array_text, at_most, group_paths, listed
 from flax_mesh.tree import PyTree, Shaped, in_stack, is_key, layer_path, map_named, named_leaves, path_of

@@ -19,7 +19,6 @@ from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.sharding.abstract import mesh_of_leaves
 from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.sharding.memory import is_on_host, on_device
-from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import (
     microbatch_shapes,
     on_device_dtypes,
@@ -42,7 +41,7 @@ from flax_mesh.step.loss import (
     sums_of,
     traced_loss,
 )
-from flax_mesh.step.options import Attention, StepKeywords, StepOptions
+from flax_mesh.step.options import Attention, AttentionOption, StepKeywords, StepOptions
 from flax_mesh.step.state import TrainState, check_not_donated, check_same_definition, check_train_state
 from flax_mesh.tree import named_leaves
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from flax_mesh.errors import ConfigError, ShardingError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.chips import parse_chips
-from flax_mesh.plan.search.search import plan_layout
+from flax_mesh.plan.search.search import parse_chips, plan_layout
 from flax_mesh.plan.search.space import MESH, REMAT, SCHEDULE, SEARCHED, STAGES, make_space
 from flax_mesh.train import DataConfig, PipelineConfig, TrainConfig
 from tests.benchmarks.common.report import options, report, use_cpu

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES
 from flax_mesh.mpmd.split import remat
 from tests.benchmarks.common.pipelines import Turn, make_pipeline, median_ratio
 from tests.benchmarks.common.report import options, report, use_cpu
@@ -59,7 +60,7 @@ def measure(config: DecoderConfig, sequence: int, steps: int) -> list[dict[str, 
     rng = np.random.default_rng(0)
     shape = MICROBATCHES * ROWS, sequence
     batch = {name: rng.integers(0, config.vocab_size, shape).astype(np.int32) for name in ("inputs", "targets")}
-    variants = {mode: Variant(config, mode, batch) for mode in (STORE_ALL, *remat.REMAT_MODES)}
+    variants = {mode: Variant(config, mode, batch) for mode in (STORE_ALL, *REMAT_MODES)}
     order = list(variants.values())
     for _ in range(steps + 1):
         random.shuffle(order)

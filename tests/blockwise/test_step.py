@@ -14,7 +14,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.hlo.collectives import read_collectives
 from flax_mesh.hlo.program import read_hlo
 from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
-from flax_mesh.step import attention as option
+from flax_mesh.step import options as option
 from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_eval_step, make_train_step
 from tests.blockwise.compare import largest_square

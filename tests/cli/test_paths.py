@@ -19,7 +19,7 @@ from flax_mesh.inference import open_trained
 from flax_mesh.models import load_decoder
 from flax_mesh.mpmd.runtime.profile import Timeline
 from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.mpmd.schedules.file import read_schedule
+from flax_mesh.mpmd.schedules.text import read_schedule
 from flax_mesh.plan import load_chip
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.train import apply_overrides, load_recipe, train

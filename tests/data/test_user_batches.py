@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from flax_mesh import PartitionAxis, create_mesh
-from flax_mesh.data.iterators import IteratorBatches, decode, encode, is_state
-from flax_mesh.data.user_batches import UserBatches, abstract_batch
+from flax_mesh.data.iterators import IteratorBatches, decode, encode
+from flax_mesh.data.user_batches import UserBatches, abstract_batch, is_state
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search_layouts

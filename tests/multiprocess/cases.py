@@ -15,7 +15,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models import make_decoder, next_token_loss
 from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
-from flax_mesh.processes.store import get_text, put_text
+from flax_mesh.processes.agree import get_text, put_text
 from tests.blockwise import model as long
 from tests.mpmd.runtime.pipelines import CONFIG, FAST, Net, decoder_batch, groups, make_net, net_batch, net_loss
 

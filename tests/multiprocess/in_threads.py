@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from flax_mesh.processes import store, watchdog
+from flax_mesh.processes import agree, watchdog
 from tests.multiprocess.processes import TIME_LIMIT_S
 
 
 class Texts:
-    """The methods of the client of jax.distributed that `flax_mesh.processes.store` calls, with its errors."""
+    """The methods of the client of jax.distributed that `flax_mesh.processes.agree` calls, with its errors."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -61,9 +61,9 @@ def in_threads(monkeypatch: Any, count: int, function: Callable[[int], Any]) -> 
     """`function(number)` in `count` threads that count as processes; the results or SystemExits, by number."""
     number, texts, calls = threading.local(), Texts(), Calls()
     state = SimpleNamespace(client=texts, coordinator_address="127.0.0.1:1")
-    for module in (store, watchdog):
+    for module in (agree, watchdog):
         monkeypatch.setattr(module, "distributed_state", lambda: state)
-    monkeypatch.setattr(store, "_calls", calls)
+    monkeypatch.setattr(agree, "_calls", calls)
     monkeypatch.setattr(jax, "process_count", lambda: count)
     monkeypatch.setattr(jax, "process_index", lambda: number.value)
 

@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 
 from flax_mesh.processes import Watch, watchdog
-from flax_mesh.processes.store import get_text
+from flax_mesh.processes.agree import get_text
 from tests.multiprocess.in_threads import in_threads
 from tests.multiprocess.processes import TIME_LIMIT_S
 

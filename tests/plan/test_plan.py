@@ -19,7 +19,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.search import SEARCHED
 from flax_mesh.plan import Plan, plan, plan_step
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.chips import parse_chips
+from flax_mesh.plan.search.search import parse_chips
 from flax_mesh.plan.topology import resolve_mesh
 from flax_mesh.recipe.program import build_program
 from flax_mesh.recipe.resolve import maker

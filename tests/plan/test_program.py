@@ -20,7 +20,7 @@ from flax_mesh.models.attention import attend
 from flax_mesh.plan import plan_step
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.recipe.target import chip_target
-from flax_mesh.step.attention import score_limit
+from flax_mesh.step.options import score_limit
 from tests.plan.cases import ViT, class_loss, decoder, images
 from tests.plan.compiled import figures_of
 

@@ -17,7 +17,7 @@ from flax_mesh.mpmd import CutError, StagedModel
 from flax_mesh.mpmd.runtime import search
 from flax_mesh.mpmd.runtime.search import costs_of_processes
 from flax_mesh.mpmd.schedules import check_schedule
-from flax_mesh.mpmd.schedules.file import read_schedule
+from flax_mesh.mpmd.schedules.text import read_schedule
 from flax_mesh.mpmd.split import check as split_check
 from flax_mesh.recipe.config import PipelineConfig
 from flax_mesh.recipe.schedule import pipeline_schedule

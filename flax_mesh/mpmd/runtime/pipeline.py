@@ -25,12 +25,11 @@ from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_lea
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
-from flax_mesh.mpmd.split.remat import REMAT_MODES
 from flax_mesh.mpmd.split.split import StagedModel
 from flax_mesh.mpmd.split.trace import Forward
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, on_group, put_host, sharding_on
-from flax_mesh.mpmd.transport.ordered import TRANSPORTS, ordered_transport_of
+from flax_mesh.mpmd.transport.ordered import ordered_transport_of
 from flax_mesh.sharding.abstract import model_axes
 from flax_mesh.step.batch import microbatch_shapes, on_device_dtypes
 from flax_mesh.step.callbacks import CallbackErrors
@@ -39,6 +38,9 @@ from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, w
 from flax_mesh.step.state import TrainState, check_not_donated
 from flax_mesh.text import lines_of, shown
 from flax_mesh.tree import PyTree
+
+TRANSPORTS = ("auto", "server", "ordered")
+REMAT_MODES = ("none", "cheap", "full")
 
 
 class Pipeline:

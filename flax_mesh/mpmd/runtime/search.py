@@ -10,11 +10,10 @@ from statistics import median
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.runtime.profile import measured_step, with_split_backward
-from flax_mesh.mpmd.schedules.file import read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.search import search_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
-from flax_mesh.mpmd.schedules.text import time_text
+from flax_mesh.mpmd.schedules.text import read_schedule, schedule_text, time_text
 from flax_mesh.processes.agree import broadcast_from_process_0, decide_at_process_0
 from flax_mesh.step.loss import Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState

@@ -31,7 +31,6 @@ from flax_mesh.tree import num_bytes
 
 # The part of F that B recomputes. "none": operations of about one instruction per element; "cheap": all except STORED;
 # "full": the entire stage.
-REMAT_MODES = ("none", "cheap", "full")
 STORED = EXPENSIVE | {"random_bits", "random_gamma", "threefry2x32"}
 CONSTRAINT, RESHARD = "sharding_constraint", "reshard"  # on Auto axes, on Explicit axes
 # At most one instruction per element: no functions such as exp, no divisions, no reductions.

@@ -13,8 +13,7 @@ from flax.nnx.filterlib import Filter
 from jax.extend.core.primitives import copy_p
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.blockwise.place import Layout, axes_of_spec
+from flax_mesh.axes import DEFAULT_AXES, Layout, PartitionAxis, axes_of_spec
 from flax_mesh.jax_compat import JIT, REMAT
 from flax_mesh.modes import set_eval_mode, user_modes
 from flax_mesh.mpmd.chunks import Chunks, rows_of, whole
@@ -35,10 +34,10 @@ from flax_mesh.program.program import (
 from flax_mesh.program.rewrite import inline
 from flax_mesh.sharding.abstract import Split
 from flax_mesh.stacks import is_single_layer, module_at
-from flax_mesh.step.attention import AttentionOption
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
+from flax_mesh.step.options import AttentionOption
 from flax_mesh.text import shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
 

@@ -22,7 +22,7 @@ from flax_mesh.errors import ShardingError
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
 from flax_mesh.mpmd.transport.server import transport_of
-from flax_mesh.processes.store import get_text, put_text
+from flax_mesh.processes.agree import get_text, put_text
 from flax_mesh.text import processes_text
 
 Key = tuple[str, *tuple[Hashable, ...]]  # see Channel

@@ -32,11 +32,10 @@ from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.transport.keyed import Channel
 from flax_mesh.mpmd.transport.layout import put_host
-from flax_mesh.processes.store import call_number, get_text, put_text
+from flax_mesh.processes.agree import call_number, get_text, put_text
 from flax_mesh.text import first_line, processes_text
 from flax_mesh.tree import Shaped, is_key
 
-TRANSPORTS = ("auto", "server", "ordered")
 _PUBLISH_TIMEOUT_S = 600  # until the slowest process has created the same pipeline
 _TRIAL_TIMEOUT_S = 300  # includes the time in which NCCL connects
 REPAIR = 'Use transport="server" (in a recipe pipeline.transport=server)'

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from flax_mesh.jax_compat import distributed_state
+from flax_mesh.processes.agree import get_text, put_text
 from flax_mesh.processes.start import resolve_address
-from flax_mesh.processes.store import get_text, put_text
 from flax_mesh.tree import Shaped, is_key
 
 # The timeout of the first receive from a process. The sender publishes its address at its first transfer.

@@ -8,9 +8,8 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from flax_mesh.hlo.collectives import Collective, read_collectives
-from flax_mesh.hlo.instructions import OP_NAME, Array, source_of
 from flax_mesh.hlo.live import Buffer, largest, walk
-from flax_mesh.hlo.program import HloProgram, read_hlo
+from flax_mesh.hlo.program import OP_NAME, Array, HloProgram, read_hlo, source_of
 from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
 from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.rules import Finding

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from flax_mesh.hardware import Chip
+from flax_mesh.hardware import LANES, Chip
 from flax_mesh.jax_compat import ATTENTION, KERNEL
 from flax_mesh.plan.program.kernels import Kernel
 from flax_mesh.plan.program.program import TRANSFERS, Operation, Program
 from flax_mesh.plan.program.rules import conv_labels, dims_of, dot_dims, sharding_needs
 
 DTYPES = {(16, "f"): "bfloat16", (32, "f"): "float32", (64, "f"): "float32", (8, "f"): "float8", (8, "i"): "int8"}
-LANES = 128  # of a tile of the memory of TPUs, in which arrays are stored
 WEIGHTS = {128: 3 * 2**20 - 1, 256: 8 * 2**20}  # side of the matrix units: bytes of the weights that a tile has
 _STATED = re.compile(r'"?flops"?: ?(\d+)')
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from flax_mesh.axes import num_parts
-from flax_mesh.mpmd.split.remat import REMAT_MODES
+from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES
 from flax_mesh.plan.advice import HIDDEN
 from flax_mesh.plan.search.surrogate import Values
 from flax_mesh.plan.topology import Topology, resolve_mesh

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.fields import check_types
-from flax_mesh.sharding.follow import followers, with_followers
+from flax_mesh.sharding.annotations import followers, with_followers
 from flax_mesh.sharding.rules import (
     Finding,
     PartitionRules,

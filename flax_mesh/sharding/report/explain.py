@@ -19,8 +19,7 @@ from flax_mesh.sharding.abstract import (
     model_layers,
     partition_rules,
 )
-from flax_mesh.sharding.annotations import annotations_of, match_annotations
-from flax_mesh.sharding.follow import followers, with_followers
+from flax_mesh.sharding.annotations import annotations_of, followers, match_annotations, with_followers
 from flax_mesh.sharding.memory import optimizer_memory_kinds
 from flax_mesh.sharding.optimizer import match_optimizer
 from flax_mesh.sharding.report.account import analyze_sharding_strategy

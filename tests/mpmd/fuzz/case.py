@@ -4,9 +4,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES
 from flax_mesh.mpmd.schedules import Schedule, make_schedule
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
-from flax_mesh.mpmd.split.remat import REMAT_MODES
 from tests.mpmd.fuzz.operations import OPERATIONS, RULES, WITH_PARAMETERS, WRAPPERS
 
 VARIANTS = 4  # consecutive seeds have the same model, so that its run on one device is computed once

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.schedules import Schedule, make_schedule
-from flax_mesh.mpmd.schedules.file import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, forward_schedule
+from flax_mesh.mpmd.schedules.text import is_schedule_file, read_schedule, schedule_text
 from flax_mesh.recipe.schedule import pipeline_schedule
 from flax_mesh.train import PipelineConfig
 from tests.mpmd.schedules.examples import SIZES, schedules
