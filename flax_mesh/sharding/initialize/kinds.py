@@ -1,5 +1,7 @@
 """Kinds of programs: two programs of one kind differ only in the values of their inputs."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from collections.abc import Hashable, Mapping
 
 import numpy as np
@@ -51,20 +53,25 @@ class Kinds:
 
     def _frozen(self, x: object) -> Hashable:
         """A value that is equal only for equal `x`; 1, 1.0 and True, or 0.0 and -0.0, are not."""
+        of_type: Hashable = type(x)
         if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr):
             return self._body(x)
         if isinstance(x, tuple | list):
-            return (type(x), *map(self._frozen, x))
+            return of_type, *map(self._frozen, x)
         if isinstance(x, Mapping):
-            return (type(x), *((self._frozen(key), self._frozen(value)) for key, value in x.items()))
-        if isinstance(x, float | complex | np.generic | np.ndarray) and np.size(x) <= SMALL:
+            return of_type, *((self._frozen(key), self._frozen(value)) for key, value in x.items())
+        if isinstance(x, float | complex | np.generic | np.ndarray):
             array = np.asarray(x)
-            return type(x), array.dtype, array.shape, array.tobytes()
-        try:
-            hash(x)
-        except TypeError:
-            return self._identity(x)
-        return self._identity(x) if hasattr(x, "__array__") else (type(x), x)
+            return (of_type, array.dtype, array.shape, array.tobytes()) if array.size <= SMALL else self._identity(x)
+        return self._identity(x) if hasattr(x, "__array__") or not _is_hashable(x) else (of_type, x)
+
+
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:  # also a tuple-like object that contains a list
+        return False
+    return True
 
 
 def work(program: Program) -> int:

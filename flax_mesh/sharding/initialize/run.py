@@ -1,5 +1,8 @@
 """Arrays that a function makes, initialized directly with their shardings, by one program per kind of array."""
 
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownLambdaType=false
+
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
@@ -7,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from flax_mesh.jax_compat import reproducible_cpu_options, short_tracer_errors
@@ -54,7 +58,8 @@ def bundles(slices: Sequence[Slice], shardings: Sequence[NamedSharding]) -> dict
     A program of `n` calls computes kinds of which there are `n` slices, and kinds of little work of which there are
     more: several of each in a call, and the remainder in the program of one call.
     """
-    numbers, by_kind, by_count = Kinds(), defaultdict(list), defaultdict(list)
+    numbers, by_kind = Kinds(), defaultdict[Hashable, list[Slice]](list)
+    by_count = defaultdict[int, list[list[Slice]]](list)
     for each in slices:
         by_kind[numbers.of(each.program), tuple(shardings[at] for at in each.positions)].append(each)
     for kind in by_kind.values():
@@ -80,7 +85,7 @@ def bundles(slices: Sequence[Slice], shardings: Sequence[NamedSharding]) -> dict
 def _is_traced() -> bool:
     """Whether the caller is traced, or runs without `jax.jit`: then no value is known, or nothing compiles."""
     with jax.transfer_guard("allow"):
-        return isinstance(jnp.zeros(()), jax.core.Tracer) or jax.config.jax_disable_jit
+        return isinstance(jnp.zeros(()), Tracer) or jax.config.jax_disable_jit
 
 
 class _Given(NamedTuple):

@@ -95,12 +95,12 @@ def _slice(program: Program, positions: Sequence[int], known: set[Var], maker: M
     outputs = tuple(program.outputs[at] for at in positions)
     if known.issuperset(variables(outputs)):
         return Slice(Program((), tuple(variables(outputs)), outputs, {}), tuple(positions))
-    kept, found = dict[int, Eqn](), [maker[v] for v in variables(outputs) if v in maker]
-    while found:
-        at, eqn = found.pop()
+    kept, pending = dict[int, Eqn](), [maker[v] for v in variables(outputs) if v in maker]
+    while pending:
+        at, eqn = pending.pop()
         if at not in kept:
             kept[at] = eqn
-            found += [maker[v] for v in variables(eqn.invars) if v in maker]
+            pending += [maker[v] for v in variables(eqn.invars) if v in maker]
     eqns = tuple(kept[at] for at in sorted(kept))
     used = variables([*(atom for eqn in eqns for atom in eqn.invars), *outputs])
     inputs = tuple(v for v in used if v in known and is_key(v.aval))

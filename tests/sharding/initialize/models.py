@@ -14,7 +14,7 @@ from flax_mesh.sharding.initialize import run
 
 READ = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)  # as from a file
 TABLE = np.linspace(0.1, 1.7, 2048).astype(np.float32)
-KEY, RAW = np.uint32([0, 7]), np.uint32([0, 3])
+KEY, RAW = np.array([0, 7], np.uint32), np.array([0, 3], np.uint32)
 draw = jax.random.normal
 
 
@@ -33,7 +33,7 @@ class Cheap(nnx.Module):
         self.numbers = nnx.List([nnx.Variable(x) for x in (jnp.asarray(3), jnp.add(1, layer), jnp.full(8, 3))])
         self.more = nnx.List([nnx.Variable(x) for x in (jnp.asarray(True), jnp.arange(8, dtype=jnp.int8))])
         self.of_layer = nnx.Variable(jnp.asarray(layer, jnp.int32))
-        self.keys = nnx.List([nnx.Variable(jax.random.fold_in(jax.random.wrap_key_data(KEY), layer))])
+        self.keys = nnx.List([nnx.Variable(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(KEY)), layer))])
         self.keys.append(nnx.Variable(jax.random.fold_in(RAW, layer)))
         self.of_raw = nnx.Param(draw(jax.random.fold_in(RAW, layer), (8, 8)))
         self.dropout = nnx.Dropout(0.1, rngs=rngs)

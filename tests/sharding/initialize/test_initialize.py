@@ -109,7 +109,7 @@ def loop(x, step):
     return jax.lax.fori_loop(0, 3, lambda i, x: x + step, x)
 
 
-EXPONENT = np.float32([1.0, 2.0])
+EXPONENT = np.array([1.0, 2.0], np.float32)
 ALIKE = [
     (lambda: draw(key(0), (8, 64)), lambda: draw(jax.random.fold_in(key(3), 5), (8, 64))),
     (lambda: loop(draw(key(0), (8, 64)), 1.0), lambda: loop(draw(key(1), (8, 64)), 1.0)),
@@ -134,7 +134,7 @@ UNLIKE = [
 def kinds_of(pair):
     kinds = Kinds()
     parts = [cut(trace(lambda each=each: [each()])[0]) for each in pair]
-    return [kinds.of(part.slices[0].program) for part in parts]
+    return [kinds.of(part.slices[0].program) for part in parts if part is not None]
 
 
 @pytest.mark.parametrize("pair", ALIKE)
