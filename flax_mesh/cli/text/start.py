@@ -27,7 +27,6 @@ STAGES = (*EVENTS.values(), READ)
 MOST = 4  # programs of a stage that are named
 FACTS = "made_with.json"  # in the folder of compiled programs
 KEPT = re.compile(r"jit_(.+)-[0-9a-f]{16,}-cache")  # JAX's name for the file of a program
-LEAST_SECONDS = 1.0  # JAX keeps programs that take longer to compile
 # Settings that no program depends on.
 NOT_COMPILED = re.compile(r"checkpoint\.|run\.(steps|folder|platform|eval_every|sample_tokens|hardware|hooks|profile)")
 
@@ -142,17 +141,24 @@ class Start:
         self._facts = {}
 
     def _compare(self, file: Path) -> None:
-        again = lost_programs(self._programs, self._kept)
-        before: Mapping[str, str] = {}
-        try:
-            if again and file.exists():
-                before = json.loads(file.read_text())
-            if self._programs.of("compiled") and file.parent.is_dir():
-                file.write_text(json.dumps(self._facts, indent=1))
-        except (OSError, ValueError) as error:
-            self._say(f"warning: {file}: {error}")
-        if again:
+        least = getattr(jax.config, "jax_persistent_cache_min_compile_time_secs")  # noqa: B009 (not in JAX's types)
+        if again := lost_programs(self._programs, self._kept, least):
+            before = _read_facts(file)
             self._say(f"compiled again, although {file.parent} has {listed(again)}: {reason(before, self._facts)}")
+        if self._programs.of("compiled") and file.parent.is_dir():
+            try:
+                file.write_text(json.dumps(self._facts, indent=1))
+            except OSError as error:
+                self._say(f"warning: {file} cannot be written: {error.strerror}")
+
+
+def _read_facts(file: Path) -> Mapping[str, str]:
+    """{} if they are damaged or were not written."""
+    try:
+        facts = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def _works_text(works: Mapping[str, Work]) -> str:
@@ -169,13 +175,13 @@ def _works_text(works: Mapping[str, Work]) -> str:
     return ", ".join(named)
 
 
-def lost_programs(programs: Programs, kept: set[str]) -> list[str]:
-    """The names of `kept` programs of which none was read, and one compiled for so long that JAX keeps it."""
+def lost_programs(programs: Programs, kept: set[str], least: float) -> list[str]:
+    """The names of `kept` programs of which none was read, and one compiled for `least` seconds: JAX keeps those."""
     read = programs.of(READ)
     return [
         name
         for name, work in programs.of("compiled").items()
-        if name in kept and name not in read and work.longest >= LEAST_SECONDS
+        if name in kept and name not in read and work.longest >= least
     ]
 
 
@@ -192,5 +198,5 @@ def reason(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     keys = [key for key in {**before, **now} if before and before.get(key) != now.get(key)]
     changed = [f"{key} {before.get(key, '(absent)')} -> {now.get(key, '(absent)')}" for key in keys]
     return "; ".join(at_most(changed, MOST)) or (
-        "the code of the recipe or of a library has changed, or XLA's options or the processors differ"
+        "the code of the recipe or of a library, XLA's options or the processors have changed, or the file is damaged"
     )
