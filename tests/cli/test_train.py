@@ -380,8 +380,8 @@ def test_a_kept_program_that_compiles_again_is_named_with_the_reason():
     """Not one that was read under the same name, or that compiles too quickly to be kept."""
     programs = Programs()
     for name, stage, seconds in [("step", "compiled", 9), ("split", "compiled", 0.1), ("call", "compiled", 9)]:
-        programs.found[name, stage] = Work(1, seconds, seconds)
-    programs.found["call", "read"] = Work(1, 0.1, 0.1)
+        programs.works[name, stage] = Work(1, seconds, seconds)
+    programs.works["call", "read"] = Work(1, 0.1, 0.1)
     assert lost_programs(programs, {"step", "split", "call"}, 1.0) == ["step"]
     assert lost_programs(programs, {"split"}, 1.0) == []
     before, now = {"jax": "0.10.2", "mesh": "dp:2", "flax": "1"}, {"jax": "0.12.0", "mesh": "dp:2", "model.size": "4"}

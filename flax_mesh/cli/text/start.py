@@ -56,7 +56,7 @@ class Programs:
     is a part of it.
     """
 
-    found: dict[tuple[str, str], Work] = field(default_factory=dict[tuple[str, str], Work])
+    works: dict[tuple[str, str], Work] = field(default_factory=dict[tuple[str, str], Work])
 
     def __enter__(self) -> "Programs":
         self._open, self._exit = threading.local(), ExitStack()
@@ -78,7 +78,7 @@ class Programs:
 
     def of(self, stage: str) -> dict[str, Work]:
         """The programs of a stage, the longest work first."""
-        works = {name: work for (name, each), work in self.found.items() if each == stage}
+        works = {name: work for (name, each), work in self.works.items() if each == stage}
         return dict(sorted(works.items(), key=lambda item: -item[1].seconds))
 
     @property
@@ -93,7 +93,7 @@ class Programs:
         if event == HIT and self._stack:
             self._stack[-1].is_hit = True
 
-    def _end(self, event: str, duration: float, *, fun_name: str = "", **_: object) -> None:
+    def _end(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event not in EVENTS or not self._stack:  # it began before this context
             return
         stage, parent = self._stack.pop(), self._stack[-1] if self._stack else None
@@ -103,10 +103,10 @@ class Programs:
             return
         if parent is not None:
             parent.within += spent
-        name = re.sub(r"^jit\((.*)\)$", r"\1", fun_name)
-        work = self.found.setdefault((name, READ if stage.is_hit else stage.name), Work())
+        name = re.sub(r"^jit\((.*)\)$", r"\1", str(details.get("fun_name", "")))
+        work = self.works.setdefault((name, READ if stage.is_hit else stage.name), Work())
         work.times, work.seconds = work.times + 1, work.seconds + max(spent - stage.within, 0.0)
-        work.longest = max(work.longest, duration)
+        work.longest = max(work.longest, duration_secs)
 
 
 def _clock(stage: str) -> float:
