@@ -177,7 +177,7 @@ DOORS = """
 # Functions that read the settings of a resolved recipe: they record them, compare them with saved ones, or pass them to
 # functions of the user.
 READERS = {"recipe.resolve.retarget", "train.checks.changes_since", "train.loop._begin", "train.metadata.run_record"}
-READERS |= {"train.steps.run_steps"}
+READERS |= {"train.steps.run_steps", "cli.text.start.facts_of"}
 
 
 def test_only_doors_take_the_settings_and_all_other_functions_take_parts_of_a_recipe():

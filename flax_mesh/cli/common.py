@@ -183,8 +183,10 @@ def use_platform(platform: str) -> None:
         )
 
 
-def use_compilation_cache(folder: Path) -> None:
+def use_compilation_cache(folder: Path) -> Path | None:
     """Keep compiled programs in a folder, unless JAX has a cache already. This is a setting of the whole process.
+
+    Returns the folder if it is used.
 
     The key of a program contains its text, the compiler's version and options and the kind of the devices, for CPUs
     their instruction sets too.
@@ -194,6 +196,7 @@ def use_compilation_cache(folder: Path) -> None:
         # XLA's own caches: the keys would contain the path, so that a folder that was moved would be compiled again.
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
         compilation_cache.reset_cache()  # JAX may have found that there is none
+    return folder if getattr(jax.config, "jax_compilation_cache_dir") == str(folder.absolute()) else None  # noqa: B009
 
 
 def add_trained(parser: argparse.ArgumentParser) -> None:

@@ -28,6 +28,7 @@ from flax_mesh.cli.common import (
 )
 from flax_mesh.cli.text.forecast import Forecast
 from flax_mesh.cli.text.generated import printable
+from flax_mesh.cli.text.start import Programs, Start
 from flax_mesh.data.chats import LOGGER
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
@@ -67,13 +68,15 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         _progress(display.say if first else lambda text: None),
         Watch(report_failure, limit) as watch,
         Forecast(display.say) as forecast,
+        Programs() as programs,
     ):
+        start = Start(display.say, programs)
 
         def on_start(program: TrainProgram, folder: Path) -> None:
             has_compiled = (folder / COMPILED).is_dir()  # by an earlier start
-            if config.run.compilation_cache:
-                use_compilation_cache(folder / COMPILED)
+            kept = use_compilation_cache(folder / COMPILED) if config.run.compilation_cache else None
             if first:
+                start.begin(program, kept)
                 forecast.start(program, after_step=has_compiled)
 
         result = train(
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             restart=arguments.restart,
             allow_changes=arguments.allow_changes,
             say=display.say,
-            hooks=[forecast.row, display.row, watch.step_ended] if first else [watch.step_ended],
+            hooks=[forecast.row, start.row, display.row, watch.step_ended] if first else [watch.step_ended],
             on_start=on_start,
             should_stop=should_stop,
             trace=arguments.trace,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar, cast
 
 import jax
-import numpy as np
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend.core import jaxpr_as_fun
@@ -44,12 +43,17 @@ class TracedOnce(Generic[_Result]):
         mesh = jax.sharding.get_abstract_mesh()
         if mesh not in self._made:
             jaxpr, (graphdef, state) = trace_split(self._make)
-            if sum(np.size(x) * np.dtype(x.dtype).itemsize for x in jaxpr.consts) > MOST_KEPT:
+            if sum(getattr(x, "nbytes", 0) for x in jaxpr.consts) > MOST_KEPT:
                 return self._make()  # it reads a file, and the trace would keep its content in memory
-            leaves, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(state)
-            self._made[mesh] = lambda: nnx.merge(graphdef, jax.tree.unflatten(tree, leaves()))
+            self._made[mesh] = _repeated(jaxpr_as_fun(jaxpr), graphdef, jax.tree.structure(state))
         modules = self._made[mesh]()
         return cast(_Result, (modules["model"], modules["optimizer"]) if has_optimizer(modules) else modules)
+
+
+def _repeated(
+    leaves: Callable[[], list[jax.Array]], graphdef: nnx.GraphDef[PyTree], tree: PyTree
+) -> Callable[[], PyTree]:
+    return lambda: nnx.merge(graphdef, jax.tree.unflatten(tree, leaves()))
 
 
 def make_model(make: Callable[..., object], config: object, seed: int) -> nnx.Module:

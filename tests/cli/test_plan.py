@@ -16,6 +16,7 @@ import flax_mesh.cli.text.forecast
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FINDINGS
 from flax_mesh.cli.text.forecast import compiled_bytes
+from flax_mesh.cli.text.start import Programs
 from flax_mesh.plan import plan
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.recipe.program import batch_sharding, build_program
@@ -75,14 +76,18 @@ EVALUATES_NOTHING = "run.eval_every=0"
 
 def test_a_run_prints_forecast_and_compiled_memory(small, capsys):
     """On the two devices of the run, which are fewer than those that are here. Arguments are the bytes of the arrays on
-    one device; the program is not compiled again to look at it."""
+    one device; the program is not compiled again to look at it, nor traced again for the forecast."""
     settings = [EVALUATES_NOTHING, "data.batch_size=64"]  # more than 4 MiB, below which no number is printed
     config = apply_overrides(bigram.recipe(), [*small[2:], *settings])
-    with count_compilations() as compiled:
+    with Programs() as programs:
         assert main([*small, *settings, "run.steps=2"]) == DONE
     out = capsys.readouterr().out
     (peak,) = re.findall(r"^forecast: (.*) per device$", out, re.M)
-    assert out.index("forecast: ") < out.index("step      1")
+    assert out.index("forecast: ") < out.index("start: ") < out.index("step      1")
+    assert programs.of("traced")["step"].times == 1 and programs.of("lowered")["step"].times == 2
+    assert (programs.of("compiled") | programs.of("read"))["step"].times == 1
+    stages = "traced .*; lowered .*; (compiled|read) "
+    assert re.search(rf"^start: [\d.]+ s of CPU time to the first row; {stages}", out, re.M)
     assert peak == bytes_text(plan(config, "cpu:2").memory.peak)
     assert "measured: " not in out  # CPUs do not report their memory
     forms = r"(.*) of state and batch and (.*) of temporaries per device, by XLA \(forecast (.*) and (.*)\)"
@@ -104,7 +109,6 @@ def test_a_run_prints_forecast_and_compiled_memory(small, capsys):
         before = len(again)
         assert compiled_bytes(program) is not None
         assert len(again) == before
-    assert compiled
 
 
 def test_the_time_is_compared_if_the_figures_of_the_chip_are_given(small, capsys, tmp_path):

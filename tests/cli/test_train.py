@@ -18,6 +18,7 @@ import pytest
 from flax_mesh.cli import main
 from flax_mesh.cli.common import BAD_INPUT, DONE, FAILED, STOPPED
 from flax_mesh.cli.text.generated import printable
+from flax_mesh.cli.text.start import Programs, Work, lost_programs, reason
 from flax_mesh.cli.train import _display, _print_result, step_line
 from flax_mesh.processes.launch import SIGNALS
 from flax_mesh.recipe.overrides import to_lines
@@ -354,6 +355,7 @@ def run_process(folder: Path, *settings: str) -> tuple[int, list[float]]:
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == DONE, done.stderr
     hits = (done.stdout + done.stderr).count("Persistent compilation cache hit for 'jit_step'")
+    assert ("compiled again, although" in done.stdout) == (folder.name == "damaged")
     return hits, [row["loss"] for row in rows_of(folder)]
 
 
@@ -372,6 +374,19 @@ def test_runs_that_read_the_programs_compile_damaged_ones_or_have_no_cache_have_
         assert run_process(copy, "--allow-changes") == (name == "copy", losses)
     assert run_process(tmp_path / "none", "run.compilation_cache=false") == (0, losses)
     assert not (tmp_path / "none" / "compiled").exists()
+
+
+def test_a_kept_program_that_compiles_again_is_named_with_the_reason():
+    """Not one that was read under the same name, or that compiles too quickly to be kept."""
+    programs = Programs()
+    for name, stage, seconds in [("step", "compiled", 9), ("split", "compiled", 0.1), ("call", "compiled", 9)]:
+        programs.works[name, stage] = Work(1, seconds, seconds)
+    programs.works["call", "read"] = Work(1, 0.1, 0.1)
+    assert lost_programs(programs, {"step", "split", "call"}, 1.0) == ["step"]
+    assert lost_programs(programs, {"split"}, 1.0) == []
+    before, now = {"jax": "0.10.2", "mesh": "dp:2", "flax": "1"}, {"jax": "0.12.0", "mesh": "dp:2", "model.size": "4"}
+    assert reason(before, now) == "jax 0.10.2 -> 0.12.0; flax 1 -> (absent); model.size (absent) -> 4"
+    assert reason(now, now) == reason({}, now) and "the code of the recipe" in reason(now, now)
 
 
 FAILS_LATER = """

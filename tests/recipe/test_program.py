@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, PartitionSpec
 
-from flax_mesh import PartitionRules, abstract_state, named_leaves
+from flax_mesh import PartitionRules, abstract_state, create_mesh, named_leaves
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.config import MeshConfig
 from flax_mesh.recipe.explain import explain
@@ -187,3 +187,21 @@ def test_explain_reports_the_same_bytes_for_both_axis_types():
     auto, explicit = (explain(apply_overrides(config, [f"mesh.axis_types={x}"])) for x in ("auto", "explicit"))
     assert auto.report.leaves and not explicit.findings
     assert [x.device_bytes for x in auto.report.leaves] == [x.device_bytes for x in explicit.report.leaves]
+
+
+def test_the_constructor_of_a_model_runs_once_for_all_traces_and_on_every_mesh_in_context():
+    calls = []
+
+    def make_model(config, rngs):
+        calls.append(jax.sharding.get_abstract_mesh())
+        return config_of.make_model(config, rngs)
+
+    config_of = recipe()
+    program = build_program(replace(config_of, make_model=make_model))
+    assert calls == [program.mesh.abstract_mesh]
+    abstract = abstract_state(
+        program.recipe.make_model, mesh := create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), rules="fsdp"
+    )
+    assert calls[1:] == [mesh.abstract_mesh]
+    expected = abstract_state(lambda: config_of.make_model(config_of.model, nnx.Rngs(config_of.run.seed)), mesh, "fsdp")
+    assert jax.tree.map(str, dict(named_leaves(abstract))) == jax.tree.map(str, dict(named_leaves(expected)))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from flax_mesh.cli.text.start import Programs
 from flax_mesh.data import run_data
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.overrides import to_lines
@@ -148,7 +149,10 @@ def test_a_stopped_and_extended_run_has_the_losses_of_one_long_run(config, undis
     assert "changed since the checkpoint: run.steps: 3 -> 12" in stopped.lines
     assert stopped.result.status == "stopped" and stopped.result.sample == ""
     assert step == rows_of(folder)[-1]["step"] == checkpoints(folder)[-1] and 4 <= step < 12
-    third = run(config("checkpoint.every=3", "checkpoint.keep=2", "run.eval_every=0", "model.note=new"))
+    with Programs() as programs:
+        third = run(config("checkpoint.every=3", "checkpoint.keep=2", "run.eval_every=0", "model.note=new"))
+    assert programs.of("traced")["step"].times == programs.of("lowered")["step"].times == 1
+    assert next(iter(programs.of("lowered"))) == "step", "nothing is initialized or evaluated"
     assert third.result.status == "finished"
     changes = ["model.note:  -> new", "checkpoint.every: 100 -> 3", "checkpoint.keep: 3 -> 2", "run.eval_every: 4 -> 0"]
     assert [line.partition(": ")[2] for line in third.lines if line.startswith("changed since the")] == changes

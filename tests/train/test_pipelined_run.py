@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh import partitioned
+from flax_mesh.cli.text.start import Programs
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd import CutError, StagedModel
 from flax_mesh.mpmd.runtime import search
@@ -105,7 +106,10 @@ def test_a_traced_pipelined_run_equals_a_plain_run(tmp_path, text):
     settings = ("run.steps=3", "run.eval_every=3", "run.sample_tokens=4", "run.platform=auto", "pipeline.check=never")
     plain = run(stack_config(tmp_path / "plain", text, "mesh.shape=fsdp:1", *settings))
     trace = tmp_path / "trace.json"
-    found = run(stack_config(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:1", *settings), trace=trace)
+    with Programs() as programs:
+        found = run(stack_config(tmp_path / "pp", text, "mesh.shape=pp:2,fsdp:1", *settings), trace=trace)
+    for works in (programs.of("traced"), programs.of("lowered"), programs.of("compiled") | programs.of("read")):
+        assert {work.times for name, work in works.items() if name.endswith("backward")} == {1}
     for row, expected in zip(found.rows, plain.rows, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
     assert found.rows[-1]["eval_loss"] == pytest.approx(plain.rows[-1]["eval_loss"], rel=1e-5)

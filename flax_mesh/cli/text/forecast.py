@@ -31,14 +31,13 @@ class Forecast:
         self._is_timed = False
         self._device_bytes: int | None = None
         self._seconds: list[float] = []
-        self._thread, self._after_step = Thread(), False
+        self._thread, self._after_step, self._is_lost = Thread(), False, False
 
     def __enter__(self) -> "Forecast":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._say = lambda text: None  # an error is the last line
+        self._is_lost = kind is not None  # an error is the last line
         self._wait()
 
     def start(self, program: TrainProgram, *, after_step: bool) -> None:
@@ -67,7 +66,8 @@ class Forecast:
         except Exception as error:  # whatever the forecast fails with, the run itself may succeed
             reason = first_line(error)
             text = f"forecast: none ({': '.join(filter(None, [type(error).__name__, reason]))})"
-        self._say(text)
+        if not self._is_lost:
+            self._say(text)
 
     def measured(self) -> list[str]:
         """The lines that compare the forecast with the run; none if nothing can be compared."""
