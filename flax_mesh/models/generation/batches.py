@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from flax_mesh.models.cache import bucket_slots
-from flax_mesh.models.programs import GROUP, Computed, Programs, State
+from flax_mesh.models.generation.programs import GROUP, Computed, Programs, State
 
 _FIRST_GROUP = 4  # tokens, so that a text begins soon
 _MOST_GROUPS = 2  # dispatched, and not read
@@ -101,7 +101,7 @@ class Batches:
     def _next_prompts(self, most: int) -> list[int]:
         return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
-    def _arrays(self, ids: Sequence[int], num_rows: int) -> tuple[np.ndarray, ...]:
+    def _arrays(self, ids: Sequence[int], num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, lengths and numbers of prompts, with padding to `num_rows`."""
         slots = bucket_slots(max(len(self._rows[n]) for n in ids), self._programs.slots)
         tokens = np.zeros((num_rows, min(slots, self._start)), np.int32)
@@ -111,9 +111,8 @@ class Batches:
         return tokens, lengths, numbers
 
     def _add(self, computed: Computed, prompts: Sequence[int], size: int) -> None:
-        tokens, log_probs, *state = computed
-        self._state = (state[0], state[1], state[2])
-        self._blocks.append(_Block(tokens, log_probs, list(prompts), size))
+        self._state = computed.state
+        self._blocks.append(_Block(computed.tokens_GB, computed.log_probs_GB, list(prompts), size))
 
     def _read(self, block: _Block, on_token: Callable[[int, int], None] | None) -> None:
         for tokens_B, log_probs_B in zip(*jax.device_get((block.tokens, block.log_probs)), strict=True):
