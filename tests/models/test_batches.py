@@ -5,11 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mesh.models import Sampling, generate
 from flax_mesh.models.cache import bucket_slots
 from flax_mesh.models.generation.batches import Batches
 from flax_mesh.models.generation.programs import GROUP, Computed, Programs
+from flax_mesh.tree import named_leaves
 from tests.models.reference import SMALL, small
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -121,3 +123,14 @@ def test_groups_and_free_rows_have_the_tokens_of_single_prompts():
         tokens, log_probs = zip(*token_by_token(model, prompt, n, 16 + 40, stops), strict=True)
         assert one.tokens.tolist() == list(tokens) and one.stopped == (tokens[-1] in stops)
         np.testing.assert_allclose(one.log_probs, log_probs, atol=1e-5)
+
+
+def test_parameters_are_cast_once_if_every_use_casts_them():
+    config = {"dtype": "bfloat16", "num_layers": 1, "num_experts": 4, "experts_per_token": 2, "attention_sinks": True}
+    model = small(SMALL, **config)
+    leaves = Programs(model, 0, RANDOM)._leaves
+    dtypes = {path: str(x.dtype) for (path, _), x in zip(named_leaves(nnx.state(model)), leaves, strict=True)}
+    kept = {path for path, dtype in dtypes.items() if dtype == "float32"}
+    assert kept == {"layers/0/moe/router/kernel", "layers/0/attention/sinks"} and len(dtypes) > 8
+    assert set(dtypes.values()) == {"float32", "bfloat16"}
+    assert all(x.dtype == "float32" for _, x in named_leaves(nnx.state(model)))  # the model of the user is as before

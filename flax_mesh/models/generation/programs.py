@@ -17,10 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh, in_mesh
 from flax_mesh.models.cache import KVCache, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.generation.casts import lower_dtypes
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
+from flax_mesh.program.program import shape_of
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.tree import PyTree
@@ -58,10 +60,15 @@ class Programs:
         max_tokens: int = np.iinfo(np.int32).max,
     ):
         graphdef, state = nnx.split(model, graph=True)
-        self._leaves, tree = jax.tree.flatten(state)
-        self.mesh = _mesh_of(self._leaves) or current_mesh()
+        leaves, tree = jax.tree.flatten(state)
+        self.mesh = _mesh_of(leaves) or current_mesh()
         self.rows = row_multiple(model.axes, self.mesh)
         self.slots = slot_multiple(model.axes, self.mesh)
+        self._leaves = leaves
+        if any(x.dtype.itemsize > jnp.dtype(model.config.dtype).itemsize for x in leaves):
+            with in_mesh(self.mesh):
+                casts = _casts(graphdef, tree, tuple(map(shape_of, leaves)), self.mesh, self.rows, self.slots)
+                self._leaves = [x if to is None else x.astype(to) for x, to in zip(leaves, casts, strict=True)]
         self._prefill, self._insert, self._decode = _compiled(graphdef, tree)
         stops = sorted(set(stop_tokens))
         stops_S = np.array(stops + [-1] * (-len(stops) % _STOPS or _STOPS), np.int32)
@@ -164,6 +171,23 @@ def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Compu
         jax.jit(insert, donate_argnums=6),
         jax.jit(decode, donate_argnums=2),
     )
+
+
+@lru_cache(maxsize=4)
+def _casts(
+    graphdef: nnx.GraphDef,
+    tree: object,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    mesh: AnyMesh | None,  # in context
+    rows: int,
+    slots: int,
+) -> list[jnp.dtype | None]:
+    def read(leaves: _Leaves) -> jax.Array:
+        model, tokens_BP = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), jnp.zeros((rows, slots), jnp.int32)
+        _, cache = model.prefill(tokens_BP, jnp.ones(rows, jnp.int32), 2 * slots)
+        return model.decode(tokens_BP[:, 0], cache)[0]
+
+    return lower_dtypes(read, leaves)
 
 
 def _choose(
