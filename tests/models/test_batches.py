@@ -70,9 +70,9 @@ def test_free_rows_take_waiting_prompts():
     programs: Any = Simulated(ends)
     batches = Batches(programs, [np.zeros(n, int) for n in lengths], 8, 512 + MOST, MOST, frozenset([STOP]))
     seen: list[tuple[int, int]] = []
-    batches.run(lambda *each: seen.append(each), lambda: None)
+    results = batches.run(lambda *each: seen.append(each), None)
     wanted = [min(end, MOST) for end in ends]
-    assert [len(tokens) for tokens in batches.tokens] == wanted and all(batches.has_ended)
+    assert [len(one.tokens) for one in results] == wanted
     assert [sum(n == each for each, _ in seen) for n in range(200)] == wanted
     one_by_one = [max(wanted[first : first + 8]) for first in range(0, 200, 8)]
     in_batches = sum(8 * bucket_slots(max(lengths[first : first + 8]), 1) for first in range(0, 200, 8))
@@ -95,8 +95,7 @@ def test_free_rows_take_waiting_prompts():
 def test_a_dispatch_computes_at_least_eight_tokens_of_a_row(rows, end):
     programs: Any = Simulated([end] * rows)
     batches = Batches(programs, [np.zeros(3, int)] * rows, rows, 16 + MOST, MOST, frozenset([STOP]))
-    batches.run(None, lambda: None)
-    assert [len(tokens) for tokens in batches.tokens] == [end] * rows
+    assert [len(one.tokens) for one in batches.run(None, None)] == [end] * rows
     assert programs.steps == end - 1 and programs.padded == 0  # nothing is computed after the last token
     assert programs.dispatches <= math.ceil(end / 8)
 

@@ -40,5 +40,5 @@ def lower_dtypes(
     program, _ = trace(function, list(leaves))
     for leaf in follow(program, range(len(leaves)), uses).outputs:
         uses.dtypes[leaf].add(None)
-    found = [next(iter(uses.dtypes[n])) if len(uses.dtypes[n]) == 1 else None for n in range(len(leaves))]
-    return [to if to and to.itemsize < x.dtype.itemsize else None for to, x in zip(found, leaves, strict=True)]
+    common = [next(iter(uses.dtypes[n])) if len(uses.dtypes[n]) == 1 else None for n in range(len(leaves))]
+    return [to if to and to.itemsize < x.dtype.itemsize else None for to, x in zip(common, leaves, strict=True)]

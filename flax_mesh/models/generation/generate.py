@@ -4,7 +4,6 @@ Shape letters: B batch, P slots of the prompts, V vocab.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +16,11 @@ from flax_mesh.fields import integer_problems, require_types
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.cache import cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
-from flax_mesh.models.generation.batches import Batches
+from flax_mesh.models.generation.batches import Batches, Generated
 from flax_mesh.models.generation.programs import Programs
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree
-
-
-class Generated(NamedTuple):
-    """The continuation of one prompt.
-
-    Attributes:
-        tokens: Generated ids, int32; a stop token is the last one.
-        log_probs: Their log-probabilities in nats, float32, as the model predicts them: without temperature, top_k and
-            top_p.
-        stopped: Whether a stop token ended it, not `max_tokens`.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    stopped: bool
 
 
 def generate(
@@ -92,23 +76,10 @@ def generate(
     require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     _check_values(model, rows, sampling, stop_tokens, seed, max_tokens, batch_size, cache_length)
-    if not rows:
-        return []
     programs = Programs(model, seed, sampling, stop_tokens, max_tokens)
     sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
     shape = cache_shape(model.axes, programs.mesh, list(map(len, rows)), **sizes)
-    batches = Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens))
-    generated: list[Generated] = []
-
-    def report() -> None:
-        while len(generated) < len(rows) and batches.has_ended[n := len(generated)]:
-            tokens, log_probs = np.asarray(batches.tokens[n], np.int32), np.asarray(batches.log_probs[n], np.float32)
-            generated.append(Generated(tokens, log_probs, batches.tokens[n][-1] in stop_tokens))
-            if on_result is not None:
-                on_result(n, generated[n])
-
-    batches.run(on_token, report)
-    return generated
+    return Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens)).run(on_token, on_result) if rows else []
 
 
 def _as_row(prompt: object) -> np.ndarray:

@@ -6,7 +6,7 @@ tokens, V vocab. A row computes the prompt whose number `ids_B` has; -1: its con
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import PyTreeDef
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
@@ -31,6 +32,7 @@ GROUP = 16  # the most tokens of a row in one dispatch
 _STOPS = 16  # the number of stop tokens is padded to a multiple of this
 
 _Leaves = list[jax.Array]  # of the state of a model
+_ModelOf = Callable[[_Leaves], Decoder]
 State = tuple[jax.Array, jax.Array, KVCache]  # the last token and the prompt of every row, and the cache
 
 
@@ -110,73 +112,80 @@ class Programs:
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Computed], ...]:
+def _compiled(graphdef: nnx.GraphDef, tree: PyTreeDef) -> tuple[Callable[..., Computed], ...]:
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
-    def prefill(
-        leaves: _Leaves,
-        options: PyTree,
-        tokens_BP: jax.Array,
-        lengths_B: jax.Array,
-        ids_B: jax.Array,
-        start: jax.Array,
-        *,
-        num_slots: int,
-    ) -> Computed:
-        logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
-        cache = replace(cache, prompt=start, used_B=jnp.full(lengths_B.shape, start))
-        tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
-        return Computed(tokens_B[None], log_probs_B[None], tokens_B, ids_B, cache)
-
-    def insert(
-        leaves: _Leaves,
-        options: PyTree,
-        tokens_RP: jax.Array,
-        lengths_R: jax.Array,
-        ids_R: jax.Array,
-        rows_R: jax.Array,
-        state: State,
-    ) -> Computed:
-        tokens_B, ids_B, cache = state
-        new = prefill(leaves, options, tokens_RP, lengths_R, ids_R, cache.prompt, num_slots=cache.num_slots)
-        tokens_B = tokens_B.at[rows_R].set(new.tokens_B, mode="drop")
-        ids_B = ids_B.at[rows_R].set(new.ids_B, mode="drop")
-        cache = cache.with_rows(new.cache, rows_R, model_of(leaves).axes)
-        return Computed(new.tokens_GB, new.log_probs_GB, tokens_B, ids_B, cache)
-
-    def decode(leaves: _Leaves, options: PyTree, state: State, size: jax.Array, is_waiting: jax.Array) -> Computed:
-        model = model_of(leaves)
-
-        def goes_on(carry: tuple[jax.Array, Computed]) -> jax.Array:
-            has_ended_B = carry[1].ids_B < 0
-            return (carry[0] < size) & ~jnp.all(has_ended_B) & ~(is_waiting & jnp.any(has_ended_B))
-
-        def add_token(carry: tuple[jax.Array, Computed]) -> tuple[jax.Array, Computed]:
-            i, last = carry
-            logits_BV, cache = model.decode(last.tokens_B, last.cache)
-            # A row that has ended stays in its slot.
-            cache = replace(cache, used_B=jnp.where(last.ids_B >= 0, cache.used_B, last.cache.used_B))
-            tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, last.ids_B, *options)
-            tokens_GB = jax.lax.dynamic_update_index_in_dim(last.tokens_GB, tokens_B, i, 0)
-            log_probs_GB = jax.lax.dynamic_update_index_in_dim(last.log_probs_GB, log_probs_B, i, 0)
-            return i + 1, Computed(tokens_GB, log_probs_GB, tokens_B, ids_B, cache)
-
-        shape = (GROUP, len(state[0]))
-        first = Computed(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), *state)
-        return jax.lax.while_loop(goes_on, add_token, (jnp.int32(0), first))[1]
-
     return (
-        jax.jit(prefill, static_argnames="num_slots"),
-        jax.jit(insert, donate_argnums=6),
-        jax.jit(decode, donate_argnums=2),
+        jax.jit(partial(_prefill, model_of), static_argnames="num_slots"),
+        jax.jit(partial(_insert, model_of), donate_argnums=6),
+        jax.jit(partial(_decode, model_of), donate_argnums=2),
     )
+
+
+def _prefill(
+    model_of: _ModelOf,
+    leaves: _Leaves,
+    options: PyTree,
+    tokens_BP: jax.Array,
+    lengths_B: jax.Array,
+    ids_B: jax.Array,
+    start: jax.Array,
+    *,
+    num_slots: int,
+) -> Computed:
+    logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
+    cache = replace(cache, prompt=start, used_B=jnp.full(lengths_B.shape, start))
+    tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
+    return Computed(tokens_B[None], log_probs_B[None], tokens_B, ids_B, cache)
+
+
+def _insert(
+    model_of: _ModelOf,
+    leaves: _Leaves,
+    options: PyTree,
+    tokens_RP: jax.Array,
+    lengths_R: jax.Array,
+    ids_R: jax.Array,
+    rows_R: jax.Array,
+    state: State,
+) -> Computed:
+    tokens_B, ids_B, cache = state
+    new = _prefill(model_of, leaves, options, tokens_RP, lengths_R, ids_R, cache.prompt, num_slots=cache.num_slots)
+    tokens_B = tokens_B.at[rows_R].set(new.tokens_B, mode="drop")
+    ids_B = ids_B.at[rows_R].set(new.ids_B, mode="drop")
+    cache = cache.with_rows(new.cache, rows_R, model_of(leaves).axes)
+    return Computed(new.tokens_GB, new.log_probs_GB, tokens_B, ids_B, cache)
+
+
+def _decode(
+    model_of: _ModelOf, leaves: _Leaves, options: PyTree, state: State, size: jax.Array, is_waiting: jax.Array
+) -> Computed:
+    model = model_of(leaves)
+
+    def goes_on(carry: tuple[jax.Array, Computed]) -> jax.Array:
+        has_ended_B = carry[1].ids_B < 0
+        return (carry[0] < size) & ~jnp.all(has_ended_B) & ~(is_waiting & jnp.any(has_ended_B))
+
+    def add_token(carry: tuple[jax.Array, Computed]) -> tuple[jax.Array, Computed]:
+        i, last = carry
+        logits_BV, cache = model.decode(last.tokens_B, last.cache)
+        # A row that has ended stays in its slot.
+        cache = replace(cache, used_B=jnp.where(last.ids_B >= 0, cache.used_B, last.cache.used_B))
+        tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, last.ids_B, *options)
+        tokens_GB = jax.lax.dynamic_update_index_in_dim(last.tokens_GB, tokens_B, i, 0)
+        log_probs_GB = jax.lax.dynamic_update_index_in_dim(last.log_probs_GB, log_probs_B, i, 0)
+        return i + 1, Computed(tokens_GB, log_probs_GB, tokens_B, ids_B, cache)
+
+    shape = (GROUP, len(state[0]))
+    first = Computed(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), *state)
+    return jax.lax.while_loop(goes_on, add_token, (jnp.int32(0), first))[1]
 
 
 @lru_cache(maxsize=4)
 def _casts(
     graphdef: nnx.GraphDef,
-    tree: object,
+    tree: PyTreeDef,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     mesh: AnyMesh | None,  # in context
     rows: int,
