@@ -34,6 +34,7 @@ FLOORS = (
     ("models.ops",),
     ("data.tokenizers",),
     ("models", "data", "lora", "recipe.optimizers"),
+    ("models.generation",),
     ("recipe",),
     ("train.hooks",),
     ("train",),

@@ -28,7 +28,7 @@ from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel, finite_problem
 from flax_mesh.models import Generated, Sampling, generate
-from flax_mesh.models.generate import length_problems, option_problems
+from flax_mesh.models.generation.generate import length_problems, option_problems
 from flax_mesh.processes.output import reader_has_ended
 from flax_mesh.text import listed
 

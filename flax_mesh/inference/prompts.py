@@ -10,7 +10,7 @@ import numpy as np
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem, read_file
 from flax_mesh.inference.tokenizer import Tokenizer
-from flax_mesh.models.generate import prompt_problems
+from flax_mesh.models.generation.generate import prompt_problems
 from flax_mesh.text import at_most
 
 JSON_LINES = (".jsonl", ".ndjson")

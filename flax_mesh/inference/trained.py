@@ -17,8 +17,8 @@ from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids, unicod
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import Tokenizer, text_of
 from flax_mesh.models import Decoder, DecoderConfig, Generated, Sampling, generate
-from flax_mesh.models.generate import length_problems as cache_length_problems
-from flax_mesh.models.generate import option_problems
+from flax_mesh.models.generation.generate import length_problems as cache_length_problems
+from flax_mesh.models.generation.generate import option_problems
 
 PASS_IDS = "pass token ids to flax_mesh.models.generate"
 GREEDY = Sampling()

@@ -14,7 +14,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import DecoderConfig, Sampling, generate, make_decoder
 from flax_mesh.models.cache import row_multiple, slot_multiple
-from flax_mesh.models.generate import Programs
+from flax_mesh.models.generation.generate import Programs
 from flax_mesh.models.ops.sampling import choose_tokens
 from tests.models.reference import SMALL
 

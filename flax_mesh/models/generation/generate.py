@@ -1,10 +1,9 @@
-"""Continue prompts with a decoder: one program reads the prompts, another one computes a token of every row at a time.
+"""Continue prompts with a decoder. `programs.py` has the compiled programs, `batches.py` decides what they compute.
 
-Shape letters: B batch, P slots of the prompts, T slots of the cache, V vocab.
+Shape letters: B batch, P slots of the prompts, V vocab.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +14,13 @@ from jax.typing import ArrayLike
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import integer_problems, require_types
 from flax_mesh.mesh.context import current_mesh
-from flax_mesh.models.batches import Batches
 from flax_mesh.models.cache import cache_shape, round_up, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.generation.batches import Batches, Generated
+from flax_mesh.models.generation.programs import Programs
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
-from flax_mesh.models.programs import Programs
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree
-
-
-class Generated(NamedTuple):
-    """The continuation of one prompt.
-
-    Attributes:
-        tokens: Generated ids, int32; a stop token is the last one.
-        log_probs: Their log-probabilities in nats, float32, as the model predicts them: without temperature, top_k and
-            top_p.
-        stopped: Whether a stop token ended it, not `max_tokens`.
-    """
-
-    tokens: np.ndarray
-    log_probs: np.ndarray
-    stopped: bool
 
 
 def generate(
@@ -54,9 +38,13 @@ def generate(
 ) -> list[Generated]:
     """Continue prompts of any lengths, with the model on the devices and in the sharding of its parameters.
 
-    Prompts are computed in batches. The keys and values of all tokens are stored, in the sharding that the
-    `generation_*` fields of the model's `PartitionAxis` define. Two programs are compiled for every number of slots of
-    the prompts (a power of two) and of the cache, whatever the lengths of the prompts and `sampling` are.
+    Prompts are computed in batches; a prompt that waits takes the row of a continuation that has ended. The keys and
+    values of all tokens are stored, in the sharding that the `generation_*` fields of the model's `PartitionAxis`
+    define. One dispatch computes up to 16 tokens of each prompt.
+
+    A program that reads prompts is compiled for every number of slots of the prompts (a power of two) and of the cache,
+    and once more for prompts that take a row. A program that computes tokens is compiled for every number of slots of
+    the cache. Lengths of the prompts, stop tokens and `sampling` compile nothing.
 
     Args:
         model: A `Decoder`, or another model with its methods `prefill` and `decode`.
@@ -68,7 +56,7 @@ def generate(
         batch_size: Number of prompts that are computed together.
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
         on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
-        on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when its batch is complete.
+        on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when it is complete.
 
     Returns:
         The continuation of every prompt.
@@ -88,23 +76,10 @@ def generate(
     require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     _check_values(model, rows, sampling, stop_tokens, seed, max_tokens, batch_size, cache_length)
-    if not rows:
-        return []
     programs = Programs(model, seed, sampling, stop_tokens, max_tokens)
     sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
     shape = cache_shape(model.axes, programs.mesh, list(map(len, rows)), **sizes)
-    batches = Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens))
-    generated: list[Generated] = []
-
-    def report() -> None:
-        while len(generated) < len(rows) and batches.has_ended[n := len(generated)]:
-            tokens, log_probs = np.asarray(batches.tokens[n], np.int32), np.asarray(batches.log_probs[n], np.float32)
-            generated.append(Generated(tokens, log_probs, batches.tokens[n][-1] in stop_tokens))
-            if on_result is not None:
-                on_result(n, generated[n])
-
-    batches.run(on_token, report)
-    return generated
+    return Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens)).run(on_token, on_result) if rows else []
 
 
 def _as_row(prompt: object) -> np.ndarray:

@@ -15,10 +15,25 @@ import jax
 import numpy as np
 
 from flax_mesh.models.cache import bucket_slots
-from flax_mesh.models.programs import GROUP, Computed, Programs, State
+from flax_mesh.models.generation.programs import GROUP, Computed, Programs, State
 
 _FIRST_GROUP = 4  # tokens, so that a text begins soon
 _MOST_GROUPS = 2  # dispatched, and not read
+
+
+class Generated(NamedTuple):
+    """The continuation of one prompt.
+
+    Attributes:
+        tokens: Generated ids, int32; a stop token is the last one.
+        log_probs: Their log-probabilities in nats, float32, as the model predicts them: without temperature, top_k and
+            top_p.
+        stopped: Whether a stop token ended it, not `max_tokens`.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray
+    stopped: bool
 
 
 class _Block(NamedTuple):
@@ -31,10 +46,7 @@ class _Block(NamedTuple):
 
 
 class Batches:
-    """The continuations of prompts, in the order in which their tokens are computed.
-
-    `tokens` and `log_probs` have a list for every prompt.
-    """
+    """The rows of a batch, the prompts that they compute or that wait for one, and what the host has read so far."""
 
     def __init__(
         self,
@@ -53,13 +65,16 @@ class Batches:
         self._prompts = [-1] * num_rows  # of the rows
         self._blocks: deque[_Block] = deque()
         self._next_group = _FIRST_GROUP
-        self.tokens: list[list[int]] = [[] for _ in rows]
-        self.log_probs: list[list[np.float32]] = [[] for _ in rows]
-        self.has_ended = [False] * len(rows)
+        self._tokens: list[list[int]] = [[] for _ in rows]
+        self._log_probs: list[list[np.float32]] = [[] for _ in rows]
+        self._has_ended = [False] * len(rows)
         self._state: State
 
-    def run(self, on_token: Callable[[int, int], None] | None, on_block: Callable[[], None]) -> None:
-        """Compute all tokens; `on_block` is called when the host has read some."""
+    def run(
+        self, on_token: Callable[[int, int], None] | None, on_result: Callable[[int, Generated], None] | None
+    ) -> list[Generated]:
+        """The continuations of all prompts; the functions are as of `generate`."""
+        results: list[Generated] = []
         self._begin()
         while True:
             if self._needs_group():
@@ -67,19 +82,24 @@ class Batches:
                 size, self._next_group = self._next_group, GROUP
                 self._add(self._programs.decode(tokens_B, cache, ids_B, size, bool(self._waiting)), self._prompts, size)
             if not self._blocks:
-                return
+                return results
             self._read(self._blocks.popleft(), on_token)
-            on_block()
-            free = [b for b, n in enumerate(self._prompts) if n < 0 or self.has_ended[n]]
+            while len(results) < len(self._rows) and self._has_ended[n := len(results)]:
+                results.append(self._result(n))
+                if on_result is not None:
+                    on_result(n, results[n])
+            free = [b for b, n in enumerate(self._prompts) if n < 0 or self._has_ended[n]]
             while free and self._waiting:
                 self._insert(free)
 
     def _needs_group(self) -> bool:
         """Whether a row has tokens left that no group computes."""
         groups = [block for block in self._blocks if block.size > 1]
-        going = {n for n in self._prompts if n >= 0 and not self.has_ended[n]}
+        going = {n for n in self._prompts if n >= 0 and not self._has_ended[n]}
         dispatched = {n: sum(block.size for block in self._blocks if n in block.prompts) for n in going}
-        return len(groups) < _MOST_GROUPS and any(len(self.tokens[n]) + dispatched[n] < self._max_tokens for n in going)
+        return len(groups) < _MOST_GROUPS and any(
+            len(self._tokens[n]) + dispatched[n] < self._max_tokens for n in going
+        )
 
     def _begin(self) -> None:
         ids = self._next_prompts(len(self._prompts))
@@ -101,7 +121,7 @@ class Batches:
     def _next_prompts(self, most: int) -> list[int]:
         return [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
 
-    def _arrays(self, ids: Sequence[int], num_rows: int) -> tuple[np.ndarray, ...]:
+    def _arrays(self, ids: Sequence[int], num_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, lengths and numbers of prompts, with padding to `num_rows`."""
         slots = bucket_slots(max(len(self._rows[n]) for n in ids), self._programs.slots)
         tokens = np.zeros((num_rows, min(slots, self._start)), np.int32)
@@ -111,17 +131,20 @@ class Batches:
         return tokens, lengths, numbers
 
     def _add(self, computed: Computed, prompts: Sequence[int], size: int) -> None:
-        tokens, log_probs, *state = computed
-        self._state = (state[0], state[1], state[2])
-        self._blocks.append(_Block(tokens, log_probs, list(prompts), size))
+        self._state = computed.state
+        self._blocks.append(_Block(computed.tokens_GB, computed.log_probs_GB, list(prompts), size))
 
     def _read(self, block: _Block, on_token: Callable[[int, int], None] | None) -> None:
         for tokens_B, log_probs_B in zip(*jax.device_get((block.tokens, block.log_probs)), strict=True):
             for n, token, log_prob in zip(block.prompts, tokens_B.tolist(), log_probs_B, strict=True):
-                if n < 0 or token < 0 or self.has_ended[n]:
+                if n < 0 or token < 0 or self._has_ended[n]:
                     continue
-                self.tokens[n].append(token)
-                self.log_probs[n].append(log_prob)
-                self.has_ended[n] = token in self._stop_tokens or len(self.tokens[n]) == self._max_tokens
+                self._tokens[n].append(token)
+                self._log_probs[n].append(log_prob)
+                self._has_ended[n] = token in self._stop_tokens or len(self._tokens[n]) == self._max_tokens
                 if on_token is not None:
                     on_token(n, token)
+
+    def _result(self, n: int) -> Generated:
+        tokens, log_probs = np.array(self._tokens[n], np.int32), np.array(self._log_probs[n], np.float32)
+        return Generated(tokens, log_probs, self._tokens[n][-1] in self._stop_tokens)

@@ -6,33 +6,48 @@ tokens, V vocab. A row computes the prompt whose number `ids_B` has; -1: its con
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import PyTreeDef
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
-from flax_mesh.mesh.context import current_mesh, in_mesh
+from flax_mesh.mesh.context import AnyMesh, current_mesh, in_mesh
 from flax_mesh.models.cache import KVCache, row_multiple, slot_multiple
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.generation.casts import lower_dtypes
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
+from flax_mesh.program.program import shape_of
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.tree import PyTree
 
 GROUP = 16  # the most tokens of a row in one dispatch
 _STOPS = 16  # the number of stop tokens is padded to a multiple of this
-_NO_TOKEN = -1
 
 _Leaves = list[jax.Array]  # of the state of a model
+_ModelOf = Callable[[_Leaves], Decoder]
 State = tuple[jax.Array, jax.Array, KVCache]  # the last token and the prompt of every row, and the cache
-# Tokens (G, B) and their log-probabilities, -1 after the last step, and the state. A prompt's first token: G is 1.
-Computed = tuple[jax.Array, jax.Array, jax.Array, jax.Array, KVCache]
+
+
+class Computed(NamedTuple):
+    """Tokens and their log-probabilities, -1 after the last step, and the state. G is 1 for the first tokens."""
+
+    tokens_GB: jax.Array
+    log_probs_GB: jax.Array
+    tokens_B: jax.Array
+    ids_B: jax.Array
+    cache: KVCache
+
+    @property
+    def state(self) -> State:
+        return self.tokens_B, self.ids_B, self.cache
 
 
 class Programs:
@@ -47,13 +62,18 @@ class Programs:
         max_tokens: int = np.iinfo(np.int32).max,
     ):
         graphdef, state = nnx.split(model, graph=True)
-        self._leaves, tree = jax.tree.flatten(state)
-        self.mesh = _mesh_of(self._leaves) or current_mesh()
+        leaves, tree = jax.tree.flatten(state)
+        self.mesh = _mesh_of(leaves) or current_mesh()
         self.rows = row_multiple(model.axes, self.mesh)
         self.slots = slot_multiple(model.axes, self.mesh)
+        self._leaves = leaves
+        if any(x.dtype.itemsize > jnp.dtype(model.config.dtype).itemsize for x in leaves):
+            with in_mesh(self.mesh):
+                casts = _casts(graphdef, tree, tuple(map(shape_of, leaves)), self.mesh, self.rows, self.slots)
+                self._leaves = [x if to is None else x.astype(to) for x, to in zip(leaves, casts, strict=True)]
         self._prefill, self._insert, self._decode = _compiled(graphdef, tree)
         stops = sorted(set(stop_tokens))
-        stops_S = np.array(stops + [_NO_TOKEN] * (-len(stops) % _STOPS or _STOPS), np.int32)
+        stops_S = np.array(stops + [-1] * (-len(stops) % _STOPS or _STOPS), np.int32)
         self._options = (stops_S, np.int32(max_tokens), np.uint32(seed), np.float32(sampling.temperature))
         self._options += (np.int32(sampling.top_k), np.float32(sampling.top_p))
 
@@ -92,66 +112,91 @@ class Programs:
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Computed], ...]:
+def _compiled(graphdef: nnx.GraphDef, tree: PyTreeDef) -> tuple[Callable[..., Computed], ...]:
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
-    def prefill(leaves: _Leaves, options: PyTree, *prompts: jax.Array, num_slots: int) -> Computed:
-        return _first_tokens(model_of(leaves), options, *prompts, num_slots)
-
-    def insert(leaves: _Leaves, options: PyTree, *prompts: jax.Array | State) -> Computed:
-        *prompts, rows_R, (tokens_B, ids_B, cache) = prompts
-        model = model_of(leaves)
-        tokens_GR, log_probs_GR, tokens_R, ids_R, new = _first_tokens(
-            model, options, *prompts, cache.prompt, cache.num_slots
-        )
-        tokens_B = tokens_B.at[rows_R].set(tokens_R, mode="drop")
-        ids_B = ids_B.at[rows_R].set(ids_R, mode="drop")
-        return tokens_GR, log_probs_GR, tokens_B, ids_B, cache.with_rows(new, rows_R, model.axes)
-
-    def decode(leaves: _Leaves, options: PyTree, state: State, size: jax.Array, is_waiting: jax.Array) -> Computed:
-        model, (tokens_B, ids_B, cache) = model_of(leaves), state
-
-        def goes_on(carry: tuple[jax.Array, Computed]) -> jax.Array:
-            i, (*_, ids_B, _) = carry
-            return (i < size) & jnp.any(ids_B >= 0) & ~(is_waiting & jnp.any(ids_B < 0))
-
-        def add_token(carry: tuple[jax.Array, Computed]) -> tuple[jax.Array, Computed]:
-            i, (tokens_GB, log_probs_GB, tokens_B, ids_B, before) = carry
-            logits_BV, cache = model.decode(tokens_B, before)
-            # A row that has ended stays in its slot.
-            cache = replace(cache, used_B=jnp.where(ids_B >= 0, cache.used_B, before.used_B))
-            tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
-            tokens_GB, log_probs_GB = (
-                jax.lax.dynamic_update_index_in_dim(all_GB, row_B, i, 0)
-                for all_GB, row_B in ((tokens_GB, tokens_B), (log_probs_GB, log_probs_B))
-            )
-            return i + 1, (tokens_GB, log_probs_GB, tokens_B, ids_B, cache)
-
-        shape = (GROUP, len(tokens_B))
-        nothing = jnp.full(shape, _NO_TOKEN, jnp.int32), jnp.zeros(shape, jnp.float32)
-        return jax.lax.while_loop(goes_on, add_token, (jnp.int32(0), (*nothing, tokens_B, ids_B, cache)))[1]
-
     return (
-        jax.jit(prefill, static_argnames="num_slots"),
-        jax.jit(insert, donate_argnums=6),
-        jax.jit(decode, donate_argnums=2),
+        jax.jit(partial(_prefill, model_of), static_argnames="num_slots"),
+        jax.jit(partial(_insert, model_of), donate_argnums=6),
+        jax.jit(partial(_decode, model_of), donate_argnums=2),
     )
 
 
-def _first_tokens(
-    model: Decoder,
+def _prefill(
+    model_of: _ModelOf,
+    leaves: _Leaves,
     options: PyTree,
     tokens_BP: jax.Array,
     lengths_B: jax.Array,
     ids_B: jax.Array,
     start: jax.Array,
+    *,
     num_slots: int,
 ) -> Computed:
-    logits_BV, cache = model.prefill(tokens_BP, lengths_B, num_slots)
+    logits_BV, cache = model_of(leaves).prefill(tokens_BP, lengths_B, num_slots)
     cache = replace(cache, prompt=start, used_B=jnp.full(lengths_B.shape, start))
     tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, ids_B, *options)
-    return tokens_B[None], log_probs_B[None], tokens_B, ids_B, cache
+    return Computed(tokens_B[None], log_probs_B[None], tokens_B, ids_B, cache)
+
+
+def _insert(
+    model_of: _ModelOf,
+    leaves: _Leaves,
+    options: PyTree,
+    tokens_RP: jax.Array,
+    lengths_R: jax.Array,
+    ids_R: jax.Array,
+    rows_R: jax.Array,
+    state: State,
+) -> Computed:
+    tokens_B, ids_B, cache = state
+    new = _prefill(model_of, leaves, options, tokens_RP, lengths_R, ids_R, cache.prompt, num_slots=cache.num_slots)
+    tokens_B = tokens_B.at[rows_R].set(new.tokens_B, mode="drop")
+    ids_B = ids_B.at[rows_R].set(new.ids_B, mode="drop")
+    cache = cache.with_rows(new.cache, rows_R, model_of(leaves).axes)
+    return Computed(new.tokens_GB, new.log_probs_GB, tokens_B, ids_B, cache)
+
+
+def _decode(
+    model_of: _ModelOf, leaves: _Leaves, options: PyTree, state: State, size: jax.Array, is_waiting: jax.Array
+) -> Computed:
+    model = model_of(leaves)
+
+    def goes_on(carry: tuple[jax.Array, Computed]) -> jax.Array:
+        has_ended_B = carry[1].ids_B < 0
+        return (carry[0] < size) & ~jnp.all(has_ended_B) & ~(is_waiting & jnp.any(has_ended_B))
+
+    def add_token(carry: tuple[jax.Array, Computed]) -> tuple[jax.Array, Computed]:
+        i, last = carry
+        logits_BV, cache = model.decode(last.tokens_B, last.cache)
+        # A row that has ended stays in its slot.
+        cache = replace(cache, used_B=jnp.where(last.ids_B >= 0, cache.used_B, last.cache.used_B))
+        tokens_B, log_probs_B, ids_B = _choose(logits_BV, cache, last.ids_B, *options)
+        tokens_GB = jax.lax.dynamic_update_index_in_dim(last.tokens_GB, tokens_B, i, 0)
+        log_probs_GB = jax.lax.dynamic_update_index_in_dim(last.log_probs_GB, log_probs_B, i, 0)
+        return i + 1, Computed(tokens_GB, log_probs_GB, tokens_B, ids_B, cache)
+
+    shape = (GROUP, len(state[0]))
+    first = Computed(jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.float32), *state)
+    return jax.lax.while_loop(goes_on, add_token, (jnp.int32(0), first))[1]
+
+
+@lru_cache(maxsize=4)
+def _casts(
+    graphdef: nnx.GraphDef,
+    tree: PyTreeDef,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    mesh: AnyMesh | None,  # in context
+    rows: int,
+    slots: int,
+) -> list[jnp.dtype | None]:
+    def read(leaves: _Leaves) -> jax.Array:
+        model, tokens_BP = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), jnp.zeros((rows, slots), jnp.int32)
+        _, cache = model.prefill(tokens_BP, jnp.ones(rows, jnp.int32), 2 * slots)
+        return model.decode(tokens_BP[:, 0], cache)[0]
+
+    return lower_dtypes(read, leaves)
 
 
 def _choose(
