@@ -65,6 +65,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = selected
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported remains until the end, and no collection needs to visit it
+
+
 def _share_compilation_cache(config: pytest.Config) -> None:
     """Shares XLA's compilation cache among all tests and the processes that they start, to reduce their time."""
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which has inherited the settings

@@ -138,11 +138,7 @@ CASES = {
         "<s><start_of_turn>user\nS\n\nHi<end_of_turn>\n<start_of_turn>model\n[Yo<end_of_turn>\n]"
         "<start_of_turn>user\n?<end_of_turn>\n<start_of_turn>model\n[Ok<end_of_turn>\n]",
     ),
-    "mistral": (
-        MISTRAL,
-        SYSTEM + TURNS,
-        "<s><INST> S\n\nHi</INST>[ Yo</s>]<INST> ?</INST>[ Ok</s>]",
-    ),
+    "mistral": (MISTRAL, SYSTEM + TURNS, "<s><INST> S\n\nHi</INST>[ Yo</s>]<INST> ?</INST>[ Ok</s>]"),
     "phi 3": (
         PHI_3,
         SYSTEM + TURNS,

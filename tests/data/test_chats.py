@@ -242,10 +242,7 @@ HOSTILE = {
     "a long range": ("{% for i in range(10**8) %}{% endfor %}", "row 1: the chat template cannot render it: Range too"),
     "a long text": ("{{ 'x' * 10**13 }}", "the package transformers needs more memory: its process has at most "),
     "a wide text": ("{{ '%999999999999999d' % 1 }}", "the package transformers needs more memory: its process has "),
-    "no end": (
-        "{{ 10 ** (10 ** 10) }}",
-        "the package transformers did not end in 1 s; replace these files by ",
-    ),
+    "no end": ("{{ 10 ** (10 ** 10) }}", "the package transformers did not end in 1 s; replace these files by "),
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render it: maximum recursion depth exc"),
     "deep nesting": ("{{ " + "(" * 10**5 + " }}", ""),
     "no template": ("{% for %}{{", "row 1: the chat template cannot render it: Expected an expression, got 'end of"),

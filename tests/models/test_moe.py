@@ -304,20 +304,3 @@ def test_padding_counts_in_no_loss_of_the_router():
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found[2], want)
         empty = run(model, padded | {"segment_ids": np.zeros((8, 16), np.int32)})[2]
         assert empty["load_balance_loss"] == 0 == empty["router_z_loss"]
-
-
-@pytest.mark.slow
-def test_listed_layers_equal_a_stack_with_remat():
-    listed, stacked = small(EXPERTS, scan=False), small(EXPERTS, remat="full")
-    nnx.update(stacked.layers, jax.tree.map(lambda *x: jnp.stack(x), *map(nnx.state, listed.layers)))
-    found = []
-    for model in (listed, stacked):
-        graphdef, state = nnx.split(model)
-        loss = lambda state, graphdef=graphdef: next_token_loss(nnx.merge(graphdef, state), batch_of())[::2]  # noqa: E731
-        results, grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
-        found.append((results, dict(named_leaves(grads))))
-    (one, grads), (other, scanned) = found
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, rtol=1e-5), one, other)
-    for name in ("router", "gate", "down"):
-        layers = np.stack([grads[f"layers/{i}/moe/{name}/kernel"] for i in range(2)])
-        np.testing.assert_allclose(scanned[f"layers/moe/{name}/kernel"], layers, atol=1e-5, err_msg=name)

@@ -200,13 +200,7 @@ def test_every_launcher_is_joined_with_and_without_mpi4py(monkeypatch, launcher,
         (MPI, None, False, "", [{}]),  # JAX knows Open MPI 4
         (TORCHRUN, NO_CLUSTER, False, "", [{}, ("10.0.0.1:1234", 2, 1)]),
         ({"NODE_RANK": "1", "NNODES": "2"}, NO_COUNT, False, "", r"NNODES=2: xpk has started 2 processes, but JAX has"),
-        (
-            {"JOB_COMPLETION_INDEX": "2"},
-            NO_CLUSTER,
-            False,
-            "",
-            "INDEX=2: Kubernetes has started several pods, but JAX",
-        ),
+        ({"JOB_COMPLETION_INDEX": "2"}, NO_CLUSTER, False, "", "INDEX=2: Kubernetes has started several pods, but JAX"),
         ({"JOB_COMPLETION_INDEX": "2"}, None, False, "", [{}]),  # by the package kubernetes
         (MPI, OPEN_MPI_5, False, "10.0.0.1:55", [("10.0.0.1:55", 2, 1)]),
         (MPI, NO_CLUSTER, True, "", [{}, {"cluster_detection_method": "mpi4py"}]),

@@ -85,15 +85,7 @@ NEW = [
     Run("5p-405B-512", "v5p:8x8x8", LLAMA_405B, "attention@host", 8192, 1024, "fsdp:512", 131.474),
     Run("5p-Scout-512", "v5p:8x8x8", SCOUT, INPUT, 8192, 4096, "fsdp:512", 31.652, "experts"),
     Run(
-        "5p-GPT3-512-i8",
-        "v5p:8x8x8",
-        replace(GPT3, products=INT8),
-        "full",
-        2048,
-        2048,
-        "fsdp:64,tp:8",
-        22.197,
-        "int8",
+        "5p-GPT3-512-i8", "v5p:8x8x8", replace(GPT3, products=INT8), "full", 2048, 2048, "fsdp:64,tp:8", 22.197, "int8"
     ),
     Run("7-DS3-128", "v7x:4x4x8", DEEPSEEK3, INPUT, 4096, 2048, "fsdp:256", 27.02, "experts and MLA"),
     Run("7-DS3-128-f8", "v7x:4x4x8", replace(DEEPSEEK3, products=FP8), INPUT, 4096, 2048, "fsdp:256", 22.47, "fp8"),

@@ -46,10 +46,7 @@ SETTINGS: list[tuple[str, str]] = [
     ("mesh.rules=fdsp+tp", "mesh.rules: 'fdsp' is not a mesh axis; use dp, fsdp, ep, tp, sp, joined by"),
     ("pipeline.num_microbatches=3", "data.batch_size=16 is not divisible by pipeline.num_microbatches=3"),
     ("pipeline.cut=2;3", "pipeline.cut must be flops, count, or the first layer of every stage but the first"),
-    (
-        "model.num_layers=100000000",
-        "model.num_layers=100000000 must be at most 1,000, because every layer is traced; ",
-    ),
+    ("model.num_layers=100000000", "model.num_layers=100000000 must be at most 1,000, because every layer is traced; "),
     ("model.head_dim=3", "model.head_dim must be even for rotary positions, got 3"),
     ("model.axes.batch_axis=nope", "model.axes.batch_axis: 'nope' is not a mesh axis; use dp, fsdp, .* or none"),
     ("model.axes.head_axis=tp,pp", "model.axes.head_axis: 'pp' is not a mesh axis"),
@@ -277,16 +274,8 @@ FUNCTIONS: list[tuple[str, Any, str]] = [
     ("make_optimizer", lambda config: optax.sgd(1.0), WITH_ARGUMENTS + " .config, parameters."),
     ("make_optimizer", lambda *_: own(lambda p: {}["x"]), "the init of its optimizer: .*KeyError: 'x'"),
     ("make_optimizer", lambda *_: own(update=lambda g, s, p: {}["x"]), "the update of its .*KeyError: 'x'"),
-    (
-        "make_optimizer",
-        lambda config, _: optax.adam(config),
-        "TypeError: unsupp",
-    ),
-    (
-        "make_optimizer",
-        lambda *_: own(update=lambda g, s, p: g),
-        "updates, state., .*it returns an object",
-    ),
+    ("make_optimizer", lambda config, _: optax.adam(config), "TypeError: unsupp"),
+    ("make_optimizer", lambda *_: own(update=lambda g, s, p: g), "updates, state., .*it returns an object"),
     ("make_optimizer", lambda *_: own(update=lambda g, s, p: (0.0, s)), "the updates have another structure"),
     ("make_optimizer", lambda *_: own(update=lambda g, s, p: (g, (s, s))), "the arrays of the state have another"),
     (

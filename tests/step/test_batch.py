@@ -78,17 +78,19 @@ def mean_loss(model: Any, batch: Any):
     return (x * batch["scale"]).sum() + 0 * model(x).sum(), x.size
 
 
-def pipeline_of(groups: int) -> Pipeline:
-    mesh = MpmdMesh(create_mesh((groups,), ("pp",), devices=jax.devices()[:groups]), "pp")
+@pytest.fixture(scope="module")
+def pipeline() -> Pipeline:
+    """On two groups of one device."""
+    mesh = MpmdMesh(create_mesh((2,), ("pp",), devices=jax.devices()[:2]), "pp")
     make_model = lambda: make()()[0]  # noqa: E731
     shapes = {"x": np.zeros((256, 8), np.float32), "scale": np.float32(1)}
     staged = split_stages(mean_loss, make_model, shapes, mesh=mesh, schedule="1f1b", num_microbatches=2)
     return Pipeline(staged, optax.sgd(0.0))
 
 
-def test_the_memory_of_a_batch_belongs_to_its_caller():
+def test_the_memory_of_a_batch_belongs_to_its_caller(pipeline):
     mesh = create_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
-    state, pipeline, array = start(make(optax.sgd(0.0)), mesh), pipeline_of(2), aligned((256, 8))
+    state, array = start(make(optax.sgd(0.0)), mesh), aligned((256, 8))
     for step, state in ((make_train_step(mean_loss, state), state), (pipeline.step, pipeline.init_state())):  # noqa: B020
         for number in range(3):
             array[:] = number
@@ -101,8 +103,8 @@ def test_the_memory_of_a_batch_belongs_to_its_caller():
     assert (placed["x"] == 5).all()
 
 
-def test_a_state_that_was_donated_is_refused_by_step_evaluation_and_pipeline():
-    state, pipeline = start(make()), pipeline_of(2)
+def test_a_state_that_was_donated_is_refused_by_step_evaluation_and_pipeline(pipeline):
+    state = start(make())
     given, old = {"x": np.ones((256, 8), np.float32), "scale": np.float32(1)}, pipeline.init_state()
     make_train_step(mean_loss, state)(state, given)
     pipeline.step(old, given)
@@ -119,7 +121,7 @@ def test_a_state_that_was_donated_is_refused_by_step_evaluation_and_pipeline():
 # --- scalars, and batches that are refused ---
 
 
-def test_arrays_that_jax_does_not_have_are_refused_by_path_and_with_the_repair():
+def test_arrays_that_jax_does_not_have_are_refused_by_path_and_with_the_repair(pipeline):
     wrong = {
         "mask": (
             np.ma.masked_array(np.ones(256), False),
@@ -133,7 +135,7 @@ def test_arrays_that_jax_does_not_have_are_refused_by_path_and_with_the_repair()
     }
     given = {name: array for name, (array, _) in wrong.items()}
     mesh = create_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
-    state, pipeline = abstract_train_state(make(), abstract_state(make(), mesh, [(".*", ())])), pipeline_of(2)
+    state = abstract_train_state(make(), abstract_state(make(), mesh, [(".*", ())]))
     calls = {
         "make_train_step": lambda: make_train_step(mean_loss, state)(state, given),
         "make_eval_step": lambda: make_eval_step(mean_loss, state)(state, given),
@@ -152,14 +154,13 @@ def test_arrays_that_jax_does_not_have_are_refused_by_path_and_with_the_repair()
             assert any(f"'{name}' {text}" in line for line in error.value.lines), error.value.lines
 
 
-def test_a_scalar_belongs_to_every_microbatch_of_all_modes():
+def test_a_scalar_belongs_to_every_microbatch_of_all_modes(pipeline):
     rows = np.linspace(-1, 1, 256 * 8, dtype=np.float32).reshape(256, 8)
     given = {"x": rows, "scale": np.float32(3)}
     losses = []
     for parts in (1, 2):
         state = start(make(optax.sgd(0.0)))
         losses.append(float(make_train_step(mean_loss, state, num_microbatches=parts)(state, given)[1]["loss"]))
-    pipeline = pipeline_of(2)
     losses.append(float(pipeline.step(pipeline.init_state(), given)[1]["loss"]))
     np.testing.assert_allclose(losses, [3 * rows.mean()] * 3, rtol=1e-5, atol=1e-6)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.suite.syntax import PACKAGE
+from tests.suite.syntax import PACKAGE, statements
 
 TESTS = Path(__file__).parents[1]
 FILE = TESTS / "ratchet.txt"
@@ -73,10 +73,9 @@ def problems(limits: Mapping[str, Limit], figures: Mapping[str, int]) -> list[st
 def measure() -> dict[str, int]:
     """Every figure of the files as they are."""
     code = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
-    trees = {path: ast.parse(text) for path, text in code.items()}
-    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    nodes = [node for text in code.values() for node in statements(ast.parse(text))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    handlers = [node for node in nodes if isinstance(node, ast.ExceptHandler)]
+    handlers = [handler for node in nodes if isinstance(node, ast.Try | ast.TryStar) for handler in node.handlers]
     return {
         CODE: sum(map(_num_lines, code.values())),
         CODE_OF_TESTS: sum(_num_lines(path.read_text()) for path in TESTS.rglob("*.py")),

@@ -1,6 +1,6 @@
 """Runs whose checkpoints cannot be written or read: their output, their exit code, and the files on disk afterwards.
 
-A full disk is simulated by a limit on the size of files. tests/checkpoint/test_failures.py has the saves alone.
+A full disk is simulated by a limit on the size of files. tests/checkpoint/test_checkpointer.py has the saves alone.
 """
 
 import os

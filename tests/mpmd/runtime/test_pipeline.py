@@ -17,16 +17,7 @@ from flax_mesh.mpmd import CutError, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.schedules import Action, make_schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from tests.mpmd.runtime.pipelines import (
-    PLAIN_SGD,
-    Stack,
-    build,
-    build_net,
-    groups,
-    make_net,
-    net_batch,
-    net_loss,
-)
+from tests.mpmd.runtime.pipelines import PLAIN_SGD, Stack, build, build_net, groups, make_net, net_batch, net_loss
 from tests.mpmd.zoo.base import FAST, OPTIMIZER, Case, differences, merged_leaves, plain_run, run_steps, seed_of
 from tests.mpmd.zoo.models import BY_NAME
 from tests.step import changed

@@ -222,14 +222,8 @@ WRONG_OPTIMIZERS = {
     "none": (lambda: Pipeline(split_two(make_net)), r"must be given once, .* or as Pipeline\(staged, opt.*; got none"),
     "two": (lambda: Pipeline(split_two(make_trained), PLAIN_SGD), "must be given once, .*; got one in each"),
     "two filters": (lambda: split_two(make_trained, wrt=kernels), "=kernels must be that of the optimizer, wrt=Param;"),
-    "filter": (
-        lambda: Pipeline(split_two(make_net), make_trained(kernels)[1]),
-        "of the optimizer must equal",
-    ),
-    "class": (
-        lambda: Pipeline(split_two(make_net), make_trained(kind=OwnOptimizer)[1]),
-        "subclass OwnOptimizer;",
-    ),
+    "filter": (lambda: Pipeline(split_two(make_net), make_trained(kernels)[1]), "of the optimizer must equal"),
+    "class": (lambda: Pipeline(split_two(make_net), make_trained(kind=OwnOptimizer)[1]), "subclass OwnOptimizer;"),
 }
 
 
