@@ -23,7 +23,7 @@ QUICK = {
     "schedules": ["--cases", "5", "--seconds", "0.1"],
 }
 SLOW = {
-    "attention": ["--only", "functions", "--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
+    "attention": ["--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "peers": ["--rounds", "1", "--only", "import"],
     "pipeline": ["--microbatches", "4", "--steps", "4"],
