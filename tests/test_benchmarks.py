@@ -18,24 +18,16 @@ from tests.benchmarks import gpu
 from tests.benchmarks.common.profile import kernels_text, summarize
 
 QUICK = {
-    "mesh": ["--rounds", "1"],
     "plan": ["--only", "6-8B"],
-    "placement": ["--rounds", "1", "--alone"],
-    "rules": ["--rounds", "1", "--layers", "2"],
+    "peers": ["--rounds", "1", "--layers", "2", "--only", "match,place,mesh"],
     "schedules": ["--cases", "5", "--seconds", "0.1"],
 }
 SLOW = {
-    "attention": ["--only", "functions", "--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
-    "checkpoints": ["--mib", "16", "--rounds", "1"],
-    "compile": ["--layers", "1,2", "--rounds", "1", "--kinds", "scanned;unrolled, plain"],
-    "imports": ["--runs", "1"],
-    "layouts": ["--only", "meshes", "--plans", "4"],
+    "attention": ["--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
-    "pipeline": ["--microbatches", "4", "--steps", "4", "--ms", "2"],
+    "peers": ["--rounds", "1", "--only", "import"],
+    "pipeline": ["--microbatches", "4", "--steps", "4"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
-    "remat": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
-    "safetensors": ["--layers", "1", "--rounds", "1"],
-    "train": ["--rounds", "2", "--steps", "4", "--layers", "1", "--width", "32", "--length", "32"],
     "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
 }
 

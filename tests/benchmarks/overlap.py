@@ -7,11 +7,12 @@ not depend on free cores. A C++ compiler is required.
 """
 
 import ctypes
+import itertools
 import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,9 @@ def sleepy_product(forward: int, backward: int, weights: int):
 
 
 class Net(nnx.Module):
-    def __init__(self, num_layers: int, product, rngs: nnx.Rngs, width: int = WIDTH):
-        self.embed = nnx.Linear(width, width, use_bias=False, rngs=rngs)  # so that stage 0 has a B too
-        self.layers = nnx.List([nnx.Linear(width, width, use_bias=False, rngs=rngs) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, product, rngs: nnx.Rngs):
+        self.embed = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)  # so that stage 0 has a B too
+        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(num_layers)])
         self.product = product
 
     def __call__(self, x):
@@ -127,18 +128,14 @@ def measure(name: str, ms: float, count: int, steps: int, num_groups: int = GROU
     return found | {"returned_ms": statistics.median(returned)}
 
 
-def compare(names: Iterable[str], counts: Iterable[int], ms: float, steps: int = 7) -> list[dict[str, Any]]:
-    """One row per schedule and number of microbatches. If the op cannot be built, prints why and returns no row."""
-    if reason := load_nap():
-        print(f"overlap skipped: {reason}")
-        return []
-    print(f"a sleep of {ms:g} ms takes {nap_alone(ms):.1f} ms")
-    cases = [(name, count) for name in names for count in counts]
-    return [{"schedule": name, "M": count, **measure(name, ms, count, steps)} for name, count in cases]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options("overlap", arguments, ms=50.0, microbatches=(8,), steps=7, schedules=tuple(SCHEDULES))
     use_cpu()
-    rows = compare(given.schedules, given.microbatches, given.ms, given.steps)
+    rows = []
+    if reason := load_nap():
+        print(f"skipped: {reason}")
+    else:
+        print(f"a sleep of {given.ms:g} ms takes {nap_alone(given.ms):.1f} ms")
+        cases = itertools.product(given.schedules, given.microbatches)
+        rows += [{"schedule": name, "M": m, **measure(name, given.ms, m, given.steps)} for name, m in cases]
     return report("overlap", arguments, rows, target=TARGET)

@@ -1,13 +1,13 @@
-"""Host cost of a pipeline step compared with a handwritten loop for the same model, and the overlap of its groups.
+"""Host cost of a pipeline step compared with a handwritten loop for the same model.
 
 Four residual MLP blocks of width 64, one per stage and device, 1F1B, plain SGD. The handwritten loop is specialized for
 this model: a jit for F, for B and for the fused last stage, `jax.device_put` between them, no loss weights or metrics.
 
-The first table has medians over alternating steps: the ratio of the two, the same step on one device ("over jit"), CPU
-time of the dispatching thread per action, bytes between groups, and the second half of the run over the first. Target:
-time at most 1.5 times, no growth. The second table is the table of the benchmark `overlap`.
+Medians over alternating steps: the ratio of the two, the same step on one device ("over jit"), CPU time of the
+dispatching thread per action, bytes between groups, and the second half of the run over the first. Target: time at most
+1.5 times, no growth.
 
-    python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200] [--ms 50]
+    python -m tests.benchmarks pipeline [--microbatches 8,32] [--steps 200]
 """
 
 import functools
@@ -31,10 +31,9 @@ from flax_mesh.mpmd.transport import local_copy
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.benchmarks import overlap
 from tests.benchmarks.common import pipelines
 from tests.benchmarks.common.pipelines import Turn, median_ratio
-from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.report import options, report, use_cpu
 
 TARGET = 1.5
 WARM = 5  # steps not counted
@@ -218,13 +217,7 @@ def copied_bytes(call: Callable[[], Any]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = options("pipeline", arguments, microbatches=(8, 32), steps=200, ms=50.0)  # ms=0: no second table
+    given = options("pipeline", arguments, microbatches=(8, 32), steps=200)
     use_cpu()
     rows = [measure(count, remat, given.steps) for count in given.microbatches for remat in ("none", "full")]
-    print_table(rows)
-    slept = overlap.compare(["1f1b"], given.microbatches, given.ms) if given.ms else []
-    if slept:
-        print()
-        print_table(slept)
-    print_json("pipeline", arguments, target=TARGET, rows=rows, overlap=slept)
-    return 0
+    return report("pipeline", arguments, rows, target=TARGET)
