@@ -31,7 +31,7 @@ FLOORS = (
     ("checkpoint.hf",),
     ("checkpoint",),
     ("models.ops",),
-    ("data.tokenizers",),
+    ("data.rows", "data.tokenizers"),
     ("models", "data", "lora", "recipe.optimizers"),
     ("recipe",),
     ("train.hooks",),
@@ -59,7 +59,7 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 SHARED = """
     blockwise.attend blockwise.loops blockwise.place checkpoint.base checkpoint.checksums checkpoint.diff
     checkpoint.find checkpoint.hf.kept checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read
-    data.batches data.chat_tokens data.corpus data.iterators data.row_hashes data.run_data data.tokenizers.chat
+    data.batches data.corpus data.iterators data.rows.hashes data.rows.tokens data.run_data data.tokenizers.chat
     data.tokenizers.process hlo.collectives hlo.instructions hlo.live hlo.program inference.chat inference.memory
     inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes
     mesh.torus.torus models.cache models.kernels mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
 from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches
-from flax_mesh.data.row_hashes import RowHashes
+from flax_mesh.data.rows.hashes import RowHashes
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
@@ -36,18 +36,24 @@ class UserBatches:
             raise ConfigError(joined("make_batches", self.place, problem))
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
-        self._function, self._batch = batches, stream or self._call
-        first = stream.first(batch_problems) if stream else self._call(0)
+        self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
         self._checksums: dict[int, str] = {}  # of the newest batches
-        if problems := [*batch_problems(first), *_row_problems(first, rows)]:
-            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
-        self.shapes = shapes_of(first)
-        self.first = on_device_dtypes(first, "make_batches: batch 0")
+        # The iterator of `read_preferences` knows the shapes: what it computes for a batch is left to the run.
+        self.shapes = getattr(batches, "shapes", None) or shapes_of(self.first)
 
-    @property
+    @cached_property
+    def first(self) -> PyTree:
+        """Batch 0, which is not consumed. It must be requested before any other batch is."""
+        first = self._stream.first(batch_problems) if self._stream else self._call(0)
+        if problems := [*batch_problems(first), *_row_problems(first, self._num_rows)]:
+            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
+        return on_device_dtypes(first, "make_batches: batch 0")
+
+    @cached_property
     def rows(self) -> RowHashes | None:
         """Of all rows, from which the iterator of `read_chats` draws its batches; None for others."""
         rows = getattr(self._function, "rows", None)
+        rows = rows() if callable(rows) else None
         return rows if isinstance(rows, RowHashes) else None
 
     @cached_property

@@ -15,7 +15,7 @@ from flax_mesh.checkpoint.diff import read_batch
 from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.checkpoint.read import Array, is_number, read_record
 from flax_mesh.data.iterators import is_state
-from flax_mesh.data.row_hashes import is_hashes
+from flax_mesh.data.rows.hashes import is_hashes
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.fields import field_types, parse_value

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax_mesh.checkpoint.read import mesh_of
-from flax_mesh.data.row_hashes import row_changes
+from flax_mesh.data.rows.hashes import row_changes
 from flax_mesh.data.run_data import RunData
 from flax_mesh.errors import ConfigError
 from flax_mesh.recipe.config import TrainConfig
