@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from flax_mesh.text import count_text
 OPEN_ROWS = 64  # that documents are packed into at a time: 90% are filled by lengths up to a row, 99% by short ones
 SAID_EVERY_S = 10.0
 LOGGER = logging.getLogger(__name__)  # of progress, which the command line prints
+Dataset: TypeAlias = Any  # of grain, and its iterator
 Arrays = dict[str, np.ndarray]
 Row = tuple[Tokens, ...]  # the documents that one line of the file has
 
@@ -38,12 +39,12 @@ class Chats:
         self._config, self._rows, self._description = config, rows, description
         self._num_trained = len(rows) - int(len(rows) * config.held_out)
 
-    def batches(self, seed: int) -> Any:
+    def batches(self, seed: int) -> Dataset:
         """An iterator of grain, in an order that depends on `data.seed`, or on `seed` without it, and on the epoch."""
         seed = (seed if self._config.seed is None else self._config.seed) % 2**32
         trained, held_out = range(self._num_trained), len(self._rows) - self._num_trained
         share = np.mean(next(iter(self._packed(trained, self._tokens, seed)))["inputs_segment_ids"] > 0)
-        iterator: Any = iter(self._packed(trained, self._arrays, seed).map(self._batch))
+        iterator: Dataset = iter(self._packed(trained, self._arrays, seed).map(self._batch))
         held_out = f"{held_out:,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
         iterator.rows = self.hashes
@@ -78,7 +79,7 @@ class Chats:
 
     _arrays = _tokens
 
-    def _packed(self, indices: Sequence[int], arrays: Callable[[int], Arrays], seed: int | None = None) -> Any:
+    def _packed(self, indices: Sequence[int], arrays: Callable[[int], Arrays], seed: int | None = None) -> Dataset:
         """A dataset of grain: batches without end; without a seed each row once, in order, and rows of padding."""
         try:
             import grain

@@ -5,21 +5,20 @@ import logging
 import os
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.kept import CONFIG
-from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Row, read_rows
+from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read_rows
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, TracedEvaluate
 from flax_mesh.data.rows.hashes import RowHashes, hash_rows
-from flax_mesh.data.rows.kinds import BadRowError
+from flax_mesh.data.rows.kinds import BadRowError, Message
 from flax_mesh.data.rows.tokens import Encoder
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, user_path
@@ -36,11 +35,19 @@ LogProbs = Callable[[Arrays], np.ndarray]  # of a batch: (B, S)
 class Preferences(Chats):
     """The pairs of all rows. Batches have the "reference" too: the log-probability of a document at its last token."""
 
-    def __init__(self, *chats: Any, log_probs: Callable[[], LogProbs], folder: Path, key: str):
-        super().__init__(*chats)
+    def __init__(
+        self,
+        config: ChatConfig,
+        rows: Sequence[Row],
+        description: str,
+        log_probs: Callable[[], LogProbs],
+        folder: Path,
+        key: str,
+    ):
+        super().__init__(config, rows, description)
         self._log_probs, self._file, self._key = log_probs, folder / FILE, key
 
-    def batches(self, seed: int) -> Any:
+    def batches(self, seed: int) -> Dataset:
         """As of `Chats`. The log-probabilities of the reference are computed, or read, for the first batch."""
         iterator, size = super().batches(seed), (self._config.batch_size, self._config.sequence_length)
         names = ("inputs", "targets", "segment_ids", "reference")
@@ -143,7 +150,7 @@ def read_preferences(
         raise ConfigError(Problem("data.train_on", reason, value=config.train_on))
     rows = read_rows(config, folder, vocab_size, _encoded)
     facts = "\n".join([key, *_files(user_path(folder))])
-    return Preferences(config, *rows, log_probs=log_probs, folder=user_path(keep_in), key=facts)
+    return Preferences(config, *rows, log_probs, user_path(keep_in), facts)
 
 
 def _encoded(encoder: Encoder, line: bytes) -> Row:
@@ -161,7 +168,7 @@ def _encoded(encoder: Encoder, line: bytes) -> Row:
     return tuple(pair)
 
 
-def _without_beginning(named: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_beginning(named: Message) -> tuple[Sequence[Message], Message]:
     """The messages with which both begin, and the others of each."""
     chosen, rejected = named.values()
     if not all(isinstance(x, list) for x in (chosen, rejected)):

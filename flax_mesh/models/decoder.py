@@ -270,8 +270,7 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
         >>> int(weight)  # negative targets do not count
         8
     """
-    (x_BSD, weights_DV, targets_BS), options, aux = _factors(model, batch, "next_token_loss")
-    config, loss = model.config, cross_entropy(x_BSD, weights_DV, targets_BS, **options)
+    config, (loss, targets_BS, aux) = model.config, _of_targets(cross_entropy, model, batch, "next_token_loss")
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
@@ -299,19 +298,20 @@ def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
         >>> log_probs.shape, (log_probs < 0).sum(axis=1).tolist()
         ((2, 8), [0, 8])
     """
-    (x_BSD, weights_DV, targets_BS), options, _ = _factors(model, batch, "token_log_probs")
-    return -token_losses(x_BSD, weights_DV, targets_BS, **options)
+    return -_of_targets(token_losses, model, batch, "token_log_probs")[0]
 
 
-def _factors(model: Decoder, batch: dict[str, jax.Array], function: str) -> tuple[PyTree, dict[str, Any], Aux]:
-    """The arrays and the options of the cross-entropy of a batch, and the statistics of the routers."""
-    inputs_BS, targets_BS = _tokens_of(batch, function)
+def _of_targets(
+    losses: Callable[..., jax.Array], model: Decoder, batch: dict[str, jax.Array], name: str
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
+    inputs_BS, targets_BS = _tokens_of(batch, name)
     # Not passed as None, since a subclass may not take them.
-    packed: dict[str, Any] = {name: batch[name] for name in ("segment_ids",) if name in batch}
+    packed: dict[str, Any] = {key: batch[key] for key in ("segment_ids",) if key in batch}
     x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
     config = model.config
-    options: dict[str, Any] = {"axes": config.axes, "chunk": config.loss_chunk, "cap": config.logit_softcap}
-    return (x_BSD, weights_DV, targets_BS), options, aux
+    options = {"axes": config.axes, "chunk": config.loss_chunk, "cap": config.logit_softcap}
+    return losses(x_BSD, weights_DV, targets_BS, **options), targets_BS, aux
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:

@@ -119,7 +119,7 @@ def test_losses_of_tokens_and_their_gradients_equal_jax(chunk, dims):
 
         return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(*args)
 
-    want = run(lambda *args: by_jax(*args, 3.0), x, w)
+    want = run(lambda x, w, targets: by_jax(x, w, targets, 3.0), x, w)
     with jax.set_mesh(create_mesh(dims) if dims else create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])):
         have = run(lambda *args: token_losses(*args, axes=AXES, chunk=chunk, cap=3.0), x, w)
     assert_close(jax.device_get(have), want, 2e-6)

@@ -34,6 +34,10 @@ def is_hashes(text: object) -> bool:
         return False
 
 
+def _hashes(content: bytes) -> list[bytes]:
+    return [content[i : i + BYTES] for i in range(0, len(content), BYTES)]
+
+
 def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     """The number of rows before, and for each kind of change the number of rows now and of those that changed.
 
@@ -41,7 +45,7 @@ def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     >>> row_changes(*rows)
     ('3 rows', ['4 rows, 1 changed, the first difference at row 2', '4 rows, 1 added, the first difference at row 2'])
     """
-    old, new = (np.frombuffer(base64.b64decode(text), f"S{BYTES}").tolist() for text in (saved, now))
+    old, new = (_hashes(base64.b64decode(text)) for text in (saved, now))
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), min(len(old), len(new)) + 1)
     gone, come = (Counter(a) - Counter(b) for a, b in ((old, new), (new, old)))
     changed = min(gone.total(), come.total())

@@ -37,7 +37,7 @@ class Encoder:
         row = self.read(line, FORMATS)
         return self.encode({name: row[name] for name in self.names}, row.get("tools"))
 
-    def read(self, line: bytes, formats: Sequence[tuple[str, ...]]) -> Mapping[str, Any]:
+    def read(self, line: bytes, formats: Sequence[tuple[str, ...]]) -> Message:
         """The JSON object of a row, which has the keys of the first row's format."""
         try:
             row = json.loads(line)
@@ -50,7 +50,7 @@ class Encoder:
             raise BadRowError(f"has no {' and no '.join(map(repr, missing))}, which the first row has")
         return row
 
-    def encode(self, named: Mapping[str, Any], tools: object) -> Tokens:
+    def encode(self, named: Message, tools: object) -> Tokens:
         """The tokens of values under their keys: messages, a text, or a prompt and its completion of either kind."""
         if (*named,) == FORMATS[0] or (len(named) > 1 and all(isinstance(x, list) for x in named.values())):
             return self._chat(named, tools)
@@ -115,7 +115,7 @@ class Encoder:
         begin, ids = self._tokenizer.bos_token_id, self._encoded("")
         return begin is not None and ids[:1] == [begin]
 
-    def _chat(self, named: Mapping[str, Any], tools: object) -> Tokens:
+    def _chat(self, named: Message, tools: object) -> Tokens:
         """Messages, or the messages of a prompt and of its completion, which alone is trained."""
         values = [*named.values()]
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
