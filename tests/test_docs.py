@@ -112,7 +112,7 @@ CONTRACT = {
         as_jax_array device_put jit
     """,
 }
-MOST_NAMES = 123
+MOST_NAMES = 125
 # Documented in full, with Args, Returns, Raises and an example.
 ENTRY_POINTS = {
     "flax_mesh": """
@@ -261,7 +261,8 @@ SLOW_EXAMPLES = """
     flax_mesh.checkpoint.save_safetensors
 """  # 1 to 10 s each
 # Functions that need a tokenizer, Ray, or a text that their pages explain.
-WITHOUT_EXAMPLE = {"flax_mesh.train.read_chats", "flax_mesh.train.ray_trainer", "flax_mesh.plan.parse_topology"}
+WITHOUT_EXAMPLE = {f"flax_mesh.train.{name}" for name in ("read_chats", "read_preferences", "ray_trainer")}
+WITHOUT_EXAMPLE |= {"flax_mesh.plan.parse_topology"}
 
 
 def test_every_public_function_has_an_example():

@@ -32,7 +32,7 @@ FLOORS = (
     ("checkpoint.hf",),
     ("checkpoint",),
     ("models.ops",),
-    ("data.tokenizers",),
+    ("data.rows", "data.tokenizers"),
     ("models", "data", "lora", "recipe.optimizers"),
     ("models.generation",),
     ("recipe",),
@@ -61,7 +61,7 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 # Modules that other folders import although no name of them is public.
 SHARED = """
     blockwise.loops checkpoint.base checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept
-    checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read data.batches data.chat_tokens
+    checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read data.batches data.rows.tokens
     data.corpus data.run_data data.tokenizers.chat data.tokenizers.process hlo.collectives hlo.live hlo.program
     inference.chat inference.memory inference.prompts inference.source inference.tokenizer mesh.shape
     mesh.torus.assign mesh.torus.shapes mesh.torus.torus models.cache mpmd.runtime.compile mpmd.runtime.placement

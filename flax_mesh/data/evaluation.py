@@ -3,6 +3,7 @@
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 import jax
 import numpy as np
@@ -101,14 +102,18 @@ def host_evaluate(sums: Callable[[PyTree], PyTree], mesh: Mesh, axes: PartitionA
     return evaluate
 
 
-def traced_evaluate(trace: Callable[[PyTree], Iterable[str]], mesh: Mesh, axes: PartitionAxis, parts: int) -> Evaluate:
+@dataclass(frozen=True)
+class TracedEvaluate:
     """`evaluate(batch)` that returns 1.0 for every sum: `trace` is called with the abstract batch for their names."""
 
-    def evaluate(batch: PyTree) -> Sums:
-        batch = _checked(batch, mesh, axes, parts)
-        return dict.fromkeys(trace(abstract_batch(batch, mesh, axes)), 1.0)
+    trace: Callable[[PyTree], Iterable[str]]
+    mesh: Mesh
+    axes: PartitionAxis
+    parts: int
 
-    return evaluate
+    def __call__(self, batch: PyTree) -> Sums:
+        batch = _checked(batch, self.mesh, self.axes, self.parts)
+        return dict.fromkeys(self.trace(abstract_batch(batch, self.mesh, self.axes)), 1.0)
 
 
 def _checked(batch: PyTree, mesh: Mesh, axes: PartitionAxis, parts: int) -> PyTree:

@@ -52,12 +52,13 @@ class RunData:
 
 
 def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
+    first = batches.first  # before anything is on the devices
     return RunData(
         "rows of data.source" if batches.rows else "first batch of make_batches",
         batches.description,
         batches.content_hash,
         BATCHES,
-        first=lambda: batches.first,
+        first=lambda: first,
         batch=lambda step: put_batch(batches(step), mesh, axes),
         user_batches=batches,
     )

@@ -49,6 +49,10 @@ def is_hashes(text: object) -> bool:
         return False
 
 
+def _hashes(content: bytes) -> list[bytes]:
+    return [content[i : i + BYTES] for i in range(0, len(content), BYTES)]
+
+
 def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     """The number of rows before, and for each kind of change the number of rows now and of those that changed.
 
@@ -56,7 +60,7 @@ def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     >>> row_changes(*rows)
     ('3 rows', ['4 rows, 1 changed, the first difference at row 2', '4 rows, 1 added, the first difference at row 2'])
     """
-    old, new = (np.frombuffer(base64.b64decode(text), f"S{BYTES}").tolist() for text in (saved, now))
+    old, new = (_hashes(base64.b64decode(text)) for text in (saved, now))
     first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), min(len(old), len(new)) + 1)
     gone, come = (Counter(a) - Counter(b) for a, b in ((old, new), (new, old)))
     changed = min(gone.total(), come.total())
@@ -81,18 +85,24 @@ class UserBatches:
             raise ConfigError(joined("make_batches", self.place, problem))
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
-        self._function, self._batch = batches, stream or self._call
-        first = stream.first(batch_problems) if stream else self._call(0)
+        self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
         self._checksums: dict[int, str] = {}  # of the newest batches
-        if problems := [*batch_problems(first), *_row_problems(first, rows)]:
-            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
-        self.shapes = shapes_of(first)
-        self.first = on_device_dtypes(first, "make_batches: batch 0")
+        # The iterator of `read_preferences` knows the shapes: what it computes for a batch is left to the run.
+        self.shapes = getattr(batches, "shapes", None) or shapes_of(self.first)
 
-    @property
+    @cached_property
+    def first(self) -> PyTree:
+        """Batch 0, which is not consumed. It must be requested before any other batch is."""
+        first = self._stream.first(batch_problems) if self._stream else self._call(0)
+        if problems := [*batch_problems(first), *_row_problems(first, self._num_rows)]:
+            raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
+        return on_device_dtypes(first, "make_batches: batch 0")
+
+    @cached_property
     def rows(self) -> RowHashes | None:
         """Of all rows, from which the iterator of `read_chats` draws its batches; None for others."""
         rows = getattr(self._function, "rows", None)
+        rows = rows() if callable(rows) else None
         return rows if isinstance(rows, RowHashes) else None
 
     @cached_property

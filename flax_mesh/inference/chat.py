@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from flax_mesh.data.chat_tokens import BadRowError, Encoder
+from flax_mesh.data.rows.tokens import BadRowError, Encoder
 from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source

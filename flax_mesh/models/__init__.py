@@ -5,6 +5,7 @@ from flax_mesh.models.decoder import Decoder as Decoder
 from flax_mesh.models.decoder import flops_per_token as flops_per_token
 from flax_mesh.models.decoder import make_decoder as make_decoder
 from flax_mesh.models.decoder import next_token_loss as next_token_loss
+from flax_mesh.models.decoder import token_log_probs as token_log_probs
 from flax_mesh.models.generation.generate import Generated as Generated
 from flax_mesh.models.generation.generate import generate as generate
 from flax_mesh.models.generation.generate import sample as sample

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token from hidden states, with all logits at once or in chunks.
+"""Cross-entropy of the next token from hidden states, as a sum or by token, with all logits at once or in chunks.
 
 Shape letters: B batch, S sequence, D hidden, V vocab; in chunks: N chunks, G groups of tokens, one per shard of
 the tokens on the mesh, C tokens of a group in one chunk.
@@ -62,6 +62,29 @@ def cross_entropy(
     return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)
 
 
+def token_losses(
+    x_BSD: jax.Array,
+    weights_DV: jax.Array,
+    targets_BS: jax.Array,
+    *,
+    axes: PartitionAxis,
+    chunk: int = 0,
+    cap: float = 0.0,
+) -> jax.Array:
+    """The terms (B, S) of the sum `cross_entropy`, 0 without a target.
+
+    With `chunk` above 0 the backward pass computes the logits again, since their cotangents are not known before.
+    """
+
+    def losses(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
+        if chunk:
+            *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
+            return _out_of_chunks(_chunked_tokens(*arrays, layout._replace(cap=cap)), targets_BS.shape, axes)
+        return _losses(soft_cap(project(x_BSD, weights_DV, axes), cap), targets_BS)[0]
+
+    return on_auto_axes(losses, x_BSD, weights_DV, targets_BS, out=[("batch", "sequence")], axes=axes)
+
+
 class _LossLayout(NamedTuple):
     """Mesh axes that split tokens and vocabulary; empty without a mesh. And the soft cap of the logits."""
 
@@ -102,6 +125,13 @@ def _in_chunks(
     return in_chunks(x_BSD, 0), _constrain(weights_DV, None, layout.vocab), in_chunks(targets_BS, -1), layout
 
 
+def _out_of_chunks(losses_NGC: jax.Array, shape: tuple[int, ...], axes: PartitionAxis) -> jax.Array:
+    """The inverse of `in_chunks` in `_in_chunks`, without the padding: (B, S)."""
+    (_, b), (_, s), _ = _split_axes(axes, shape)
+    tokens_GT = jnp.swapaxes(losses_NGC, 0, 1).reshape(b * s, -1)[:, : math.prod(shape) // (b * s)]
+    return jnp.swapaxes(tokens_GT.reshape(b, s, shape[0] // b, shape[1] // s), 1, 2).reshape(shape)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout) -> jax.Array:
     def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -112,10 +142,16 @@ def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, l
     return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
 
 
-@promotions()  # this and the next function may be traced without the caller
+@promotions()  # this and the next functions may be traced without the caller
 def _forward(
-    x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
+    x_NGCD: jax.Array,
+    weights_DV: jax.Array,
+    targets_NGC: jax.Array,
+    layout: _LossLayout,
+    g_NGC: jax.Array | None = None,
 ) -> tuple[jax.Array, _Gradients]:
+    """The sum and its gradients, with the losses of the tokens multiplied by `g_NGC` in the gradients."""
+
     def add(carry: _Carry) -> _Carry:
         n, sum_G, dx_NGCD, dw_GDV = carry
         x_GCD, targets_GC = x_NGCD[n], targets_NGC[n]
@@ -124,6 +160,8 @@ def _forward(
         d_GCV = jnp.where((targets_GC >= 0)[..., None], jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV, 0)
         if layout.cap:
             d_GCV = d_GCV * (1 - jnp.square(logits_GCV / layout.cap))  # the derivative of the soft cap
+        if g_NGC is not None:
+            d_GCV = d_GCV * g_NGC[n][..., None]
         d_GCV = d_GCV.astype(x_GCD.dtype)
         dx_GCD = jnp.einsum("gcv,dv->gcd", d_GCV, weights_DV, preferred_element_type=jnp.float32)
         dx_GCD = _constrain(dx_GCD.astype(x_GCD.dtype), layout.tokens)
@@ -148,6 +186,32 @@ def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax
 
 
 _chunked.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked_tokens(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout) -> jax.Array:
+    def losses_of(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return _losses(_logits(part[0], weights_DV, layout), part[1])[0]
+
+    return jax.lax.map(losses_of, (x_NGCD, targets_NGC))
+
+
+@promotions()
+def _forward_tokens(
+    x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _chunked_tokens(x_NGCD, weights_DV, targets_NGC, layout), (x_NGCD, weights_DV, targets_NGC)
+
+
+@promotions()
+def _backward_tokens(
+    layout: _LossLayout, saved: tuple[jax.Array, ...], g_NGC: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    x_NGCD, weights_DV, targets_NGC = saved
+    return *_forward(x_NGCD, weights_DV, targets_NGC, layout, g_NGC)[1], None
+
+
+_chunked_tokens.defvjp(_forward_tokens, _backward_tokens)
 
 
 def _logits(x_GCD: jax.Array, weights_DV: jax.Array, layout: _LossLayout) -> jax.Array:

@@ -21,7 +21,7 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.attention import is_fused_attention
 from flax_mesh.models.cache import KVCache, cache_dims
 from flax_mesh.models.config import DecoderConfig, dtypes, linear_options, norm, token_dims
-from flax_mesh.models.cross_entropy import cross_entropy, project
+from flax_mesh.models.cross_entropy import cross_entropy, project, token_losses
 from flax_mesh.models.layer import DecoderLayer
 from flax_mesh.models.ops.lookup import lookup
 from flax_mesh.models.ops.router import Aux, router_losses
@@ -230,15 +230,15 @@ def _segments_problem(segment_ids: jax.Array, tokens_BS: jax.Array) -> str:
     return f"segment_ids must be integers of the shape of the tokens, {tokens_BS.shape}, got {text}"
 
 
-def _tokens_of(batch: object) -> tuple[jax.Array, jax.Array]:
+def _tokens_of(batch: object, function: str) -> tuple[jax.Array, jax.Array]:
     """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
     arrays = batch if isinstance(batch, Mapping) else {}
     tokens = [arrays.get(name) for name in ("inputs", "targets")]
     if any(x is None or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer) for x in tokens):
         names = {name: array_text(x) for name, x in arrays.items() if hasattr(x, "dtype")} or type(batch).__name__
         raise ConfigError(
-            "next_token_loss takes a batch with 'inputs' and 'targets', integers of shape (batch, sequence), got "
-            f"{names}; write a loss_fn for other batches"
+            f"{function} takes a batch with 'inputs' and 'targets', integers of shape (batch, sequence), got {names}; "
+            "write a loss_fn for other batches"
         )
     return tokens[0], tokens[1]  # pyright: ignore[reportReturnType] (neither is None)
 
@@ -270,13 +270,7 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
         >>> int(weight)  # negative targets do not count
         8
     """
-    inputs_BS, targets_BS = _tokens_of(batch)
-    # Not passed as None, since a subclass may not take them.
-    packed: dict[str, Any] = {name: batch[name] for name in ("segment_ids",) if name in batch}
-    x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
-    config = model.config
-    chunk, cap = config.loss_chunk, config.logit_softcap
-    loss = cross_entropy(x_BSD, weights_DV, targets_BS, axes=config.axes, chunk=chunk, cap=cap)
+    config, (loss, targets_BS, aux) = model.config, _of_targets(cross_entropy, model, batch, "next_token_loss")
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
@@ -287,6 +281,37 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
     for name in ("load_balance_loss", "router_z_loss"):
         loss = loss + weight * getattr(config, name) * jnp.sum(losses[name])
     return loss, weight, metrics
+
+
+def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
+    """Logarithms of the probabilities of the targets, (B, S) float32; 0 where the target is negative.
+
+    The batch is as for `next_token_loss`, and minus the sum is its cross-entropy. Losses of whole completions are made
+    from it, such as the loss of recipes/dpo.py. With `model.loss_chunk`, only the logits of that many tokens per device
+    exist at a time; the backward pass computes them again. The losses of routers are not part of it.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, token_log_probs
+        >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
+        >>> tokens = jnp.zeros((2, 8), int)
+        >>> log_probs = token_log_probs(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
+        >>> log_probs.shape, (log_probs < 0).sum(axis=1).tolist()
+        ((2, 8), [0, 8])
+    """
+    return -_of_targets(token_losses, model, batch, "token_log_probs")[0]
+
+
+def _of_targets(
+    losses: Callable[..., jax.Array], model: Decoder, batch: dict[str, jax.Array], name: str
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
+    inputs_BS, targets_BS = _tokens_of(batch, name)
+    # Not passed as None, since a subclass may not take them.
+    packed: dict[str, Any] = {key: batch[key] for key in ("segment_ids",) if key in batch}
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
+    config = model.config
+    options = {"axes": config.axes, "chunk": config.loss_chunk, "cap": config.logit_softcap}
+    return losses(x_BSD, weights_DV, targets_BS, **options), targets_BS, aux
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:

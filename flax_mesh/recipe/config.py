@@ -24,7 +24,7 @@ from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.tree import PyTree
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
-SECTIONS = ("model", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
+SECTIONS = ("model", "loss_fn", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 EvalFn = Callable[..., Mapping[str, float]]  # (config, evaluate) -> metrics
@@ -174,7 +174,8 @@ class TrainConfig:
             or another form of `LossFn`; `batch` has "inputs" and "targets", int32 of shape (batch_size,
             sequence_length), or has the arrays that `make_batches` defines. If the loss has further terms, return the
             metric "cross_entropy" (a sum too): evaluation then reports it as the held-out loss. Metrics are real
-            scalars, and their names must differ from other fields of rows, such as "step" and "seconds".
+            scalars, and their names must differ from other fields of rows, such as "step" and "seconds". The fields of
+            a dataclass with such a method `__call__` are the settings `loss_fn.*`.
         model: The config of the model, a dataclass. Its fields are the settings `model.*`.
         lora: Low-rank adapters of the model, which are then trained alone; none by default.
         mesh: Mesh shape, "fsdp:-1" by default.

@@ -84,6 +84,7 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     fields = flat_fields(config)
+    sections = [key.partition(".")[0] for key in fields]
     values: dict[str, object] = {}
     problems: list[str] = []
     for text in overrides:
@@ -95,7 +96,7 @@ def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, 
             problems.append(f"{text!r} is not an override; write section.key=value, such as run.steps=20")
         elif key not in fields:
             near = _nearest(key, fields)
-            hint = f"; did you mean {near}?" if near else f"; sections are {', '.join(SECTIONS)}"
+            hint = f"; did you mean {near}?" if near else f"; sections are {', '.join(dict.fromkeys(sections))}"
             problems.append(f"{key} is not a setting{hint}")
         elif key in values:
             problems.append(f"{key} is set twice" + (f", once under its old name {given}" if given != key else ""))

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.evaluation import run_eval_fns, traced_evaluate
+from flax_mesh.data.evaluation import TracedEvaluate, run_eval_fns
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
@@ -257,7 +257,7 @@ def _metrics_of_eval_fns(program: TrainProgram, of_loss: Collection[str]) -> lis
             _check_real_scalars(sums)
             return list(sums)
 
-    names = list(run_eval_fns(recipe.eval_fns, traced_evaluate(trace, program.mesh, program.rules.axes, parts)))
+    names = list(run_eval_fns(recipe.eval_fns, TracedEvaluate(trace, program.mesh, program.rules.axes, parts)))
     if twice := [name for name in names if name in of_loss]:
         raise ConfigError([f"eval_fns: {name} is a metric of loss_fn too; use another name" for name in twice])
     return names

@@ -4,6 +4,7 @@ from flax_mesh.data.chats import read_chats as read_chats
 from flax_mesh.data.config import ChatConfig as ChatConfig
 from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
+from flax_mesh.data.preferences import read_preferences as read_preferences
 from flax_mesh.data.user_batches import array_batches as array_batches
 from flax_mesh.lora.config import LoraConfig as LoraConfig
 from flax_mesh.recipe.config import CheckpointConfig as CheckpointConfig

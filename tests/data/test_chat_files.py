@@ -22,7 +22,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli import main
 from flax_mesh.cli.train import _progress
 from flax_mesh.data import chats
-from flax_mesh.data.chat_tokens import Tokens
+from flax_mesh.data.rows.tokens import Tokens
 from flax_mesh.data.run_data import user_data
 from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.data.user_batches import UserBatches

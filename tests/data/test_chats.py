@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flax_mesh.data import chats
-from flax_mesh.data.chat_kinds import BadRowError
-from flax_mesh.data.chat_tokens import Encoder
+from flax_mesh.data.rows.kinds import BadRowError
+from flax_mesh.data.rows.tokens import Encoder
 from flax_mesh.data.tokenizers import process as tokenizer_process
 from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.errors import ConfigError

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import PartitionAxis, create_mesh
 from flax_mesh.models import make_decoder, next_token_loss
-from flax_mesh.models.cross_entropy import cross_entropy
+from flax_mesh.models.cross_entropy import cross_entropy, token_losses
 from flax_mesh.models.ops.matmul import dot_float32
 from tests.models.reference import SMALL, small
 from tests.mpmd.runtime.pipelines import build, decoder_batch, groups
@@ -94,6 +94,35 @@ def test_a_target_outside_of_the_vocabulary_gives_nan_and_every_negative_one_is_
     for bad, (loss, grads) in found.items():
         assert jnp.isnan(loss) == (bad >= 64) == jnp.isnan(grads[0][1, 3]).all()
         assert bad >= 64 or float(loss) == float(found[-1][0]) != 0
+
+
+def by_jax(x, w, targets, cap):
+    """Losses by `jax.nn.log_softmax`."""
+    logits = cap * jnp.tanh(x @ w / cap)
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.maximum(targets, 0)[..., None], axis=-1)
+    return -jnp.where(targets >= 0, chosen[..., 0], 0)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    ("chunk", "dims"), [(5, (2, 2, 1, 2, 1)), (5, None), (0, None), (5, (1, 4, 1, 1, 2)), (0, (1, 1, 1, 4, 2))], ids=str
+)
+def test_losses_of_tokens_and_their_gradients_equal_jax(chunk, dims):
+    """Each token has another cotangent; some have 0, and some no target."""
+    x, w, targets = example()
+    g = jnp.asarray(np.random.default_rng(1).normal(size=targets.shape), jnp.float32).at[0].set(0)
+
+    def run(losses_of, *args):
+        def total(x, w):
+            losses = losses_of(x, w, targets)
+            return jnp.sum(g * losses), losses
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))(*args)
+
+    want = run(lambda x, w, targets: by_jax(x, w, targets, 3.0), x, w)
+    with jax.set_mesh(create_mesh(dims) if dims else create_mesh((1, 1, 1, 1, 1), devices=jax.devices()[:1])):
+        have = run(lambda *args: token_losses(*args, axes=AXES, chunk=chunk, cap=3.0), x, w)
+    assert_close(jax.device_get(have), want, 2e-6)
 
 
 def test_chunks_use_a_fraction_of_the_memory():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from flax_mesh.data.chat_kinds import BadRowError, LeftOut, Message, Row
+from flax_mesh.data.rows.kinds import BadRowError, LeftOut, Message, Row
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
@@ -34,19 +34,27 @@ class Encoder:
         self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: bytes) -> Tokens:
+        row = self.read(line, FORMATS)
+        return self.encode({name: row[name] for name in self.names}, row.get("tools"))
+
+    def read(self, line: bytes, formats: Sequence[tuple[str, ...]]) -> Message:
+        """The JSON object of a row, which has the keys of the first row's format."""
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise BadRowError(f"is no JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise BadRowError(f"must be a JSON object, got {type(row).__name__}")
-        self.names = self.names or self._format_of(row)
+        self.names = self.names or _format_of(row, formats)
         if missing := [name for name in self.names if name not in row]:
             raise BadRowError(f"has no {' and no '.join(map(repr, missing))}, which the first row has")
-        values = [row[name] for name in self.names]
-        if self.names == FORMATS[0] or (values[1:] and all(isinstance(x, list) for x in values)):
-            return self._chat(values, row.get("tools"))
-        return self._texts(values)
+        return row
+
+    def encode(self, named: Message, tools: object) -> Tokens:
+        """The tokens of values under their keys: messages, a text, or a prompt and its completion of either kind."""
+        if (*named,) == FORMATS[0] or (len(named) > 1 and all(isinstance(x, list) for x in named.values())):
+            return self._chat(named, tools)
+        return self._texts(named)
 
     def notes(self) -> list[str]:
         """Lines about the rows: what their chat template leaves out, and texts that begin with a special token."""
@@ -58,13 +66,6 @@ class Encoder:
         """The tokens of messages and of the beginning of an answer, (n,)."""
         return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
 
-    def _format_of(self, row: Mapping[str, object]) -> tuple[str, ...]:
-        names_of = next((names for names in FORMATS if all(name in row for name in names)), None)
-        if names_of is None:
-            wanted = " or ".join(" and ".join(map(repr, names)) for names in FORMATS)
-            raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
-        return names_of
-
     def _has_marks(self, tools: object) -> bool:
         """Whether the template, of which a tokenizer may have another one for tools, marks the assistant's tokens."""
         if not self._tokenizer.chat_template:
@@ -74,17 +75,19 @@ class Encoder:
             self._marks[key] = MARKS.search(template) is not None
         return self._marks[key]
 
-    def _texts(self, texts: Sequence[str]) -> Tokens:
+    def _texts(self, named: Mapping[str, str]) -> Tokens:
         """One text, or a prompt and its completion."""
+        *_, last = named
+        texts = [*named.values()]
         if not all(isinstance(x, str) for x in texts) or not texts[-1]:
             kinds = "text, or lists of messages" if texts[1:] else "text"
-            raise BadRowError(f"{self._keys} must be {kinds}, and {self.names[-1]!r} not empty")
+            raise BadRowError(f"{_keys(named)} must be {kinds}, and {last!r} not empty")
         ids, has_two = self._ids("".join(texts))
         prompt = self._ids(texts[0])[0] if texts[1:] else []
         self._with_bos += has_two
         if ids[: len(prompt)] != prompt:
             raise BadRowError(
-                "the tokens of 'prompt' do not begin those of both texts; move white space between them to 'completion'"
+                f"the tokens of 'prompt' do not begin those of both texts; move white space between them to {last!r}"
             )
         end = self._tokenizer.eos_token_id
         ids = ids if end is None else [*ids, end]
@@ -112,17 +115,14 @@ class Encoder:
         begin, ids = self._tokenizer.bos_token_id, self._encoded("")
         return begin is not None and ids[:1] == [begin]
 
-    @property
-    def _keys(self) -> str:
-        return " and ".join(map(repr, self.names))
-
-    def _chat(self, values: Sequence[Any], tools: object) -> Tokens:
+    def _chat(self, named: Message, tools: object) -> Tokens:
         """Messages, or the messages of a prompt and of its completion, which alone is trained."""
+        values = [*named.values()]
         if not all(isinstance(x, list) and all(isinstance(message, dict) for message in x) for x in values):
-            raise BadRowError(f"{self._keys} must be a list of objects")
+            raise BadRowError(f"{_keys(named)} must be a list of objects")
         messages = [message for part in values for message in part]
         if not messages:
-            raise BadRowError(f"{self._keys} must have a message")
+            raise BadRowError(f"{_keys(named)} must have a message")
         for i, message in enumerate(messages, 1):
             _check_message(message, i)
         has_marks = self._has_marks(tools)
@@ -160,6 +160,18 @@ class Encoder:
 
     def _apply(self, messages: Sequence[Message], **options: object) -> dict[str, list[int]]:
         return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
+
+
+def _format_of(row: Mapping[str, object], formats: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    names_of = next((names for names in formats if all(name in row for name in names)), None)
+    if names_of is None:
+        wanted = " or ".join(" and ".join(map(repr, names)) for names in formats)
+        raise BadRowError(f"must have {wanted}, got {listed(map(repr, [*row][:8])) or 'no key'}")
+    return names_of
+
+
+def _keys(named: Mapping[str, object]) -> str:
+    return " and ".join(map(repr, named))
 
 
 def _valid(problem: str, method: Callable[..., Result], *arguments: object, **options: object) -> Result:

@@ -1,0 +1,1 @@
+"""Rows of files: their tokens, the parts that are trained, and their hashes."""
