@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what was imported remains until the end, and no collection needs to visit it
+    gc.freeze()  # imported objects remain until the end, and no collection needs to visit it
 
 
 def _share_compilation_cache(config: pytest.Config) -> None:

@@ -86,7 +86,7 @@ def repeated(fn: Callable[[], Any]) -> Variant:
 
 def state_of(layers: int, **metadata: Any) -> nnx.State:
     """A state of 24 leaves per layer and one table, with `metadata` for every Variable."""
-    layer = {(name, what): shape for name in NAMES for what, shape in (("bias", (2,)), ("kernel", (2, 2)))}
+    layer = {(name, leaf): shape for name in NAMES for leaf, shape in (("bias", (2,)), ("kernel", (2, 2)))}
     shapes: dict[Any, Any] = {("embed", "table"): (2, 2)}
     shapes |= {("layers", i, *path): shape for i in range(layers) for path, shape in layer.items()}
     return nnx.from_flat_state([(path, nnx.Param(np.ones(shape), **metadata)) for path, shape in shapes.items()])
@@ -177,7 +177,7 @@ def apply(fns: Any, tree: Any) -> Any:
 
 
 def waited(place: Callable[[], Any], make: Callable[[], Callable[[Any], Any]], rounds: int | None = None) -> Variant:
-    """`make()` is called with what `place` returns, and the time includes the wait for its arrays."""
+    """`make()` is called with the result of `place`, and the time includes the wait for its arrays."""
 
     def prepare() -> Callable[[], Any]:
         argument, fn = jax.block_until_ready(place()), make()

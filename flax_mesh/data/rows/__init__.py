@@ -1,1 +1,1 @@
-"""Rows of files: their tokens, the parts that are trained, and their hashes."""
+"""Rows of files: their tokens, and the parts that are trained."""
