@@ -11,6 +11,10 @@
 Other equations have bodies too, such as the sum of a scatter and the kernel of a Pallas call; `bodies` finds them all.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,7 +244,7 @@ class Bodies(NamedTuple):
     all: Sequence[Body]  # of a while, the body and the test
     carry: Sequence[int] = ()  # the inputs that are variables of a loop; the first outputs are their last values
     rows: Sequence[int] = ()  # the inputs of which a body sees a row, or the part of one device
-    index: Sequence[int] = ()  # the input that chooses a branch
+    chooses: Sequence[int] = ()  # the input that chooses a branch
 
 
 def bodies_of(eqn: Eqn) -> Bodies:
@@ -255,7 +259,7 @@ def bodies_of(eqn: Eqn) -> Bodies:
         carry = inputs[of_test + eqn.params["body_nconsts"] :]
         return Bodies([Body(repeated, inputs[of_test:]), Body(test, [*inputs[:of_test], *carry])], carry)
     if name == COND:
-        return Bodies([Body(program_of(branch), inputs[1:]) for branch in eqn.params["branches"]], index=[0])
+        return Bodies([Body(program_of(branch), inputs[1:]) for branch in eqn.params["branches"]], chooses=[0])
     if name in (*CALLS, SHARD_MAP):
         return Bodies([Body(body(eqn), inputs)], rows=inputs if name == SHARD_MAP else ())
     return Bodies([])
