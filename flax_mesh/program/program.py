@@ -96,8 +96,9 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
             "inside of `with jax.ensure_compile_time_eval():`."
         )
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
-    consts = [np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for c in closed.consts]
-    return _program(closed.jaxpr, consts), shape
+    program = program_of(closed)
+    consts = {v: np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for v, c in program.consts.items()}
+    return program._replace(consts=consts), shape
 
 
 def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
@@ -180,10 +181,7 @@ def flops(eqn: Eqn) -> int:
 
 def program_of(inner: jex.ClosedJaxpr | jex.Jaxpr) -> Program:
     """The program of a jaxpr, closed or not."""
-    return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
-
-
-def _program(jaxpr: jex.Jaxpr, consts: Sequence[ArrayLike]) -> Program:
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
     names = dict(zip(jaxpr.constvars, consts, strict=True))
     return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), names)
 

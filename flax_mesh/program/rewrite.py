@@ -165,7 +165,7 @@ def open_bodies(eqn: Eqn, values: Sequence[Value], call: Call, lost: Lost) -> Se
 
 class _Identity(Flow):
     def opens(self, eqn: Eqn, facts: Sequence[Hashable]) -> bool:
-        return can_open(eqn) and eqn.primitive.name not in _CLOSED and super().opens(eqn, facts)
+        return eqn.primitive.name not in _CLOSED and super().opens(eqn, facts)
 
 
 class _Opening(NamedTuple):
