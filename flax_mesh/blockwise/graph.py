@@ -3,6 +3,10 @@
 `run` evaluates it with attentions in blocks. Values that only they needed, such as masks, are not computed.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -104,7 +108,7 @@ class Op:
         self.outputs = [Value(v, path, self) for v in eqn.outvars]
         self.leaves: list[Value] | None = None
         inner = bodies_of(eqn)
-        self.changing = {*range(len(inputs))} if self.is_closed else {*inner.carry, *inner.rows, *inner.index}
+        self.changing = {*range(len(inputs))} if self.is_closed else {*inner.carry, *inner.rows, *inner.chooses}
         self.bodies = [self._body(n, each, path) for n, each in enumerate(inner.all)]
 
     def _body(self, number: int, body: Body, path: BodyPath) -> Level:
@@ -230,7 +234,7 @@ def _ends(level: Level) -> list[Atom | Op]:
     return [*level.outputs, *(op for op in level.ops if op.eqn.effects)]
 
 
-def run(level: Level, env: Mapping[int, ArrayLike], needed: set[int], attend: Attend) -> list[ArrayLike]:
+def run(level: Level, env: Mapping[int, Any], needed: set[int], attend: Attend) -> list[ArrayLike]:
     """The outputs of a level, given the values of its inputs and of everything around it by their ids."""
     env = dict(env)
 

@@ -1,5 +1,9 @@
 """`blockwise_attention(fn)`: the same function with every attention in blocks, and lines about each of them."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import functools
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """The data of a run, with one interface for tokens of files and for batches of the recipe."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.batches import batch_rows, make_batch_fn, make_eval_fn, num_eval_batches
+from flax_mesh.data.batches import batch_rows, make_batch_fn, make_eval_fn, num_eval_batches, prefetch
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.corpus import Corpus
 from flax_mesh.data.evaluation import token_metrics
@@ -36,6 +36,10 @@ class RunData:
     held_out: Callable[[Callable[[PyTree], Mapping[str, jax.Array]]], dict[str, float | None]] | None = None
     prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
     user_batches: UserBatches | None = None
+
+    def batches(self, start: int, stop: int) -> Generator[tuple[int, PyTree, float], None, None]:
+        """(step, batch, seconds waited for it) of every step; a thread makes the next batch meanwhile."""
+        return prefetch(self.batch, start, stop)
 
     def record(self, step: int) -> dict[str, object]:
         """The field "data" of the metadata of the checkpoint of `step`."""

@@ -27,6 +27,11 @@ _CALLED = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_c
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _ESCAPED = re.compile(rb"\\([0-7]{3}|.)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 
 @dataclass(frozen=True)
@@ -160,14 +165,6 @@ def _read_array(text: str) -> Array:
     bits = _BITS[dtype] if dtype in _BITS else int(digits[0]) if digits else 0
     content, stored = (-(-math.prod(each) * bits // 8) for each in (dims, sizes))
     return Array(f"{dtype}[{match[2]}]", content, stored, int(space[1]) if space else 0)
-
-
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_ROW = re.compile(r'(\d+) (?:"(.*)"|\{(.*)\})$')
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -1,5 +1,9 @@
 """The adapters of a model: for a weight `kernel`, the Variables `kernel_lora_a` and `kernel_lora_b` beside it."""
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeArgument=false
+
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,7 +45,8 @@ def adapters_of(state: nnx.State) -> dict[str, Adapter]:
 def set_adapter(owner: Any, name: str, a: jax.Array, b: jax.Array, dims: tuple[Dims, Dims], scale: float) -> None:
     """Add the factors of the weight `name` to the module that has it."""
     for suffix, x, each in zip((A, B), (a, b), dims, strict=True):
-        setattr(owner, name + suffix, nnx.LoRAParam(x, **{FOLLOWS: (name, each), SCALE: scale}))
+        metadata: dict[str, Any] = {FOLLOWS: (name, each), SCALE: scale}
+        setattr(owner, name + suffix, nnx.LoRAParam(x, **metadata))
 
 
 @check_types

@@ -3,6 +3,10 @@
 The model is unmodified: which weights are multiplied, and along which dims, is found in the traced program of the loss.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import math
 import re
 import zlib
@@ -121,8 +125,8 @@ def _initial_a(
     return drawn.reshape(*(shape[d] for d in product.batch), *sizes, rank)
 
 
-def _problems(rank: int, alpha: float | None, patterns: Sequence[str]) -> list[str]:
-    problems = []
+def _problems(rank: object, alpha: float | None, patterns: Sequence[str]) -> list[str]:
+    problems: list[str] = []
     if not isinstance(rank, int) or rank < 1:
         problems.append(f"rank must be an integer of at least 1, got {rank!r}")
     if alpha is not None and not 0 < alpha < math.inf:

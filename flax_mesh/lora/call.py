@@ -1,5 +1,8 @@
 """Calls a model with adapters: the products of adapted weights in its traced program add their low-rank part."""
 
+# Flax has no types for some functions.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,5 +1,8 @@
 """Follows the weights of a model through its traced program to their matrix products."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise

@@ -1,5 +1,8 @@
 """A weight on its way from the state of a model to its matrix products, with the two factors of its adapter."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -14,6 +14,9 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, PeerError
 from flax_mesh.jax_compat import distributed_state
 from flax_mesh.text import processes_text, says
 
+ROOT = "flax_mesh"
+_calls: Counter[str] = Counter()  # global, because jax.distributed is global to a process
+
 _BROADCAST_ERRORS = {kind.__name__: kind for kind in (ConfigError, CheckpointCorruptedError)}
 _TIMEOUT_S = 600  # for the slowest process, which may have to trace a model first
 _PHASE_TIMEOUT_S = 1200  # for the slowest process to complete a phase
@@ -201,10 +204,6 @@ def _differences(all_facts: Sequence[Mapping[str, str]]) -> list[str]:
             each = "; ".join(f"{value} on {processes_text(processes)}" for value, processes in values.items())
             lines.append(f"  {field}: {each}")
     return lines
-
-
-ROOT = "flax_mesh"
-_calls: Counter[str] = Counter()  # global, because jax.distributed is global to a process
 
 
 def put_text(key: str, text: str, *, overwrite: bool = False) -> None:

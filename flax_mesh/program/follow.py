@@ -117,7 +117,7 @@ class _Walk(Generic[T]):
                 self.run((*path, (id(eqn), n)), program, [given[i] for i in at])
                 for n, (program, at) in enumerate(inner.all)
             ]
-            by = sides.pop() if name == WHILE else [facts[at] for at in inner.index]
+            by = sides.pop() if name == WHILE else [facts[at] for at in inner.chooses]
             outs = [functools.reduce(rules.join, each) for each in zip(*sides, strict=True)]
             known = [rules.join(given[at], x) for at, x in zip(inner.carry, outs, strict=False)]
             if known == [given[at] for at in inner.carry]:

@@ -11,6 +11,10 @@
 Other equations have bodies too, such as the sum of a scatter and the kernel of a Pallas call; `bodies` finds them all.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -92,8 +96,9 @@ def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
             "inside of `with jax.ensure_compile_time_eval():`."
         )
     # A jax.Array is placed on a device, but the program may run on others. Numpy arrays can be used on any device.
-    consts = [np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for c in closed.consts]
-    return _program(closed.jaxpr, consts), shape
+    program = program_of(closed)
+    consts = {v: np.asarray(c) if isinstance(c, jax.Array) and not is_key(c) else c for v, c in program.consts.items()}
+    return program._replace(consts=consts), shape
 
 
 def shape_of(x: Any, shape: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
@@ -176,10 +181,7 @@ def flops(eqn: Eqn) -> int:
 
 def program_of(inner: jex.ClosedJaxpr | jex.Jaxpr) -> Program:
     """The program of a jaxpr, closed or not."""
-    return _program(inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else _program(inner, ())
-
-
-def _program(jaxpr: jex.Jaxpr, consts: Sequence[ArrayLike]) -> Program:
+    jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, jex.ClosedJaxpr) else (inner, ())
     names = dict(zip(jaxpr.constvars, consts, strict=True))
     return Program(tuple(jaxpr.eqns), tuple(jaxpr.invars), tuple(jaxpr.outvars), names)
 
@@ -240,7 +242,7 @@ class Bodies(NamedTuple):
     all: Sequence[Body]  # of a while, the body and the test
     carry: Sequence[int] = ()  # the inputs that are variables of a loop; the first outputs are their last values
     rows: Sequence[int] = ()  # the inputs of which a body sees a row, or the part of one device
-    index: Sequence[int] = ()  # the input that chooses a branch
+    chooses: Sequence[int] = ()  # the input that chooses a branch
 
 
 def bodies_of(eqn: Eqn) -> Bodies:
@@ -255,7 +257,7 @@ def bodies_of(eqn: Eqn) -> Bodies:
         carry = inputs[of_test + eqn.params["body_nconsts"] :]
         return Bodies([Body(repeated, inputs[of_test:]), Body(test, [*inputs[:of_test], *carry])], carry)
     if name == COND:
-        return Bodies([Body(program_of(branch), inputs[1:]) for branch in eqn.params["branches"]], index=[0])
+        return Bodies([Body(program_of(branch), inputs[1:]) for branch in eqn.params["branches"]], chooses=[0])
     if name in (*CALLS, SHARD_MAP):
         return Bodies([Body(body(eqn), inputs)], rows=inputs if name == SHARD_MAP else ())
     return Bodies([])

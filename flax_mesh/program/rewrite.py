@@ -14,6 +14,10 @@ Bodies are traced by JAX, and take and return arrays, so a Composite travels thr
 Everywhere else it is the array `Composite.whole()`, and `lost(eqn, composite)` is called first.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -161,7 +165,7 @@ def open_bodies(eqn: Eqn, values: Sequence[Value], call: Call, lost: Lost) -> Se
 
 class _Identity(Flow):
     def opens(self, eqn: Eqn, facts: Sequence[Hashable]) -> bool:
-        return can_open(eqn) and eqn.primitive.name not in _CLOSED and super().opens(eqn, facts)
+        return eqn.primitive.name not in _CLOSED and super().opens(eqn, facts)
 
 
 class _Opening(NamedTuple):
@@ -224,7 +228,7 @@ class _Opening(NamedTuple):
         local = lambda *given: tuple(self.call(0, body(self.eqn), given))  # noqa: E731
         return [*jax.shard_map(local, **shard_map_options(self.eqn))(*values)]
 
-    def cond(self, values: list[Value]) -> list[Value]:
+    def cond(self, values: list[Value]) -> Sequence[Value]:
         def evaluated(number: int, branch: Program) -> Callable[..., list[ArrayLike]]:
             return lambda *given: self.arrays(self.call(number, branch, given))
 

@@ -17,6 +17,8 @@ from flax_mesh.axes import LOGICAL_AXES, AxisName, PartitionAxis, as_tuple
 from flax_mesh.sharding.rules import Finding, RuleMatch, fit_spec
 from flax_mesh.tree import PyTree, named_leaves, path_of
 
+FOLLOWS = "follows"
+
 _Annotation = tuple[AxisName, ...] | PartitionSpec  # the names of the dims of an array
 
 
@@ -87,7 +89,6 @@ def _resolve(
     return tuple(dims), unmapped
 
 
-FOLLOWS = "follows"
 Dims = tuple[int | None, ...]
 
 

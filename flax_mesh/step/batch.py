@@ -1,5 +1,10 @@
 """Batches: the checks of their rows, and their placement on a mesh, as a whole and as equal microbatches."""
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import math
 
 import jax

@@ -4,6 +4,9 @@ The other devices would wait for it in a collective operation until XLA aborts t
 an exception records it and returns zeros, and the host raises the exception later.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any

@@ -64,7 +64,7 @@ def _divisions(program: Program, path: BodyPath, wanted: Sequence[Var], by: _Dep
         seen.add(v)
         if any(by.only_of_batch(divisor, path) for divisor in _divisor(eqn)):
             yield eqn
-        inner = bodies_of(eqn).all if eqn.primitive.name in (*CALLS, COND) else []
+        inner = bodies_of(eqn).all if eqn.primitive.name in (*CALLS, COND) else ()
         for n, (each, _) in enumerate(inner):
             outs = [out for out, of_eqn in zip(each.outputs, eqn.outvars, strict=True) if of_eqn is v]
             yield from _divisions(each, (*path, (id(eqn), n)), outs, by)

@@ -3,6 +3,11 @@
 The plain step and the pipeline both call these functions, so that both compute the same numbers.
 """
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence

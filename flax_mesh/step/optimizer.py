@@ -1,5 +1,9 @@
 """The call of an optax transformation: its arguments, and the parameters that it never updates."""
 
+# JAX, Flax and Optax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownParameterType=false
+# pyright: reportMissingTypeArgument=false, reportMissingTypeStubs=false
+
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,8 +25,10 @@ from flax_mesh.tree import PyTree, named_leaves
 
 # Primitive -> whether its results are zero, from the operands that are.
 _OF_FIRST = ("broadcast_in_dim", "convert_element_type", "copy", "div", "neg", "reshape", "sharding_constraint")
-_ZERO_IF: dict[str, Callable[[Sequence[bool]], bool]] = dict.fromkeys(_OF_FIRST, lambda zeros: zeros[0])
-_ZERO_IF |= {"mul": any, "add": all, "sub": all, "select_n": lambda zeros: all(zeros[1:])}
+_ZERO_IF: dict[str, Callable[[Sequence[bool]], bool]] = {
+    **dict.fromkeys(_OF_FIRST, lambda zeros: zeros[0]),
+    **{"mul": any, "add": all, "sub": all, "select_n": lambda zeros: all(zeros[1:])},
+}
 
 
 def wide(x: jax.Array) -> jax.Array:

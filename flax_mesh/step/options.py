@@ -1,5 +1,9 @@
 """The options of a step and of the layout of its state, which the plain step and a pipeline have in common."""
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
@@ -16,6 +20,9 @@ from flax_mesh.program.program import Program
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.tree import PyTree
+
+UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
+SHARE = 8  # otherwise this part of its memory
 
 Attention = Literal["auto", "blockwise", "as_written"]
 
@@ -89,9 +96,6 @@ def with_keywords(
     of_step: Any = {name: value for name, value in keywords.items() if name not in of_layout}
     return replace(layout, **of_layout), replace(options, **of_step)
 
-
-UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
-SHARE = 8  # otherwise this part of its memory
 
 Rewrite = Callable[[Program], Callable[..., list[jax.Array]] | None]
 

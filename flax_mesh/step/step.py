@@ -1,5 +1,10 @@
 """The train step, (state, batch) -> (state, metrics), for any loss function of any NNX model."""
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false, reportMissingTypeArgument=false
+# pyright: reportMissingTypeStubs=false
+
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterable

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.base import Base
-from flax_mesh.data.batches import prefetch
 from flax_mesh.data.corpus import decode
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.mesh.context import in_mesh
@@ -102,7 +101,7 @@ class _Steps:
     def train(self) -> Status:
         """All steps that remain."""
         status: Status = "finished"
-        with closing(prefetch(self._run.data.batch, self.step, self._run.recipe.run.steps)) as batches:
+        with closing(self._run.data.batches(self.step, self._run.recipe.run.steps)) as batches:
             for index, batch, waited in self._made(batches):
                 if ended := self._train_step(index + 1, batch, waited):
                     status = ended

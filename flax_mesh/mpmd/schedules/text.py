@@ -10,6 +10,7 @@ from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.text import count_text, lines_of, table_text
 
 _MOST_BLOCKS = 6  # of lines, if the schedule is longer than the width
+_MOST_BYTES = 2**27  # the largest file that is read: ten times the size of the largest schedule that can be made
 
 
 @check_types
@@ -97,9 +98,6 @@ def _bars(schedule: Schedule, result: Simulation, per_block: int) -> list[str]:
 
 def _label(result: Simulation) -> int:
     return max((len(str(action)) for action in result.times), default=1)
-
-
-_MOST_BYTES = 2**27  # the largest file that is read: ten times the size of the largest schedule that can be made
 
 
 def is_schedule_file(text: str) -> bool:
