@@ -29,6 +29,7 @@ SLOW = {
     "checkpoints": ["--mib", "16", "--rounds", "1"],
     "compile": ["--layers", "1,2", "--rounds", "1", "--kinds", "scanned;unrolled, plain"],
     "imports": ["--runs", "1"],
+    "initialization": ["--layers", "1,2"],
     "layouts": ["--only", "meshes", "--plans", "4"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "pipeline": ["--microbatches", "4", "--steps", "4", "--ms", "2"],
