@@ -261,7 +261,7 @@ def made_leaves(make: Make, mesh: Mesh | AbstractMesh | None = None) -> list[jax
 def init_state(make: Make, abstract: nnx.State) -> nnx.State:
     """The state of `make()` as arrays, initialized directly with the shardings of `abstract`.
 
-    One compilation initializes model and optimizer. No device stores more than its shards and the temporaries that
+    Arrays of layers that are alike are compiled once. No device stores more than its shards and the temporaries that
     initialize them. On CPUs an initializer returns the same bits on every mesh, except for sums over a split dim;
     other backends round as they do in any other program. See `initialized`.
 

@@ -248,7 +248,7 @@ def _check_optimizer(modules: PyTree) -> None:
 def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
     """Initializes model and optimizer directly sharded, and returns them as a `TrainState`.
 
-    `make` is traced and compiled with the shardings of `abstract` as its output shardings: no device ever stores a
+    `make` is traced once, and compiled with the shardings of `abstract` as output shardings: no device ever stores a
     complete copy of a sharded array. On CPUs the initial values have the same bits on every mesh, except for sums over
     a split dim (see `init_state`).
 

@@ -1,4 +1,6 @@
-"""One process of the tests of meshes, of placement and of fingerprints, started by `run_workers`."""
+"""One process of the tests of meshes, placement, initialization and fingerprints, started by `run_workers`."""
+
+import functools
 
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ import flax_mesh as fm
 from flax_mesh.mesh import describe_mesh
 from flax_mesh.sharding import check_same_on_all_processes
 from tests.multiprocess.processes import run_case
+from tests.sharding.initialize.models import Cheap, Net, Ways, differences, trained
 
 
 def mesh() -> None:
@@ -60,6 +63,17 @@ def fingerprint() -> None:
     with pytest.raises(fm.ShardingError) as error:
         check_same_on_all_processes("another" if rank == 1 else "one", what="rules")
     print(f"process {rank}: {error.value}")
+
+
+def initialization() -> None:
+    """Two processes with 2 devices each."""
+    make = functools.partial(trained, lambda: Net(Cheap))
+    abstract = fm.abstract_state(make, fm.create_mesh((4,), ("fsdp",)), "fsdp", on_mismatch="drop")
+    with pytest.MonkeyPatch.context() as patch:
+        ways = Ways(patch)
+        whole, by_kind = (way(lambda: fm.init_state(make, abstract)) for way in (ways.whole, ways.by_kind))
+    assert differences(whole, by_kind) == []
+    assert any(not x.is_fully_addressable for x in jax.tree.leaves(by_kind))
 
 
 if __name__ == "__main__":

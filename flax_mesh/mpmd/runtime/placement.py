@@ -140,7 +140,7 @@ def chunked(owners: Sequence[LeafOwner], values: Sequence[PyTree]) -> list[Value
 
 
 def init_leaves(make: Make, placement: Placement, meshes: Mapping[int, Mesh]) -> tuple[jax.Array, ...]:
-    """Initializes all leaves directly sharded on their groups, with one compilation per group.
+    """Initializes all leaves directly sharded on their groups, with one trace per group.
 
     `meshes` has the local groups. Leaves of other groups are arrays without local shards.
     """

@@ -33,7 +33,6 @@ LAST = 6  # one plan in so many is of a change that is tried with the best layou
 SCORED, NEAR = 4096, 1024  # layouts that are judged for each plan: at random, and next to each of the two best
 SAME = 0.01  # relative difference of times that is less than the error of a plan
 OPTIMISM = 0.2  # standard deviations below the mean at which a layout is judged that is not planned yet
-MOST = 3  # layouts to compile
 COUNT = re.compile(r"([\w.-]+):([0-9]{1,7})")
 GPUS_PER_HOST = 8
 

@@ -25,10 +25,14 @@ PROGRAM, EARLY = 15, 100  # another program; the early values, since most of the
 
 
 def initialized(leaves: Callable[[], list[jax.Array]], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
-    """The arrays of `leaves()`, computed directly with `shardings`.
+    """The arrays of `leaves()`, computed directly with `shardings`, in one trace.
+
+    Layers have equal arrays, and XLA would compile them again for each: one program computes all kinds of arrays of
+    which there are equally many, and is called for each of them with other random keys. One program computes all arrays
+    if this costs less, or if `leaves` must not be cut (`cut`). The bits are the same.
 
     On CPUs every element is computed and rounded alike on every mesh, whatever the shape of a shard is: see
-    `reproducible_cpu_options`. The program compiles slightly faster, and computes random numbers about seven times
+    `reproducible_cpu_options`. The programs compile slightly faster, and compute random numbers about seven times
     slower. Sums over a dim that is split between devices, such as the norm of a row or a product of matrices, may still
     differ by rounding, since every mesh adds other partial sums; so may a few elements of jax.random.beta, and on other
     backends all functions of draws. JAX's random bits, and uniform values, are the same everywhere.

@@ -8,6 +8,9 @@ next to nothing may be in several slices; outputs that share any other equation,
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jax.sharding import Sharding
+
+from flax_mesh.program.equations import SHARD_MAP
 from flax_mesh.program.program import (
     Eqn,
     Program,
@@ -46,7 +49,8 @@ class Cut(NamedTuple):
 def cut(program: Program) -> Cut | None:
     """The slices of a program without inputs; None if it must not be cut.
 
-    It must not be cut if it has effects or calls the host, nor on Explicit axes, where every value belongs to a mesh.
+    It must not be cut if it has effects or calls the host, nor if values belong to a mesh: on Explicit axes, and in
+    `jax.shard_map`.
     """
     if any(map(_is_whole, program.eqns)):
         return None
@@ -67,8 +71,8 @@ def cut(program: Program) -> Cut | None:
 
 
 def _is_whole(eqn: Eqn) -> bool:
-    """Whether an equation, or one in its bodies, has effects, calls the host, or is on Explicit axes."""
-    if eqn.effects or "callback" in eqn.primitive.name:
+    """Whether an equation, or one in its bodies, must not be cut from others."""
+    if eqn.effects or "callback" in eqn.primitive.name or eqn.primitive.name == SHARD_MAP:
         return True
     if any(has_explicit_axes(v.aval.sharding.mesh) for v in eqn.outvars if hasattr(v.aval, "sharding")):
         return True
@@ -85,8 +89,11 @@ def _is_whole_number(v: Var) -> bool:
 
 
 def _is_exact(eqn: Eqn) -> bool:
-    """Whether nothing in an equation is rounded."""
-    if eqn.primitive.name in DRAWS or not all(map(_is_whole_number, eqn.outvars)):
+    """Whether nothing in an equation is rounded, or placed on a mesh."""
+    params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
+    if eqn.primitive.name in DRAWS or any(isinstance(x, Sharding) for x in params):
+        return False
+    if not all(map(_is_whole_number, eqn.outvars)):
         return False
     return all(_is_exact(inner) for each in bodies(eqn) for inner in each.eqns)
 

@@ -32,6 +32,8 @@ class Cheap(nnx.Module):
         self.rope = nnx.Variable(jnp.cos(jnp.arange(32)[:, None] * 10000.0 ** (-jnp.arange(8) / 8)))
         self.numbers = nnx.List([nnx.Variable(x) for x in (jnp.asarray(3), jnp.add(1, layer), jnp.full(8, 3))])
         self.more = nnx.List([nnx.Variable(x) for x in (jnp.asarray(True), jnp.arange(8, dtype=jnp.int8))])
+        on_mesh = jax.lax.with_sharding_constraint(jnp.arange(8) + layer, jax.P())
+        self.on_mesh = nnx.Variable(on_mesh)
         self.of_layer = nnx.Variable(jnp.asarray(layer, jnp.int32))
         self.keys = nnx.List([nnx.Variable(jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(KEY)), layer))])
         self.keys.append(nnx.Variable(jax.random.fold_in(RAW, layer)))

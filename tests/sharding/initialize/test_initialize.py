@@ -12,6 +12,7 @@ import flax_mesh as fm
 from flax_mesh.program.program import trace
 from flax_mesh.sharding.initialize.kinds import Kinds
 from flax_mesh.sharding.initialize.slices import cut
+from tests.multiprocess.processes import assert_all_done, run_workers
 from tests.sharding.initialize.models import Cheap, Dear, Net, Ways, differences, draw, trained
 
 FLAT = ((8,), ("fsdp",), "auto", "fsdp")
@@ -87,6 +88,11 @@ def on_explicit_axes():
         return [draw(key(0), (64, 64), out_sharding=jax.P("fsdp"))]
 
 
+def mapped():
+    mesh = fm.create_mesh((8,), ("fsdp",)).abstract_mesh
+    return [jax.shard_map(jnp.cos, mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(jnp.ones(8))]
+
+
 SLICES = {
     fills: [(0,), (1,)],
     shared: [(0, 1, 3), (2,)],
@@ -96,6 +102,7 @@ SLICES = {
     called: None,
     printed: None,
     on_explicit_axes: None,
+    mapped: None,
 }
 
 
@@ -188,3 +195,9 @@ def test_an_initialization_can_be_traced(monkeypatch):
     abstract = fm.abstract_state(make, fm.create_mesh((8,), ("fsdp",)), "fsdp", on_mismatch="drop")
     shapes = jax.eval_shape(lambda: fm.init_state(make, abstract))
     assert jax.tree.map(lambda x: x.shape, shapes) == jax.tree.map(lambda x: x.shape, abstract)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_bits_of_one_program():
+    ended = run_workers("initialization", 2, 2, module="tests.sharding.process_worker")
+    assert_all_done(ended, "initialization is done")
