@@ -36,6 +36,12 @@ SLOW = {
     "remat": ["--layers", "4", "--width", "32", "--sequence", "16", "--steps", "2", "--dtypes", "bfloat16"],
     "safetensors": ["--layers", "1", "--rounds", "1"],
     "train": ["--rounds", "2", "--steps", "4", "--layers", "1", "--width", "32", "--length", "32"],
+    "start": [
+        "--runs",
+        "1",
+        "--settings",
+        "model.num_layers=1 model.hidden_size=32 mesh.shape=fsdp:1 run.platform=cpu",
+    ],
     "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
 }
 
