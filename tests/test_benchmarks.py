@@ -29,6 +29,12 @@ SLOW = {
     "peers": ["--rounds", "1", "--only", "import"],
     "pipeline": ["--microbatches", "4", "--steps", "4"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
+    "start": [
+        "--runs",
+        "1",
+        "--settings",
+        "model.num_layers=1 model.hidden_size=32 mesh.shape=fsdp:1 run.platform=cpu",
+    ],
     "step": ["--rounds", "2", "--leaves", "4", "--devices", "1,2"],
 }
 
