@@ -28,6 +28,7 @@ SLOW = {
     "attention": ["--only", "functions", "--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
     "checkpoints": ["--mib", "16", "--rounds", "1"],
     "compile": ["--layers", "1,2", "--rounds", "1", "--kinds", "scanned;unrolled, plain"],
+    "generate": ["--size", "tiny", "--tokens", "16", "--length", "16", "--prompts", "1,2", "--rounds", "1"],
     "imports": ["--runs", "1"],
     "layouts": ["--only", "meshes", "--plans", "4"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
