@@ -25,6 +25,7 @@ QUICK = {
 SLOW = {
     "attention": ["--masks", "causal", "--lengths", "1024", "--pairs", "1", "--heads", "2"],
     "initialization": ["--layers", "1,2"],
+    "generate": ["--size", "tiny", "--tokens", "16", "--length", "16", "--prompts", "1,2", "--rounds", "1"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
     "peers": ["--rounds", "1", "--only", "import"],
     "pipeline": ["--microbatches", "4", "--steps", "4"],
