@@ -30,7 +30,6 @@ class SearchResult:
     optimal: bool  # proven: the makespan equals the lower bound
     best_named: str | None
     best_named_makespan: float | None
-    interrupted: bool = False  # by Ctrl-C
 
     @property
     def gap(self) -> float:
@@ -55,8 +54,7 @@ def search_schedule(
     A beam search extends partial schedules, ranked by a lower bound on their makespan; see `beam.py`. The result is
     never slower than a named schedule that fits the memory limit, including the V schedule of that limit. It is a
     deterministic function of the arguments: `seconds` is converted into a number of partial schedules at a fixed rate.
-    The search stops early if the schedule is proven optimal. Ctrl-C (KeyboardInterrupt) ends it as well; the result is
-    then the best schedule so far.
+    The search stops early if the schedule is proven optimal.
 
     Args:
         costs: (F, B, W) or (F, B, W, T) of every stage, in any unit of time; see `StageCost`.
@@ -96,7 +94,10 @@ def search_schedule(
     for placement in _that_fit(_placements(len(stages), num_groups, stage_to_group), limits):
         problem = make_problem(stages, num_microbatches, placement, limits, splits_backward)
         searches.append(_Search(problem, stages, placement))
-    interrupted = _run(searches, seconds, seed)
+    for search in searches:
+        search.try_named()
+        search.bound = max(search.bound, lower_bound(search.problem))
+        search.improve_schedule(seconds * _WORK_PER_SECOND / len(searches), seed)
     best = min(searches, key=lambda search: search.value)
     bound = min(search.bound for search in searches)  # the bound of a placement holds for it only
     named = min((search for search in searches if search.named), key=lambda search: search.named_value, default=None)
@@ -108,7 +109,6 @@ def search_schedule(
         optimal=best.value[0] <= bound * (1 + TOLERANCE),
         best_named=named and named.named,
         best_named_makespan=named and named.of_named.makespan,
-        interrupted=interrupted,
     )
 
 
@@ -147,24 +147,6 @@ def _placements(num_stages: int, num_groups: int, stage_to_group: Sequence[int] 
     return [in_turn, (*range(num_groups), *reversed(range(num_groups)))]  # the placement of the V schedules
 
 
-def _run(searches: Sequence["_Search"], seconds: float, seed: int) -> bool:
-    """Run all searches within `seconds`. Returns whether Ctrl-C has ended them.
-
-    Ctrl-C may stop the search at any point. The named schedules and the bounds of all placements therefore come
-    before the beam searches, which take most of the time.
-    """
-    try:
-        for search in searches:
-            search.try_named()
-        for search in searches:
-            search.improve_bound()
-        for search in searches:
-            search.improve_schedule(seconds * _WORK_PER_SECOND / len(searches), seed)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 def _that_fit(placements: Sequence[tuple[int, ...]], limits: Sequence[float]) -> list[tuple[int, ...]]:
     """The placements in which every group can store one microbatch of its stages. ValueError if none fits."""
     fitting: list[tuple[int, ...]] = []
@@ -183,7 +165,7 @@ def _that_fit(placements: Sequence[tuple[int, ...]], limits: Sequence[float]) ->
 
 
 class _Search:
-    """The best schedule of one placement and a lower bound so far. Both are valid whenever a method is interrupted."""
+    """The best schedule of one placement and a lower bound so far."""
 
     def __init__(self, problem: Problem, stages: Sequence[StageCost], stage_to_group: Sequence[int]):
         self.problem, self.stages, self.stage_to_group = problem, stages, stage_to_group
@@ -212,9 +194,6 @@ class _Search:
                 self.named, self.of_named = schedule.name, simulated
                 if self.named_value <= self.value:
                     self.schedule, self.simulated = schedule, simulated
-
-    def improve_bound(self) -> None:
-        self.bound = max(self.bound, lower_bound(self.problem))
 
     def improve_schedule(self, most_work: float, seed: int) -> None:
         searches = {False: BeamSearch(self.problem), True: BeamSearch(reverse(self.problem))}

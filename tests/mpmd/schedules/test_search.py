@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import signal
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +16,6 @@ from flax_mesh.mpmd.schedules import (
     search_schedule,
     simulate,
 )
-from flax_mesh.mpmd.schedules.beam import BeamSearch
 from flax_mesh.mpmd.schedules.lower_bound import lower_bound, make_problem, reverse, tails
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
 from tests.benchmarks.schedules import cases
@@ -171,35 +169,6 @@ def test_bad_arguments_are_named(arguments, message):
     defaults = {"costs": [(1, 1, 1)] * 4, "memory_limit": 4, "num_microbatches": 8}
     with pytest.raises(ValueError, match=message):
         search_schedule(**{**defaults, **arguments})
-
-
-def test_ctrl_c_ends_the_search_with_the_best_schedule_so_far(monkeypatch):
-    whole, calls = BeamSearch.run, itertools.count(1)
-
-    def run(self, *args, **kwargs):
-        if next(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
-        return whole(self, *args, **kwargs)
-
-    case = max(cases(), key=lambda case: len(case.costs) * case.num_microbatches)
-    finished = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=0.1)
-    monkeypatch.setattr(BeamSearch, "run", run)
-    found = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=1e308)
-    assert found.interrupted and next(calls) == 7 and not finished.interrupted
-    check_schedule(found.schedule, case.memory)
-    assert found.makespan == simulate(found.schedule, case.costs).makespan
-    assert found.lower_bound <= finished.makespan
-    assert (found.best_named, found.best_named_makespan) == (finished.best_named, finished.best_named_makespan)
-
-
-def test_ctrl_c_while_the_bound_is_computed_leaves_a_valid_bound(monkeypatch):
-    monkeypatch.setattr("flax_mesh.mpmd.schedules.search.lower_bound", lambda _: signal.raise_signal(signal.SIGINT))
-    found = search_schedule([(1, 1, 1), (2, 2, 2)], 2, num_microbatches=4)
-    assert found.interrupted and found.best_named == "zb-h1"
-    assert found.lower_bound == pytest.approx(4 * 6) and found.lower_bound < found.makespan
-
-
-# --- the lower bound ---
 
 
 def test_known_optimal_schedules_meet_the_lower_bound():
