@@ -112,12 +112,12 @@ class Chip:
 
 
 def _tpu(name: str, **values: Any) -> Chip:
-    return Chip(name, "tpu", **{"overlap_fraction": 0.4, "indexed_fraction": 0.2} | values)
+    return Chip(name, "tpu", overlap_fraction=0.4, indexed_fraction=0.2, **values)
 
 
-def _gpu(name: str, **values: Any) -> Chip:
-    usual = {"matmul_fraction": 0.7, "overlap_fraction": 0.5, "link_fraction": 370 / 450, "host_bandwidth": 6.4e10}
-    return Chip(name, "gpu", **{"kinds": (name,), "domain": 8} | usual | values)
+def _gpu(name: str, kinds: tuple[str, ...] = (), domain: int = 8, host: float = 6.4e10, **values: Any) -> Chip:
+    values |= {"kinds": kinds or (name,), "domain": domain, "host_bandwidth": host}
+    return Chip(name, "gpu", matmul_fraction=0.7, overlap_fraction=0.5, link_fraction=370 / 450, **values)
 
 
 # Of several GPUs whose kinds match, the one with the longest kind is used: "H100 PCIe" before "H100".
@@ -149,7 +149,7 @@ CHIPS = (
          pod=(16, 24, 24), wrap="cubes", devices_per_chip=2,
          matmul_fraction=0.8, matrix_unit=256),
     _gpu("A100", peak_flops={"bfloat16": 312e12, "int8": 620e12}, memory=80e9, memory_bandwidth=2.0e12,
-         link_bandwidth=300e9, network_bandwidth=25e9, host_bandwidth=3.2e10),
+         link_bandwidth=300e9, network_bandwidth=25e9, host=3.2e10),
     _gpu("H100",
          peak_flops={"bfloat16": 989e12, "float8": 2000e12, "int8": 2000e12}, memory=80e9, memory_bandwidth=2.9e12,
          link_bandwidth=450e9, network_bandwidth=50e9),

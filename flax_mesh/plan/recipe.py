@@ -109,9 +109,9 @@ def plan_program(program: TrainProgram, topology: Topology, limit: int | None = 
         program.step.eval_shape(*arguments)  # `estimate` reuses the trace
     options = _options(recipe.step_options.compiler_options)
     estimated = estimate(program.step, arguments, sizes, topology.chip.platform, **options)
-    roles, stated = _roles(arguments, _vocabulary(recipe.model)), _stated(recipe, program.num_parameters)
-    given = Given(recipe.model, recipe.optimizer.settings, sizes)
-    forecast = _assemble(topology, sizes, estimated, roles, stated, given, limit)
+    roles = _roles(arguments, int(getattr(recipe.model, "vocab_size", 0) or 0))
+    stated = _stated(recipe, program.num_parameters)
+    forecast = _assemble(topology, sizes, estimated, roles, stated, _given(recipe), limit)
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 
@@ -209,10 +209,6 @@ def _limit(devices: Sequence[Any]) -> int | None:
 def _stated(recipe: Recipe, num_parameters: int) -> Stated:
     tokens, count = recipe.tokens_per_step, recipe.flops_per_token
     return tokens, None if tokens is None or count is None else tokens * count(num_parameters)
-
-
-def _vocabulary(model: object) -> int:
-    return int(getattr(model, "vocab_size", 0) or 0)
 
 
 def _roles(arguments: Sequence[PyTree], vocabulary: int) -> Roles:

@@ -30,13 +30,14 @@ from flax_mesh.tree import PyTree, Shaped, check_dtype
 Tree = TypeVar("Tree")
 _Bounds = tuple[int, int]  # start and stop of a dim
 REPAIR = "Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
+THREADS = 4  # parameters that are read at a time; the slices that this process needs of each are on the host
 _BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
 COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
 
 
 @check_types
 def load_safetensors(
-    folder: str | Path, abstract: Tree, names: Iterable[ParamMapping], *, ignore: Iterable[str] = (), threads: int = 4
+    folder: str | Path, abstract: Tree, names: Iterable[ParamMapping], *, ignore: Iterable[str] = ()
 ) -> Tree:
     """Load parameters from safetensors directly into the layout of `abstract`.
 
@@ -49,7 +50,6 @@ def load_safetensors(
             `fm.abstract_state` returns them, or arrays.
         names: Table of names and dims, such as `DECODER_NAMES["llama"]`.
         ignore: Regular expressions for names of arrays in the folder that have no effect in this model.
-        threads: Number of parameters read at a time. The slices that this process needs of each are on the host.
 
     Returns:
         A tree of the same structure as `abstract`, of arrays.
@@ -78,7 +78,7 @@ def load_safetensors(
         raise ConfigError(
             [Problem("", line, can_ignore=True) for line in path_lines(problems)], head=head, repair=REPAIR
         )
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         arrays = list(pool.map(lambda param: _load(param, stored), params))
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 

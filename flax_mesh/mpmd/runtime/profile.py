@@ -23,7 +23,7 @@ from flax_mesh.mpmd.runtime.executor import ScheduleRun
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
 from flax_mesh.mpmd.schedules.draw import Event, draw_timeline_svg, events_of
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
-from flax_mesh.mpmd.schedules.simulate import Costs, StageCost, simulate
+from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
 from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import PyTree
@@ -56,20 +56,18 @@ class Timeline:
         """Idle fraction of the groups' time."""
         return 1 - self.overlap / self.schedule.num_groups if self.span else 0.0
 
-    def write(self, path: str | Path, costs: Costs | None = None) -> tuple[Path, Path]:
+    def write(self, path: str | Path) -> tuple[Path, Path]:
         """Write the trace to `path` and the picture to the same path with suffix .svg; returns both paths.
 
-        Both also show the simulated schedule. `costs` are its costs, for example from `measure_costs`; by default the
-        medians of the measured times.
+        Both also show the schedule, simulated with the medians of the measured times.
         """
         path = user_path(path)
         if path.suffix == ".svg":
             trace = path.with_suffix(".json")
             raise ValueError(f"{path} is the path of the picture; use another suffix for the trace, such as {trace}.")
-        costs = costs_of(self) if costs is None else costs
-        path.write_text(json.dumps(chrome_trace(self, costs)))
+        path.write_text(json.dumps(chrome_trace(self)))
         picture = path.with_suffix(".svg")
-        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs, unit="ms"))
+        picture.write_text(draw_timeline_svg(self.schedule, self.events, costs_of(self), unit="ms"))
         return path, picture
 
 
@@ -196,13 +194,10 @@ def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
     return tuple(StageCost(*(median(took.get((kind, stage), [0.0])) for kind in "FBW")) for stage in stages)
 
 
-def chrome_trace(timeline: Timeline, costs: Costs | None = None) -> dict[str, Any]:
-    """The timeline and its simulation in Trace Event Format, for Perfetto and chrome://tracing, one row per group.
-
-    `costs` are the costs of the simulation, as in `Timeline.write`.
-    """
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """The timeline and its simulation in Trace Event Format, for Perfetto and chrome://tracing, one row per group."""
     schedule = timeline.schedule
-    result = simulate(schedule, costs_of(timeline) if costs is None else costs)
+    result = simulate(schedule, costs_of(timeline))
     panels = {MEASURED: ("measured", timeline.events), SIMULATED: ("simulated", events_of(schedule, result))}
     entries: list[dict[str, object]] = []
     for process, (title, events) in panels.items():

@@ -92,15 +92,12 @@ def _table(search: LayoutSearch, width: int) -> str:
         mfu = "" if planned.plan.time.mfu is None else f"{planned.plan.time.mfu:.1%}"
         memory = number(planned.plan.memory.peak / 2**30)
         numbers = [f"{1 / planned.seconds_per_token:,.0f}", time_text(planned.plan.time.seconds), mfu, memory]
-        rows.append([*numbers, _words(planned), comparison(planned, first)])
+        words = " ".join(overrides(planned.settings)) or "(as in the recipe)"
+        rows.append([*numbers, words, comparison(planned, first)])
     heads = [f"{first.unit}/s", *HEADS]
     text = Table(heads, rows, right=heads[:4], wrap=heads[4:]).to_text(width)
     rest = len(search.planned) - MOST_LAYOUTS
     return text if rest <= 0 else f"{text}\nand {count_text(rest, 'more layout')} that were planned; all are in --json"
-
-
-def _words(planned: Planned) -> str:
-    return " ".join(overrides(planned.settings)) or "(as in the recipe)"
 
 
 def _excluded(search: LayoutSearch, width: int) -> str:
