@@ -129,6 +129,8 @@ def test_a_state_is_the_same_after_it_was_saved_or_one_line():
         with pytest.raises(ConfigError, match=r"^get_state of the iterator of make_batches must return bytes or") as e:
             encode(state)
         assert len(e.value.problems) == 1
+    for state in ([], {}, {"json": 1, "base64": ""}, {"base64": "%"}, {"base64": 3}, {"other": 1}, "text"):
+        assert not is_state(state)
 
 
 class Refills(Count):
@@ -340,11 +342,10 @@ def test_a_saved_state_that_no_run_writes_or_that_the_iterator_refuses_is_an_err
     path = tmp_path / "run" / "checkpoints" / "2" / "metadata" / "metadata"
     record = json.loads(path.read_text())
     assert record["data"]["state"].keys() == {"json"}
-    for state in ([], {}, {"json": 1, "base64": ""}, {"base64": "%"}, {"base64": 3}, {"other": 1}, "text"):
-        record["data"]["state"] = state
-        path.write_text(json.dumps(record))
-        with pytest.raises((CheckpointCorruptedError, ConfigError), match=r"its state|damaged|metadata"):
-            run(config)
+    record["data"]["state"] = {"base64": "%"}
+    path.write_text(json.dumps(record))
+    with pytest.raises((CheckpointCorruptedError, ConfigError), match=r"its state|damaged|metadata"):
+        run(config)
 
 
 def test_make_batches_is_called_once_and_its_first_batch_is_not_consumed(tmp_path, text):
