@@ -84,6 +84,11 @@ def open_reference(config):
     settings = [f"model.{name}={getattr(config.model, name)}" for name in COMPUTED_AS]
     shape = [] if "pp" in config.mesh.shape else [f"mesh.shape={config.mesh.shape}"]  # without: as many as possible
     trained = open_trained(config.checkpoint.start_from, [*settings, *shape], average=False)
+    if trained.source.lora.rank and trained.source.lora != config.lora:
+        raise ValueError(
+            "checkpoint.start_from has adapters, which a run with other settings lora.* leaves out; set the same ones, "
+            "or start from its export: flax-mesh checkpoint export"
+        )
     graphdef, state = nnx.split(trained.model)
     everywhere = jax.NamedSharding(trained.mesh, jax.P())  # so that every process can read the results
 
@@ -92,11 +97,15 @@ def open_reference(config):
         return token_log_probs(nnx.merge(graphdef, state), batch)
 
     def log_probs(batch):
-        count = config.pipeline.num_microbatches
-        parts = [{name: np.split(x, count)[i] for name, x in batch.items()} for i in range(count)]
-        with jax.set_mesh(trained.mesh):
-            placed = [place_batch(part, trained.mesh, config.model.axes) for part in parts]
-            return np.concatenate([np.asarray(compute(state, part)) for part in placed])
+        rows = len(batch["inputs"]) // config.pipeline.num_microbatches
+        padding = [(0, -rows % trained.mesh.size), (0, 0)]  # the mesh may divide more rows than the mesh of a pipeline
+        results = []
+        for first in range(0, len(batch["inputs"]), rows):
+            part = {name: np.pad(x[first : first + rows], padding) for name, x in batch.items()}
+            with jax.set_mesh(trained.mesh):
+                placed = place_batch(part, trained.mesh, config.model.axes)
+                results.append(np.asarray(compute(state, placed))[:rows])
+        return np.concatenate(results)
 
     return log_probs
 

@@ -120,8 +120,9 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
 def read_rows(
     config: ChatConfig, folder: str, vocab_size: int, encode: Callable[[Encoder, bytes], Row]
 ) -> tuple[list[Row], str]:
-    """The documents of all rows, which `encode` makes from their lines, and a description. The ConfigError has a line
-    for every row that cannot be used.
+    """The documents of all rows, which `encode` makes from their lines, and a description of them.
+
+    Raises a ConfigError with a line for every row that cannot be used.
     """
     if problems := check_data_config(config):
         raise ConfigError(problems)

@@ -25,7 +25,7 @@ from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import assert_equal, decide_at_process_0
 from flax_mesh.text import count_text
 
-CHOSEN, REJECTED = ANSWERS = ("chosen", "rejected")
+ANSWERS = ("chosen", "rejected")
 FORMATS = (("prompt", *ANSWERS), ANSWERS)
 FILE = "reference.npz"
 LOGGER = logging.getLogger(__name__)

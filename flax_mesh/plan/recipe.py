@@ -111,7 +111,8 @@ def plan_program(program: TrainProgram, topology: Topology, limit: int | None = 
     estimated = estimate(program.step, arguments, sizes, topology.chip.platform, **options)
     roles = _roles(arguments, int(getattr(recipe.model, "vocab_size", 0) or 0))
     stated = _stated(recipe, program.num_parameters)
-    forecast = _assemble(topology, sizes, estimated, roles, stated, _given(recipe), limit)
+    given = Given(recipe.model, recipe.optimizer.settings, sizes)  # the sizes of a target may have -1
+    forecast = _assemble(topology, sizes, estimated, roles, stated, given, limit)
     return replace(forecast, notes=_notes(recipe, topology, forecast.time))
 
 

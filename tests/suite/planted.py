@@ -48,6 +48,10 @@ PLANTED = (
     ("flax_mesh/models/ops/lookup.py", "change_VD.astype(jnp.float32)", "change_VD"),
     # A target outside of the vocabulary has a finite loss.
     ("flax_mesh/models/cross_entropy.py", "targets < logits.shape[-1], jnp.float32(1), jnp.nan", "True, 1.0, jnp.nan"),
+    # Every pair has the reference of the one before it.
+    ("flax_mesh/data/preferences.py", "= self.reference[index]", "= self.reference[index - 1]"),
+    # The gradients of all tokens of a chunk count alike.
+    ("flax_mesh/models/cross_entropy.py", "d_GCV = d_GCV * g_NGC[n][..., None]", "d_GCV = d_GCV * g_NGC.mean()"),
     # A mask of positions that are converted to integers: blocks that it leaves are skipped.
     ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
     # Keys that do not exist are divisors of 0.

@@ -137,5 +137,6 @@ def test_runs_start_at_log_2_agree_on_all_meshes_and_resume_bit_for_bit(tmp_path
     with np.load(file) as arrays:  # a mistake: the reference of other rows
         np.savez(file.with_name("other.npz"), key=arrays["key"], reference=arrays["reference"][::-1])
     file.with_name("other.npz").replace(file)
+    config = config_of(tmp_path, "killed", "mesh.shape=fsdp:2,sp:2")
     with pytest.raises(ConfigError, match=r"rows of data.source: 40 rows -> "):
-        run(config_of(tmp_path, "killed", "mesh.shape=fsdp:2,sp:2", "run.steps=6"))
+        run(replace(config, run=replace(config.run, steps=6)))
