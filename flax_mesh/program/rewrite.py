@@ -181,6 +181,12 @@ class _Opening(NamedTuple):
     def variables(self, outs: Sequence[Value]) -> list[Value]:
         return [x for n, x in enumerate(self.arrays(outs)) if n not in self.same]
 
+    def start(self, values: Sequence[Value], body: Callable[[], Sequence[Value]]) -> list[Value]:
+        """The variables before a loop. If it changes Composites, `body` with them is traced: its uses come first."""
+        if any(isinstance(x, Composite) and n not in self.same for n, x in enumerate(values)):
+            jax.eval_shape(lambda: [*map(whole, body())])
+        return self.variables(values)
+
     def carry(self, variables: Sequence[Value], count: int) -> list[Value]:
         """Inverse of `variables`: all that a body calls the variables of its loop."""
         current = iter(variables)
@@ -250,7 +256,11 @@ class _Opening(NamedTuple):
             after, stacked = parts.outputs(self.arrays(self.call(0, parts.body, [*consts, *carry, *rows])))
             return self.variables(after), stacked
 
-        after, stacked = parts.run(step, self.variables(start), rows)
+        def body() -> Sequence[Value]:
+            call = lambda x: [*map(whole, self.call(0, parts.body, [*consts, *start, *x]))]  # noqa: E731
+            return parts.run(lambda carry, x: (carry, call(x)), 0, rows)[1]
+
+        after, stacked = parts.run(step, self.start(start, body), rows)
         return [*self.carry(after, parts.num_carry), *stacked]
 
     def while_(self, values: list[Value]) -> list[Value]:
@@ -260,7 +270,8 @@ class _Opening(NamedTuple):
             current = dict(zip(numbers, self.carry(variables, len(numbers)), strict=True))
             return self.call(number, each.program, [current.get(at, values[at]) for at in each.at])
 
-        start = self.variables([values[at] for at in numbers])
+        body = lambda: self.call(0, repeated.program, [values[at] for at in repeated.at])  # noqa: E731
+        start = self.start([values[at] for at in numbers], body)
         step = lambda variables: self.variables(call(0, repeated, variables))  # noqa: E731
         after = jax.lax.while_loop(lambda variables: call(1, test, variables)[0], step, start)
         return self.carry(after, len(numbers))

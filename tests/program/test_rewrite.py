@@ -201,3 +201,17 @@ def test_a_branch_that_returns_either_of_two_equal_operands_returns_the_weight()
 
     program, _ = trace(chosen, X, W)
     jax.eval_shape(lambda x, w: with_adapter(program, x, w), X, W)
+
+
+@pytest.mark.parametrize("name", ["scan", "while"])
+def test_a_loop_that_changes_a_weight_reports_the_use_in_it_first(name: str):
+    step = lambda x, w: (x @ w[0], w * 2)  # noqa: E731
+    loops = {
+        "scan": lambda x, w: jax.lax.scan(lambda c, row: (step(*c), row), (x, w), w)[0],
+        "while": lambda x, w: jax.lax.while_loop(lambda c: c[0].sum() < 1, lambda c: step(*c), (x, w)),
+    }
+    program, _ = trace(loops[name], X, W)
+    uses: list[str] = []
+    weight, report = Weight(W, None, None, "w", (0, 1, 2)), lambda eqn, weight: uses.append(eqn.primitive.name)
+    jax.eval_shape(lambda x: evaluate_products(program, [x, weight], lambda *_: None, report), X)
+    assert uses[0] == "mul" and name in uses
