@@ -9,9 +9,11 @@ groups and reads nothing. Targets: `over bare` 1.1, `dispatches` 0.125, `bytes/f
 parameters and the keys and values of all slots once; bytes are of the list of layers, as XLA counts loops once.
 """
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +24,6 @@ from flax_mesh.hardware import chip_of
 from flax_mesh.models import Decoder, DecoderConfig, Sampling, generate, make_decoder
 from flax_mesh.models.generation.batches import Batches
 from flax_mesh.models.generation.programs import GROUP, Computed, Programs
-from tests.benchmarks.common.peers import peer
 from tests.benchmarks.common.report import options, report, use_cpu
 
 SIZES = {
@@ -92,8 +93,8 @@ def bytes_of(model: Decoder, rows: int, length: int, tokens: int) -> tuple[float
 
 
 def with_transformers(config: DecoderConfig, rows: int, length: int, tokens: int) -> Callable[[], None] | None:
-    transformers, torch = peer("transformers"), peer("torch")
-    if transformers is None or torch is None or not torch.cuda.is_available():
+    transformers, torch = map(importlib.import_module, ("transformers", "torch"))
+    if not torch.cuda.is_available():
         return None
     sizes = {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "intermediate_size": config.mlp_size}
     sizes |= {"num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads}
@@ -123,7 +124,7 @@ def times_of(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
 
 def measure(given: Any, config: DecoderConfig, model: Decoder, rows: int) -> dict[str, Any]:
     sizes = (rows, given.length, given.tokens)
-    ways = {name: lambda way=way: way(model, *sizes) for name, way in WAYS.items()}
+    ways: dict[str, Callable[[], None]] = {name: partial(way, model, *sizes) for name, way in WAYS.items()}
     if given.peer and (other := with_transformers(config, *sizes)):
         ways["transformers"] = other
     times = {name: 1e3 * each / given.tokens for name, each in times_of(ways, given.rounds).items()}

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -28,10 +29,12 @@ from flax_mesh.models.decoder import next_token_loss
 from flax_mesh.sharding.initialize import run
 from flax_mesh.train import init_train_state, make_train_step
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
-from tests.benchmarks.compile import LENGTH, ROOT, ROWS, SIZES
 from tests.sharding.initialize.models import differences, trained
 
+ROOT = Path(__file__).parent.parent.parent
 TARGET = 0.25
+ROWS, LENGTH = 4, 128
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}
 Result = TypeVar("Result")
 
 

@@ -104,8 +104,9 @@ def match_tasks(given: Any) -> Iterator[Task]:
         others[name] = functools.partial(module.match_partition_rules, specs)
         if name == "scalax":
             others[name] = module.TreePathShardingRule(*specs).apply
-    for kind, layers in itertools.product(("dict", "state"), given.layers):
-        yield match_task(kind, layers, others)
+    for kind in ("dict", "state"):
+        for layers in given.layers:
+            yield match_task(kind, layers, others)
 
 
 def match_task(kind: str, layers: int, others: dict[str, Callable[[Any], Any]]) -> Task:
@@ -242,7 +243,9 @@ def rows_of(task: str, times: dict[str, list[float]], compiled: dict[str, int]) 
 
 
 def measure_imports(rounds: int) -> list[dict[str, Any]]:
-    times: dict[str, list[float]] = {name: [] for name in ("flax_mesh", "flax_mesh.train", *map(PEERS.get, peers()))}
+    times: dict[str, list[float]] = {
+        name: [] for name in ("flax_mesh", "flax_mesh.train", *(PEERS[name] for name in peers()))
+    }
     for _, name in itertools.product(range(rounds), times):
         command = [sys.executable, "-c", IMPORT.format(name=name)]
         times[name].append(float(subprocess.check_output(command, text=True).splitlines()[-1]))

@@ -348,7 +348,7 @@ def test_a_folder_without_a_tokenizer_and_a_missing_package_are_one_line(tmp_pat
         with pytest.raises(ConfigError, match=rf'requires the package {package}.*"flax-mesh\[finetune\]"$'):
             open_tokenizer(str(tmp_path), 100)
     monkeypatch.setitem(sys.modules, "grain", None)
-    documents = [Tokens(np.arange(3), np.ones(3, bool))]
+    documents = [(Tokens(np.arange(3), np.ones(3, bool)),)]
     with pytest.raises(ConfigError, match=r"^packing requires the package grain"):
         chats.Chats(ChatConfig(), documents, "").batches(0)
 

@@ -158,7 +158,7 @@ def _read_facts(file: Path) -> Mapping[str, str]:
         facts = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return cast("Mapping[str, str]", facts) if isinstance(facts, dict) else {}
 
 
 def _works_text(works: Mapping[str, Work]) -> str:

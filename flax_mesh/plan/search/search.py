@@ -250,8 +250,6 @@ def tokens_text(planned: Planned) -> str:
     )
 
 
-
-
 def parse_chips(text: str, chip: Chip | None = None) -> Topology:
     """The topology of a text: `v5p:512`, or any text that `parse_topology` accepts.
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from jax.sharding import Sharding
 
-from flax_mesh.program.equations import SHARD_MAP
 from flax_mesh.program.program import (
+    SHARD_MAP,
     Eqn,
     Program,
     Var,
