@@ -8,6 +8,7 @@ next to nothing may be in several slices; outputs that share any other equation,
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 from jax.sharding import Sharding
 
 from flax_mesh.program.program import (
@@ -90,7 +91,7 @@ def _is_whole_number(v: Var) -> bool:
 
 def _is_exact(eqn: Eqn) -> bool:
     """Whether nothing in an equation is rounded, or placed on a mesh."""
-    params = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else (value,))]
+    params: list[object] = jax.tree.leaves([*eqn.params.values()])
     if eqn.primitive.name in DRAWS or any(isinstance(x, Sharding) for x in params):
         return False
     if not all(map(_is_whole_number, eqn.outvars)):
