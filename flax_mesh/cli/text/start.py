@@ -159,15 +159,15 @@ def _read_facts(file: Path) -> Mapping[str, str]:
         facts = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return cast("Mapping[str, str]", facts) if isinstance(facts, dict) else {}
+    return cast(Mapping[str, str], facts) if isinstance(facts, dict) else {}
 
 
 def _works_text(works: Mapping[str, Work]) -> str:
     """`step 0.9 s, 2 x split 0.1 s and 3 others 0.0 s`."""
     named = [
         f"{f'{work.times} x ' * (work.times > 1)}{name} {work.seconds:.1f} s"
-        for name, work in [*works.items()][:MOST]
-        if work.seconds >= 0.05
+        for at, (name, work) in enumerate([*works.items()][:MOST])
+        if at == 0 or work.seconds >= 0.05
     ]
     others = [*works.values()][len(named) :]
     if others:
