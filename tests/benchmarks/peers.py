@@ -101,11 +101,12 @@ def match_tasks(given: Any) -> Iterator[Task]:
     specs = [(pattern, P("fsdp", "tp")) for pattern, _ in TABLE]
     others: dict[str, Callable[[Any], Any]] = {}
     for name, module in peers().items():
-        others[name] = functools.partial(module.match_partition_rules, specs)
         if name == "scalax":
             others[name] = module.TreePathShardingRule(*specs).apply
-    for kind, layers in itertools.product(("dict", "state"), given.layers):
-        yield match_task(kind, layers, others)
+        else:
+            others[name] = functools.partial(module.match_partition_rules, specs)
+    for kind in ("dict", "state"):
+        yield from (match_task(kind, layers, others) for layers in given.layers)
 
 
 def match_task(kind: str, layers: int, others: dict[str, Callable[[Any], Any]]) -> Task:
@@ -142,10 +143,11 @@ def place_tasks(given: Any) -> Iterator[Task]:
     on_one = jax.tree.map(jnp.asarray, tree)
     others: dict[str, Callable[[], Any]] = {}  # name -> a function that returns (shard functions, gather functions)
     for name, module in peers().items():
-        others[name] = functools.partial(module.make_shard_and_gather_fns, specs, mesh)
         if name == "scalax":
             helper = module.MeshShardingHelper(tuple(mesh.shape.values()), mesh.axis_names)
             others[name] = functools.partial(helper.make_shard_and_gather_fns, tree, specs)
+        else:
+            others[name] = functools.partial(module.make_shard_and_gather_fns, specs, mesh)
 
     def part(number: int, make: Callable[[], Any]) -> Callable[[], Callable[[Any], Any]]:
         return lambda: functools.partial(apply, make()[number])
@@ -242,7 +244,8 @@ def rows_of(task: str, times: dict[str, list[float]], compiled: dict[str, int]) 
 
 
 def measure_imports(rounds: int) -> list[dict[str, Any]]:
-    times: dict[str, list[float]] = {name: [] for name in ("flax_mesh", "flax_mesh.train", *map(PEERS.get, peers()))}
+    names = ["flax_mesh", "flax_mesh.train", *(PEERS[name] for name in peers())]
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _, name in itertools.product(range(rounds), times):
         command = [sys.executable, "-c", IMPORT.format(name=name)]
         times[name].append(float(subprocess.check_output(command, text=True).splitlines()[-1]))

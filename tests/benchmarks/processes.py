@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = {"processes": (2, 4), "ms": 50.0, "microbatches": 8, "steps": 7, "schedules": ("1f1b", "zb-h1")}
     given = options("processes", arguments, **figures, worker="")
     if given.worker:
-        name, *numbers = given.worker.split(":")
-        work(name, *map(int, numbers), given)
+        name, index, count, port = given.worker.split(":")
+        work(name, int(index), int(count), int(port), given)
         return 0
     return report("processes", arguments, compare_overlap(given))
