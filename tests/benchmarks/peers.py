@@ -15,13 +15,10 @@ Milliseconds of CPU time, the best and the first of interleaved rounds; ratios a
 """
 
 import functools
-import importlib
-import importlib.util
 import itertools
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 import flax_mesh as fm
+from tests.benchmarks.common.peers import peer
 from tests.benchmarks.common.report import options, report, use_cpu
 from tests.mesh.fakes import tpu_slice
 from tests.train.bigram import count_compilations
@@ -74,10 +72,8 @@ Task = tuple[str, dict[str, Variant]]
 
 def peers() -> dict[str, Any]:
     """The modules of the other libraries that are installed."""
-    installed = {name: path for name, path in PEERS.items() if importlib.util.find_spec(name) is not None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {name: importlib.import_module(path) for name, path in installed.items()}
+    modules = {name: peer(path) for name, path in PEERS.items()}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 def repeated(fn: Callable[[], Any]) -> Variant:
