@@ -63,8 +63,8 @@ def compare(title: str, variants: dict[str, Callable[..., Any]], args: Sequence[
     turns: dict[str, Turn] = {}
     for name, fn in variants.items():
         try:
-            compiled = jax.jit(with_gradients(fn)).lower(*args).compile()
-            rows[name]["MiB"] = temporary_bytes(compiled) / MIB
+            compiled: Any = jax.jit(with_gradients(fn)).lower(*args).compile()
+            rows[name]["MiB"] = compiled.memory_analysis().temp_size_in_bytes / MIB
             turn = Turn(lambda compiled=compiled: compiled(*args))
             turn.run()
             turns[name] = turn
@@ -81,10 +81,6 @@ def compare(title: str, variants: dict[str, Callable[..., Any]], args: Sequence[
             if name != WRITTEN and args[0].shape[1] == given.lengths[0]:
                 rows[name]["difference"] = difference(variants[name], variants[WRITTEN], args)
     yield from rows.values()
-
-
-def temporary_bytes(compiled: Any) -> int:
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

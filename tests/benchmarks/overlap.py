@@ -23,7 +23,7 @@ from flax import nnx
 
 from flax_mesh.mpmd import Pipeline
 from flax_mesh.mpmd.schedules import Schedule, StageCost, simulate
-from tests.benchmarks.common.pipelines import Turn, make_pipeline, random_batch, times_of_steps
+from tests.benchmarks.common.pipelines import make_pipeline, random_batch, times_of_steps
 from tests.benchmarks.common.report import options, report, use_cpu
 
 TARGET = 1.05
@@ -91,16 +91,6 @@ def loss_fn(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def nap_alone(ms: float) -> float:
-    """Measured milliseconds of one sleep of `ms`, without other work: the median of nine."""
-    x = jnp.ones((WIDTH, WIDTH))
-    once = jax.jit(lambda x: nap(x @ x, round(ms * 1000), x))
-    turn = Turn(lambda: once(x))
-    for _ in range(10):
-        turn.run()
-    return statistics.median(turn.time[1:]) * 1e3
-
-
 def sleepy_pipeline(name: str, ms: float, count: int, num_groups: int = GROUPS) -> tuple[Pipeline, Any]:
     """A pipeline whose stages sleep, and a batch of `count` microbatches for it. Call `load_nap` before."""
     num_layers, micros = SCHEDULES[name] * num_groups // GROUPS, round(ms * 1000)
@@ -135,7 +125,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := load_nap():
         print(f"skipped: {reason}")
     else:
-        print(f"a sleep of {given.ms:g} ms takes {nap_alone(given.ms):.1f} ms")
         cases = itertools.product(given.schedules, given.microbatches)
         rows += [{"schedule": name, "M": m, **measure(name, given.ms, m, given.steps)} for name, m in cases]
     return report("overlap", arguments, rows, target=TARGET)

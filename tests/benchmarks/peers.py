@@ -15,13 +15,10 @@ Milliseconds of CPU time, the best and the first of interleaved rounds; ratios a
 """
 
 import functools
-import importlib
-import importlib.util
 import itertools
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,6 +32,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 import flax_mesh as fm
+from tests.benchmarks.common.peers import peer
 from tests.benchmarks.common.report import options, report, use_cpu
 from tests.mesh.fakes import tpu_slice
 from tests.train.bigram import count_compilations
@@ -74,10 +72,8 @@ Task = tuple[str, dict[str, Variant]]
 
 def peers() -> dict[str, Any]:
     """The modules of the other libraries that are installed."""
-    installed = {name: path for name, path in PEERS.items() if importlib.util.find_spec(name) is not None}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return {name: importlib.import_module(path) for name, path in installed.items()}
+    modules = {name: peer(path) for name, path in PEERS.items()}
+    return {name: module for name, module in modules.items() if module is not None}
 
 
 def repeated(fn: Callable[[], Any]) -> Variant:
@@ -86,7 +82,7 @@ def repeated(fn: Callable[[], Any]) -> Variant:
 
 def state_of(layers: int, **metadata: Any) -> nnx.State:
     """A state of 24 leaves per layer and one table, with `metadata` for every Variable."""
-    layer = {(name, leaf): shape for name in NAMES for leaf, shape in (("bias", (2,)), ("kernel", (2, 2)))}
+    layer = {(name, what): shape for name in NAMES for what, shape in (("bias", (2,)), ("kernel", (2, 2)))}
     shapes: dict[Any, Any] = {("embed", "table"): (2, 2)}
     shapes |= {("layers", i, *path): shape for i in range(layers) for path, shape in layer.items()}
     return nnx.from_flat_state([(path, nnx.Param(np.ones(shape), **metadata)) for path, shape in shapes.items()])
@@ -101,12 +97,12 @@ def match_tasks(given: Any) -> Iterator[Task]:
     specs = [(pattern, P("fsdp", "tp")) for pattern, _ in TABLE]
     others: dict[str, Callable[[Any], Any]] = {}
     for name, module in peers().items():
-        others[name] = functools.partial(module.match_partition_rules, specs)
         if name == "scalax":
             others[name] = module.TreePathShardingRule(*specs).apply
+        else:
+            others[name] = functools.partial(module.match_partition_rules, specs)
     for kind in ("dict", "state"):
-        for layers in given.layers:
-            yield match_task(kind, layers, others)
+        yield from (match_task(kind, layers, others) for layers in given.layers)
 
 
 def match_task(kind: str, layers: int, others: dict[str, Callable[[Any], Any]]) -> Task:
@@ -143,10 +139,11 @@ def place_tasks(given: Any) -> Iterator[Task]:
     on_one = jax.tree.map(jnp.asarray, tree)
     others: dict[str, Callable[[], Any]] = {}  # name -> a function that returns (shard functions, gather functions)
     for name, module in peers().items():
-        others[name] = functools.partial(module.make_shard_and_gather_fns, specs, mesh)
         if name == "scalax":
             helper = module.MeshShardingHelper(tuple(mesh.shape.values()), mesh.axis_names)
             others[name] = functools.partial(helper.make_shard_and_gather_fns, tree, specs)
+        else:
+            others[name] = functools.partial(module.make_shard_and_gather_fns, specs, mesh)
 
     def part(number: int, make: Callable[[], Any]) -> Callable[[], Callable[[Any], Any]]:
         return lambda: functools.partial(apply, make()[number])
@@ -178,7 +175,7 @@ def apply(fns: Any, tree: Any) -> Any:
 
 
 def waited(place: Callable[[], Any], make: Callable[[], Callable[[Any], Any]], rounds: int | None = None) -> Variant:
-    """`make()` is called with the result of `place`, and the time includes the wait for its arrays."""
+    """`make()` is called with what `place` returns, and the time includes the wait for its arrays."""
 
     def prepare() -> Callable[[], Any]:
         argument, fn = jax.block_until_ready(place()), make()
@@ -243,9 +240,8 @@ def rows_of(task: str, times: dict[str, list[float]], compiled: dict[str, int]) 
 
 
 def measure_imports(rounds: int) -> list[dict[str, Any]]:
-    times: dict[str, list[float]] = {
-        name: [] for name in ("flax_mesh", "flax_mesh.train", *(PEERS[name] for name in peers()))
-    }
+    names = ["flax_mesh", "flax_mesh.train", *(PEERS[name] for name in peers())]
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _, name in itertools.product(range(rounds), times):
         command = [sys.executable, "-c", IMPORT.format(name=name)]
         times[name].append(float(subprocess.check_output(command, text=True).splitlines()[-1]))

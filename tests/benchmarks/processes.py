@@ -15,15 +15,13 @@ from tests.benchmarks import overlap
 from tests.benchmarks.common.report import options, report
 from tests.multiprocess.processes import free_port, join, run_all
 
-LIMIT_S = 300
-
 
 def start_workers(count: int, name: str, given: argparse.Namespace) -> list[Any]:
     """Run `count` processes and return their results, one dict each."""
     port = free_port()
     command = ["-m", "tests.benchmarks", "processes", f"--ms={given.ms}", f"--microbatches={given.microbatches}"]
     workers = [f"--worker={name}:{index}:{count}:{port}" for index in range(count)]
-    ended = run_all([[*command, f"--steps={given.steps}", worker] for worker in workers], LIMIT_S)
+    ended = run_all([[*command, f"--steps={given.steps}", worker] for worker in workers], limit_s=300)
     if failed := [one for one in ended if one.code]:
         raise RuntimeError(f"{name}: exit codes {[one.code for one in ended]}\n{failed[0].output}")
     return [json.loads(re.findall(r"^{.*}$", one.output, re.MULTILINE)[-1]) for one in ended]
