@@ -27,8 +27,6 @@ PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "loss_fn", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
 AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
-EvalFn = Callable[..., Mapping[str, float]]  # (config, evaluate) -> metrics
-
 
 @dataclass(frozen=True)
 class MeshConfig:

@@ -1,7 +1,7 @@
-"""A case of the fuzzer as text: a model, how it is split, and how it is run. Random cases, and simpler ones."""
+"""A case of the fuzzer as text: a model, how it is split, and how it is run. Random cases."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES
@@ -140,41 +140,6 @@ def _random_pipeline(rng: random.Random, model: Case) -> Case:
         cuts = tuple(sorted(rng.sample(range(1, len(case.layers)), case.num_stages - 1)))
         case = replace(case, cuts=cuts)
     return replace(case, remat=rng.choice(REMAT_MODES))
-
-
-def simpler_cases(case: Case) -> Iterator[Case]:
-    """Cases with one choice less, those with the largest simplification first."""
-    for at in range(len(case.layers)):
-        layers = (*case.layers[:at], *case.layers[at + 1 :])
-        cuts = tuple(sorted({min(max(cut - (cut > at), 1), len(layers) - 1) for cut in case.cuts}))
-        yield replace(case, layers=layers, cuts=cuts)
-        yield replace(case, layers=layers, cuts=(), schedule="1f1b", groups=2)
-    yield replace(case, schedule="1f1b", groups=2, cuts=())
-    yield replace(case, schedule="1f1b", groups=2, cuts=case.cuts[:1])
-    yield replace(case, schedule="1f1b", groups=2, cuts=case.cuts[-1:])
-    yield from (replace(case, microbatches=count) for count in range(1, case.microbatches))
-    defaults = ("before", "after", "table", "head", "loss", "optimizer", "remat", "groups", "schedule", "cuts")
-    yield from (replace(case, **{name: getattr(Case(()), name)}) for name in defaults)
-    for at, layer in enumerate(case.layers):
-        fewer = [replace(layer, wrapper="")]
-        names = layer.operations
-        fewer += [replace(layer, operations=(*names[:i], *names[i + 1 :])) for i in range(len(names)) if len(names) > 1]
-        fewer += [replace(layer, operations=(*names[:i], "linear", *names[i + 1 :])) for i in range(len(names))]
-        yield from (replace(case, layers=(*case.layers[:at], new, *case.layers[at + 1 :])) for new in fewer)
-
-
-def shrink(case: Case, fails: Callable[[Case], bool]) -> Case:
-    """The simplest case found that still fails: takes every simplification that fails, until none does."""
-    seen = {case}
-    while True:
-        for simpler in simpler_cases(case):
-            if simpler not in seen and simpler.fits():
-                seen.add(simpler)
-                if fails(simpler):
-                    case = simpler
-                    break
-        else:
-            return case
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,7 @@ from flax_mesh import ConfigError
 from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.step.state import TrainState
 from flax_mesh.train import make_train_step
-from tests.mpmd.fuzz.case import Case, shrink
+from tests.mpmd.fuzz.case import Case
 from tests.mpmd.fuzz.model import Model, make_batch, make_loss, make_optimizer
 from tests.mpmd.zoo.base import FAST, groups, initial_state, run_steps
 
@@ -105,10 +105,3 @@ def differences(want: Values, have: Values, case: Case) -> list[str]:
             place = f", at {tuple(map(int, at))}" if a.shape else ""
             found.append(f"{name}: {a[at]} on one device, {b[at]} here{place}")
     return sorted(found)
-
-
-def describe_failure(case: Case, outcome: Outcome) -> str:
-    """The failing case, the simplest case found that fails likewise, and its differences."""
-    smallest = shrink(case, lambda simpler: check_case(simpler).kind == outcome.kind)
-    lines = check_case(smallest).detail.splitlines()[:12]
-    return "\n    ".join([f"{outcome.kind}: {case}", f"shrunk: python -m tests.mpmd.fuzz '{smallest}'", *lines])

@@ -3,7 +3,7 @@
 import pytest
 
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES
-from tests.mpmd.fuzz.case import Case, random_case, shrink
+from tests.mpmd.fuzz.case import Case, random_case
 from tests.mpmd.fuzz.operations import OPERATIONS, RULES, WRAPPERS
 from tests.mpmd.fuzz.run import check_case, differences, on_one_device, pipelined
 
@@ -37,7 +37,7 @@ def test_a_random_pipeline_equals_one_device():
 
 @pytest.mark.slow
 def test_random_pipelines_equal_one_device():
-    """`python -m tests.mpmd.fuzz SEED` shrinks the case of a seed that fails."""
+    """`python -m tests.mpmd.fuzz SEED` prints the case of a seed that fails; leave out parts of its text."""
     outcomes = {seed: check_case(random_case(seed)) for seed in SEEDS}
     assert [(seed, outcome.detail) for seed, outcome in outcomes.items() if outcome.failed] == []
     assert 2 * sum(outcome.kind == "same" for outcome in outcomes.values()) > len(SEEDS)  # others are refused
@@ -62,15 +62,6 @@ def test_random_cases_have_every_operation_rule_wrapper_schedule_fit_and_parse_b
     assert {case.schedule for case in cases} == set(SCHEDULE_NAMES)
     assert {case.remat for case in cases} == {"none", "cheap", "full"}
     assert all(case.fits() for case in cases)
-
-
-def test_shrinking_leaves_what_the_failure_requires():
-    case = Case.parse(
-        "layers=linear+norm,remat:conv+average_rw,mlp+tanh,norm+attention before=loss table=clip head=tied "
-        "loss=metrics optimizer=clip microbatches=4 schedule=zb-v cuts=1,2,3 remat=full"
-    )
-    fails = lambda case: "average_rw" in case.operations and case.remat == "full" and case.microbatches >= 2  # noqa: E731
-    assert case.fits() and str(shrink(case, fails)) == "layers=average_rw,linear remat=full"
 
 
 @pytest.mark.slow
