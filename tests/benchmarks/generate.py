@@ -12,6 +12,7 @@ parameters and the keys and values of all slots once; bytes are of the list of l
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -123,7 +124,7 @@ def times_of(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, floa
 
 def measure(given: Any, config: DecoderConfig, model: Decoder, rows: int) -> dict[str, Any]:
     sizes = (rows, given.length, given.tokens)
-    ways = {name: lambda way=way: way(model, *sizes) for name, way in WAYS.items()}
+    ways: dict[str, Callable[[], None]] = {name: partial(way, model, *sizes) for name, way in WAYS.items()}
     if given.peer and (other := with_transformers(config, *sizes)):
         ways["transformers"] = other
     times = {name: 1e3 * each / given.tokens for name, each in times_of(ways, given.rounds).items()}

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
-from jax.tree_util import PyTreeDef
 
 from flax_mesh.axes import DEFAULT_AXES
 from flax_mesh.errors import ConfigError
@@ -112,7 +111,7 @@ class Programs:
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: nnx.GraphDef, tree: PyTreeDef) -> tuple[Callable[..., Computed], ...]:
+def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Computed], ...]:
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
@@ -185,7 +184,7 @@ def _decode(
 @lru_cache(maxsize=4)
 def _casts(
     graphdef: nnx.GraphDef,
-    tree: PyTreeDef,
+    tree: object,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     mesh: AnyMesh | None,  # in context
     rows: int,
