@@ -111,7 +111,7 @@ class Programs:
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
-def _compiled(graphdef: nnx.GraphDef, tree: Any) -> tuple[Callable[..., Computed], ...]:
+def _compiled(graphdef: nnx.GraphDef, tree: object) -> tuple[Callable[..., Computed], ...]:
     def model_of(leaves: _Leaves) -> Decoder:
         return nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
 
@@ -184,7 +184,7 @@ def _decode(
 @lru_cache(maxsize=4)
 def _casts(
     graphdef: nnx.GraphDef,
-    tree: Any,
+    tree: object,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
     mesh: AnyMesh | None,  # in context
     rows: int,
