@@ -73,12 +73,11 @@ class Preferences(Chats):
         key = hashlib.sha256(f"{content}\n{self._key}".encode()).hexdigest()
         kept = _read(self._file, key)
         is_kept = decide_at_process_0("reference", str(kept is not None), lambda texts: str("False" not in texts))
-        if kept is not None and is_kept == "True":
-            return kept
-        computed = self._computed()
-        if jax.process_index() == 0:
-            _write(self._file, key, computed)
-        return computed
+        reference = kept if kept is not None and is_kept == "True" else self._computed()
+        assert_equal("reference", {f"values of {self._file}": hashlib.sha256(reference.tobytes()).hexdigest()})
+        if reference is not kept and jax.process_index() == 0:
+            _write(self._file, key, reference)
+        return reference
 
     def _computed(self) -> np.ndarray:
         log_probs, sums, said, done = self._log_probs(), np.zeros((len(self._rows), 2)), time.monotonic(), 0
