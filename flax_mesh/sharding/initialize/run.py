@@ -89,7 +89,7 @@ def bundles(slices: Sequence[Slice], shardings: Sequence[NamedSharding]) -> dict
 def _is_traced() -> bool:
     """Whether the caller is traced, or runs without `jax.jit`: then no value is known, or nothing compiles."""
     with jax.transfer_guard("allow"):
-        return isinstance(jnp.zeros(()), Tracer) or bool(jax.config.read("jax_disable_jit"))
+        return isinstance(jnp.zeros(()), Tracer) or jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Given(NamedTuple):
