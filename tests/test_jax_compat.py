@@ -124,7 +124,10 @@ COMPARED = re.compile(r"(?<!for )\bname (?:==|in) \(?((?:\"\w+\"(?:, )?)+)")  # 
 
 
 def names_of_primitives() -> set[str]:
-    return {one.name for one in gc.get_objects() if isinstance(one, core.Primitive)}
+    gc.unfreeze()  # the objects that were imported for the collection of tests
+    names = {one.name for one in gc.get_objects() if isinstance(one, core.Primitive)}
+    gc.freeze()
+    return names
 
 
 @pytest.mark.parametrize("table", TABLES)

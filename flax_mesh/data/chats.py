@@ -36,15 +36,15 @@ class Chats:
     """
 
     def __init__(self, config: ChatConfig, rows: Sequence[Row], description: str):
-        self._config, self._rows, self._description = config, rows, description
+        self.config, self.rows, self._description = config, rows, description
         self._num_trained = len(rows) - int(len(rows) * config.held_out)
 
     def batches(self, seed: int) -> Dataset:
         """An iterator of grain, in an order that depends on `data.seed`, or on `seed` without it, and on the epoch."""
-        seed = (seed if self._config.seed is None else self._config.seed) % 2**32
-        trained, held_out = range(self._num_trained), len(self._rows) - self._num_trained
-        share = np.mean(next(iter(self._packed(trained, self._tokens, seed)))["inputs_segment_ids"] > 0)
-        iterator: Dataset = iter(self._packed(trained, self._arrays, seed).map(self._batch))
+        seed = (seed if self.config.seed is None else self.config.seed) % 2**32
+        trained, held_out = range(self._num_trained), len(self.rows) - self._num_trained
+        share = np.mean(next(iter(self.packed(trained, self.tokens, seed)))["inputs_segment_ids"] > 0)
+        iterator: Dataset = iter(self.packed(trained, self.arrays, seed).map(self.batch))
         held_out = f"{held_out:,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
         iterator.rows = self.hashes
@@ -52,23 +52,23 @@ class Chats:
 
     def hashes(self) -> RowHashes:
         """Of all that batches are made from."""
-        return hash_rows([[x for document in row for x in document] for row in self._rows])
+        return hash_rows([[x for document in row for x in document] for row in self.rows])
 
     def metrics(self, evaluate: Evaluate) -> dict[str, float]:
         """`mean_metrics` of at most `data.eval_batches` batches of the rows that are held out."""
-        return self._evaluated(evaluate, self._arrays)
+        return self.evaluated(evaluate, self.arrays)
 
-    def _evaluated(self, evaluate: Evaluate, arrays: Callable[[int], Arrays]) -> dict[str, float]:
-        held_out = range(self._num_trained, len(self._rows))
+    def evaluated(self, evaluate: Evaluate, arrays: Callable[[int], Arrays]) -> dict[str, float]:
+        held_out = range(self._num_trained, len(self.rows))
         if not held_out:
-            share, rows = self._config.held_out, count_text(len(self._rows), "row")
+            share, rows = self.config.held_out, count_text(len(self.rows), "row")
             raise ConfigError(f"data.held_out={share} of {rows} is no row; raise it, or set run.eval_every=0")
-        batches = self._packed(held_out, arrays).map(self._batch)
-        return mean_metrics(evaluate, islice(batches, self._config.eval_batches))
+        batches = self.packed(held_out, arrays).map(self.batch)
+        return mean_metrics(evaluate, islice(batches, self.config.eval_batches))
 
-    def _tokens(self, index: int) -> Arrays:
+    def tokens(self, index: int) -> Arrays:
         """The documents of a row. The first token of each is not a target, so that it is not predicted from another."""
-        row = self._rows[index]
+        row = self.rows[index]
         documents = {
             "inputs": [x.ids[:-1] for x in row],
             "targets": [x.ids[1:] for x in row],
@@ -77,20 +77,20 @@ class Chats:
         }
         return {name: np.concatenate(parts) for name, parts in documents.items()}
 
-    _arrays = _tokens
+    arrays = tokens
 
-    def _packed(self, indices: Sequence[int], arrays: Callable[[int], Arrays], seed: int | None = None) -> Dataset:
+    def packed(self, indices: Sequence[int], arrays: Callable[[int], Arrays], seed: int | None = None) -> Dataset:
         """A dataset of grain: batches without end; without a seed each row once, in order, and rows of padding."""
         try:
             import grain
         except ImportError as error:
             raise ConfigError(f"packing {EXTRA.format('grain')}") from error
-        config, rows = self._config, grain.MapDataset.source(indices).map(arrays)
+        config, rows = self.config, grain.MapDataset.source(indices).map(arrays)
         if seed is not None:
             rows = rows.seed(seed).shuffle().repeat()
         packed = grain.experimental.FirstFitPackIterDataset(
             rows.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            length_struct=dict.fromkeys(self._tokens(indices[0]), config.sequence_length),
+            length_struct=dict.fromkeys(self.tokens(indices[0]), config.sequence_length),
             num_packing_bins=OPEN_ROWS,
             max_sequences_per_bin=None if config.packing else 1,
             shuffle_bins=False,  # the rows are shuffled
@@ -98,9 +98,9 @@ class Chats:
         pad = partial(grain.experimental.batch_and_pad, batch_size=config.batch_size)
         return packed.batch(config.batch_size, batch_fn=pad)
 
-    def _batch(self, packed: Arrays) -> Arrays:
+    def batch(self, packed: Arrays) -> Arrays:
         targets = np.where(packed["trained"], packed["targets"], np.int32(-1))  # which do not count
-        number, each = packed["inputs_segment_ids"], len(self._rows[0])
+        number, each = packed["inputs_segment_ids"], len(self.rows[0])
         segment_ids = np.where(number > 0, (number - 1) * each + packed["document"] + 1, 0)
         return {"inputs": packed["inputs"], "targets": targets, "segment_ids": segment_ids}
 

@@ -49,7 +49,7 @@ class Preferences(Chats):
 
     def batches(self, seed: int) -> Dataset:
         """As of `Chats`. The log-probabilities of the reference are computed, or read, for the first batch."""
-        iterator, size = super().batches(seed), (self._config.batch_size, self._config.sequence_length)
+        iterator, size = super().batches(seed), (self.config.batch_size, self.config.sequence_length)
         names = ("inputs", "targets", "segment_ids", "reference")
         iterator.shapes = {x: jax.ShapeDtypeStruct(size, np.float32 if x == names[-1] else np.int32) for x in names}
         return iterator
@@ -57,12 +57,12 @@ class Preferences(Chats):
     def metrics(self, evaluate: Evaluate) -> dict[str, float]:
         """As of `Chats`, with "_" in the place of "/" in names."""
         # A trace uses no values: they are not computed for a report, which may be made on another machine.
-        arrays = self._tokens if isinstance(evaluate, TracedEvaluate) else self._arrays
-        return {name.replace("/", "_"): value for name, value in self._evaluated(evaluate, arrays).items()}
+        arrays = self.tokens if isinstance(evaluate, TracedEvaluate) else self.arrays
+        return {name.replace("/", "_"): value for name, value in self.evaluated(evaluate, arrays).items()}
 
     def hashes(self) -> RowHashes:
         """The reference is one of the data: a run that is resumed with another one is refused."""
-        rows = zip(self._rows, self.reference, strict=True)
+        rows = zip(self.rows, self.reference, strict=True)
         return hash_rows([[*(x for document in row for x in document), reference] for row, reference in rows])
 
     @cached_property
@@ -80,10 +80,10 @@ class Preferences(Chats):
         return reference
 
     def _computed(self) -> np.ndarray:
-        log_probs, sums, said, done = self._log_probs(), np.zeros((len(self._rows), 2)), time.monotonic(), 0
+        log_probs, sums, said, done = self._log_probs(), np.zeros((len(self.rows), 2)), time.monotonic(), 0
         LOGGER.info("data: the reference computes %s", count_text(len(sums), "pair"))
-        for packed in self._packed(range(len(sums)), self._tokens):
-            batch, used = super()._batch(packed), packed["trained"].astype(bool)
+        for packed in self.packed(range(len(sums)), self.tokens):
+            batch, used = super().batch(packed), packed["trained"].astype(bool)
             rows, documents = packed["row"][used], packed["document"][used]
             np.add.at(sums, (rows, documents), log_probs(batch)[used])
             done += len(np.unique(rows))
@@ -95,18 +95,18 @@ class Preferences(Chats):
             raise ConfigError(f"the log-probabilities of the reference must be finite, but are not in {which}")
         return sums.astype(np.float32)
 
-    def _tokens(self, index: int) -> Arrays:
-        tokens = super()._tokens(index)
+    def tokens(self, index: int) -> Arrays:
+        tokens = super().tokens(index)
         like = tokens["inputs"]
         return tokens | {"row": np.full_like(like, index), "reference": np.zeros(len(like), np.float32)}
 
-    def _arrays(self, index: int) -> Arrays:
-        arrays = self._tokens(index)
-        arrays["reference"][np.cumsum([len(x.ids) - 1 for x in self._rows[index]]) - 1] = self.reference[index]
+    def arrays(self, index: int) -> Arrays:
+        arrays = self.tokens(index)
+        arrays["reference"][np.cumsum([len(x.ids) - 1 for x in self.rows[index]]) - 1] = self.reference[index]
         return arrays
 
-    def _batch(self, packed: Arrays) -> Arrays:
-        return super()._batch(packed) | {"reference": packed["reference"]}
+    def batch(self, packed: Arrays) -> Arrays:
+        return super().batch(packed) | {"reference": packed["reference"]}
 
 
 @check_types

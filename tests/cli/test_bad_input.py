@@ -96,6 +96,7 @@ COMMANDS = """
 2 | explain {recipe} mesh.shape=fsdp:-1,tp:3 run.platform=cpu:8 | does not divide 8
 2 | explain {recipe} --json --html {out} | not allowed with argument
 2 | explain {recipe} --html {tokens} | which is data.source=
+2 | explain {recipe} --html {nothing}/x.html | cannot be written
 2 | plan {recipe} --topology nope:8 | unknown chip
 2 | plan {recipe} --topology v5p:0x4x4 | at least 1
 2 | plan {recipe} --topology cpu:99999999999 | at most 2,147,483,647 devices

@@ -80,15 +80,6 @@ def test_free_rows_take_waiting_prompts():
     assert programs.padded < total / 16 < 8 * sum(one_by_one) - total  # rows that compute no token of a prompt
     assert programs.prefilled < 0.8 * in_batches
     assert programs.dispatches < sum(one_by_one) / 3
-    print(
-        programs.padded,
-        8 * sum(one_by_one) - total,
-        total,
-        programs.prefilled,
-        in_batches,
-        programs.dispatches,
-        sum(one_by_one),
-    )
 
 
 @pytest.mark.parametrize(("rows", "end"), [(1, MOST), (8, MOST), (8, 37)])

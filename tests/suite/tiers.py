@@ -26,6 +26,7 @@ GUARDS = {
     "processes": ("multiprocess",),
     "program": ("blockwise", "lora", "mpmd/split"),
     "recipe": ("train",),
+    "sharding/initialize": ("mpmd/zoo",),
 }
 
 

@@ -33,6 +33,8 @@ def test_a_cuboid_may_start_at_any_coordinates():
     assert found == [(2, 2, 3), (2, 3, 3), (3, 2, 3), (3, 3, 3)]
     mesh = create_device_mesh((2, 2), devices)
     assert np.array_equal(ids(mesh), ids(mesh_utils.create_device_mesh((2, 2), devices)))
+    blocks = [create((16, 4), CUBE, **BLOCKS) for create in (create_device_mesh, mesh_utils.create_device_mesh)]
+    assert np.array_equal(*map(ids, blocks))
 
 
 # (kind, slice, cores per chip)

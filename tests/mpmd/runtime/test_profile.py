@@ -72,6 +72,13 @@ def by_hand() -> Timeline:
 
 
 @pytest.mark.slow
+def test_every_stage_of_a_group_has_its_own_costs(interleaved):
+    pipeline, state = interleaved
+    costs = measure_costs(pipeline, state, BATCH, repeats=1)
+    assert len(costs) == 4 and all(cost.forward > 0 and cost.backward > 0 and cost.weights == 0 for cost in costs)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["split", "interleaved", "wide"])
 def test_every_action_runs_once_in_the_order_of_its_group_and_the_step_is_the_same(name, request):
     pipeline, initial = request.getfixturevalue(name)
