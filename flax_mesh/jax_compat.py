@@ -468,8 +468,9 @@ def lower_without_devices(
     lower_pallas: Any,
     traced: Any,
     platform: str,
+    has_devices: bool = False,
 ) -> Any:
-    """`traced.lower()` for a platform that this machine lacks, also on abstract meshes.
+    """`traced.lower()` for a platform that this machine lacks, also on abstract meshes; or for its own devices.
 
     JAX lowers cuDNN's attention only if devices are present. Here a call of `ATTENTION` stands for it, whose
     `backend_config` is "forward" or "backward" and the kind of mask, and whose operands are queries, keys and values
@@ -515,7 +516,8 @@ def lower_without_devices(
 
     rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
     # This set is a global of JAX, so the two primitives are put back even if lowering raises an error.
-    removed = {forward, backward} & needing_devices
+    # JAX keeps the answer for each trace: a run on these devices lowers the same trace, which needs them.
+    removed = set[object]() if has_devices else {forward, backward} & needing_devices
     needing_devices -= removed
     try:
         parameters = mlir.LoweringParameters(override_lowering_rules=rules)

@@ -3,7 +3,7 @@
 flax-mesh train recipes/dpo.py checkpoint.start_from=FOLDER data.source=PAIRS.jsonl
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
 import jax
@@ -113,7 +113,8 @@ def open_reference(config):
 @cache  # for both functions of the recipe
 def read(config):
     model, start = config.model, config.checkpoint.start_from
-    options = {"log_probs": partial(open_reference, config), "keep_in": config.run.folder, "key": repr(model)}
+    key = {x.name: getattr(model, x.name) for x in fields(model) if x.metadata.get("changes_result", True)}
+    options = {"log_probs": partial(open_reference, config), "keep_in": config.run.folder, "key": repr(key)}
     return read_preferences(config.data, start, model.vocab_size, **options)
 
 

@@ -47,7 +47,7 @@ class Chats:
         iterator: Dataset = iter(self.packed(trained, self.arrays, seed).map(self.batch))
         held_out = f"{held_out:,} of them held out; {share:.1%} of the first batch is filled"
         iterator.description = f"{self._description}, {held_out}"
-        iterator.rows = self.hashes
+        iterator.flax_mesh_rows = self.hashes
         return iterator
 
     def hashes(self) -> RowHashes:

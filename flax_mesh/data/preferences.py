@@ -51,11 +51,13 @@ class Preferences(Chats):
         """As of `Chats`. The log-probabilities of the reference are computed, or read, for the first batch."""
         iterator, size = super().batches(seed), (self.config.batch_size, self.config.sequence_length)
         names = ("inputs", "targets", "segment_ids", "reference")
-        iterator.shapes = {x: jax.ShapeDtypeStruct(size, np.float32 if x == names[-1] else np.int32) for x in names}
+        iterator.flax_mesh_shapes = {
+            x: jax.ShapeDtypeStruct(size, np.float32 if x == names[-1] else np.int32) for x in names
+        }
         return iterator
 
     def metrics(self, evaluate: Evaluate) -> dict[str, float]:
-        """As of `Chats`, with "_" in the place of "/" in names."""
+        """As of `Chats`, with "_" in the place of "/" in names. Pass the argument of the evaluation function itself."""
         # A trace uses no values: they are not computed for a report, which may be made on another machine.
         arrays = self.tokens if isinstance(evaluate, TracedEvaluate) else self.arrays
         return {name.replace("/", "_"): value for name, value in self.evaluated(evaluate, arrays).items()}
@@ -184,7 +186,7 @@ def _files(folder: Path) -> list[str]:
     try:
         files = [folder / CONFIG, *folder.glob("*.safetensors")] if (folder / CONFIG).is_file() else []
         files = sorted(files) or sorted(x for x in find_step(folder).iterdir() if x.is_file())
-        return [f"{x} {(stat := x.stat()).st_size} {stat.st_mtime_ns}" for x in files]
+        return [f"{x.name} {(stat := x.stat()).st_size} {stat.st_mtime_ns}" for x in files]
     except OSError as error:
         raise ConfigError(f"checkpoint.start_from={folder} cannot be read: {error.strerror}") from error
 

@@ -88,7 +88,7 @@ class UserBatches:
         self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
         self._checksums: dict[int, str] = {}  # of the newest batches
         # The iterator of `read_preferences` knows the shapes: what it computes for a batch is left to the run.
-        self.shapes = getattr(batches, "shapes", None) or shapes_of(self.first)
+        self.shapes = getattr(batches, "flax_mesh_shapes", None) or shapes_of(self.first)
 
     @cached_property
     def first(self) -> PyTree:
@@ -101,7 +101,7 @@ class UserBatches:
     @cached_property
     def rows(self) -> RowHashes | None:
         """Of all rows, from which the iterator of `read_chats` draws its batches; None for others."""
-        rows = getattr(self._function, "rows", None)
+        rows = getattr(self._function, "flax_mesh_rows", None)
         rows = rows() if callable(rows) else None
         return rows if isinstance(rows, RowHashes) else None
 

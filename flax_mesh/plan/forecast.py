@@ -12,6 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from flax_mesh.hlo.collectives import ring_bytes
 from flax_mesh.jax_compat import kernels_without_devices, lower_without_devices, propagated_module
 from flax_mesh.plan.program.collectives import Exchange, find_exchanges
@@ -70,7 +73,9 @@ def estimate(
     """
     with kernels_without_devices():
         traced = step.trace(*arguments)
-    module = propagated_module(lower_without_devices(traced, PLATFORMS[platform]), normalize)
+    meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in jax.tree.leaves(arguments))
+    has_devices = any(isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == platform for mesh in meshes)
+    module = propagated_module(lower_without_devices(traced, PLATFORMS[platform], has_devices), normalize)
     program = read_program(module, axis_sizes, platform, excess_precision)
     exchanges = find_exchanges(program)
     kernels, results = fuse(program, exchanges)

@@ -44,7 +44,8 @@ class TracedOnce(Generic[_Result]):
         if mesh not in self._made:
             jaxpr, (graphdef, state) = trace_split(self._make)
             if sum(getattr(x, "nbytes", 0) for x in jaxpr.consts) > MOST_KEPT:
-                return self._make()  # it reads a file, and the trace would keep its content in memory
+                self._made[mesh] = self._make  # it reads a file, and the trace would keep its content in memory
+                return self._make()
             self._made[mesh] = _repeated(jaxpr_as_fun(jaxpr), graphdef, jax.tree.structure(state))
         modules = self._made[mesh]()
         return cast(_Result, (modules["model"], modules["optimizer"]) if has_optimizer(modules) else modules)

@@ -194,6 +194,8 @@ class Change(typing.NamedTuple):
 
 def changes(saved: Mapping[str, str], config: TrainConfig) -> list[Change]:
     """Differences between the settings saved with a checkpoint, by any version, and `config`."""
+    if not any(key.startswith("loss_fn.") for key in saved):  # of a version without settings of a loss
+        saved = default_texts(config, "loss_fn") | dict(saved)
     fields, now, saved = flat_fields(config), to_texts(config), added_settings(config) | complete_settings(saved)
     keys = [*now, *(key for key in saved if key not in now)]
     return [

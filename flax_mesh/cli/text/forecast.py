@@ -1,4 +1,4 @@
-"""The forecast of a run that `flax-mesh train` prints before anything compiles, and its comparison with the run."""
+"""The forecast of a run that `flax-mesh train` prints at its start, and its comparison with the run."""
 
 from collections.abc import Callable
 from statistics import median
@@ -21,7 +21,8 @@ class Forecast:
     """Prints the plan of a run in one line, and collects the measurements of the rows.
 
     The speed of CPUs is not known, so their times are left out, unless `run.hardware` describes them. The plan is made
-    in a thread while the first programs compile, or after the first step if its program need not be compiled.
+    in a thread while the first programs compile, or after the first step if its program need not be compiled. On GPUs
+    it is made at once: it replaces tables of JAX that the trace of a step reads (see `kernels_without_devices`).
     """
 
     def __init__(self, say: Callable[[str], None]):
@@ -37,13 +38,17 @@ class Forecast:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._is_lost = kind is not None  # an error is the last line
-        self._wait()
+        self._is_lost = kind is not None  # an error is the last line, and waits for nothing
+        if kind is None:
+            self._wait()
 
     def start(self, program: TrainProgram, *, after_step: bool) -> None:
         self._program, self._after_step = program, after_step
-        self._thread = Thread(target=self._print, args=(program,), name="forecast")
-        if not after_step:
+        self._thread = Thread(target=self._print, args=(program,), name="forecast", daemon=True)
+        if program.mesh.devices.flat[0].platform == "gpu":
+            self._after_step = False
+            self._print(program)
+        elif not after_step:
             self._thread.start()
 
     def row(self, row: Row) -> None:

@@ -79,7 +79,7 @@ class Programs:
 
     def of(self, stage: str) -> dict[str, Work]:
         """The programs of a stage, the longest work first."""
-        works = {name: work for (name, each), work in self.works.items() if each == stage}
+        works = {name: work for (name, each), work in [*self.works.items()] if each == stage}
         return dict(sorted(works.items(), key=lambda item: -item[1].seconds))
 
     @property

@@ -66,7 +66,8 @@ class Programs:
         self.rows = row_multiple(model.axes, self.mesh)
         self.slots = slot_multiple(model.axes, self.mesh)
         self._leaves = leaves
-        if any(x.dtype.itemsize > jnp.dtype(model.config.dtype).itemsize for x in leaves):
+        dtype = getattr(getattr(model, "config", None), "dtype", None)  # another model may have none
+        if dtype is not None and any(x.dtype.itemsize > jnp.dtype(dtype).itemsize for x in leaves):
             with in_mesh(self.mesh):
                 casts = _casts(graphdef, tree, tuple(map(shape_of, leaves)), self.mesh, self.rows, self.slots)
                 self._leaves = [x if to is None else x.astype(to) for x, to in zip(leaves, casts, strict=True)]
