@@ -106,10 +106,11 @@ def _missing(schedule: Schedule, seen: Collection[Action], group_of: Mapping[_La
     """One mistake per stage and kind: a schedule with a wrong microbatch, such as 0F99999, lacks almost all actions."""
     have = Counter(action[:2] for action in seen if action.microbatch >= 0)
     mistakes: list[_Mistake] = []
+    num_microbatches = schedule.num_microbatches  # a pass over all actions
     for lane, group in group_of.items():
-        if not (count := schedule.num_microbatches - have[lane]):
+        if not (count := num_microbatches - have[lane]):
             continue
-        every = (Action(*lane, microbatch) for microbatch in range(schedule.num_microbatches))
+        every = (Action(*lane, microbatch) for microbatch in range(num_microbatches))
         first = next(action for action in every if action not in seen)
         row = schedule.rows[group] if len(mistakes) < MOST else ()
         same_microbatch = [(group, i) for i, other in enumerate(row) if other[1:] == first[1:]]
