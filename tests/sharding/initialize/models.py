@@ -86,19 +86,30 @@ def trained(make: Callable[[], nnx.Module]) -> tuple[nnx.Module, nnx.Optimizer]:
 
 
 class Ways:
-    """The state by one program, and by kinds although it may cost more; `traces` counts calls of `make`."""
+    """The state by one program, and by kinds although it may cost more."""
 
     def __init__(self, monkeypatch):
-        self.set, self.traces = functools.partial(monkeypatch.setattr, run), 0
+        self.set, self.compiled, compile_kinds = functools.partial(monkeypatch.setattr, run), 0, run._compiled
+
+        def count(*arguments):
+            self.compiled += 1
+            return compile_kinds(*arguments)
+
+        self.set("_compiled", count)
 
     def whole(self, initialize: Callable[[], object]) -> object:
         self.set("EARLY", 1e9)
-        return initialize()
+        return self._run(initialize, is_cut=False)
 
     def by_kind(self, initialize: Callable[[], object]) -> object:
         self.set("EARLY", -1e9)
         self.set("PROGRAM", -1)
-        return initialize()
+        return self._run(initialize, is_cut=True)
+
+    def _run(self, initialize: Callable[[], object], *, is_cut: bool) -> object:
+        before, made = self.compiled, initialize()
+        assert (self.compiled > before) == is_cut
+        return made
 
 
 def differences(one: object, other: object) -> list[str]:

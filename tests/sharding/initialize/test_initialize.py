@@ -141,6 +141,7 @@ UNLIKE = [
 def kinds_of(pair):
     kinds = Kinds()
     parts = [cut(trace(lambda each=each: [each()])[0]) for each in pair]
+    assert None not in parts
     return [kinds.of(part.slices[0].program) for part in parts if part is not None]
 
 
