@@ -4,6 +4,7 @@ import ast
 import gc
 import importlib
 import re
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,16 @@ def test_the_attention_of_cudnn_is_lowered_without_devices(platform, heads):
     assert all('[{"fsdp"}, {}, {"tp"}, {}]' in line for line in calls)
     with pytest.raises(ValueError, match="AbstractMesh"):
         traced_attention(heads).lower(lowering_platforms=(platform,))
+
+
+def test_the_devices_of_a_run_lower_the_trace_that_its_forecast_has_lowered():
+    """JAX keeps for each trace whether it needs devices, and the two share one."""
+    mesh = jax.make_mesh((2,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    x = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("dp")))
+    with jax_compat.kernels_without_devices():
+        traced = jax.jit(partial(jax.nn.dot_product_attention, implementation="cudnn")).trace(x, x, x)
+    assert jax_compat.ATTENTION in jax_compat.lower_without_devices(traced, "cuda", True).as_text()
+    assert jax_compat.ATTENTION not in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 # Every use of private names: how it is called.

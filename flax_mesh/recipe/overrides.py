@@ -11,6 +11,7 @@ from typing import Any
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
+from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
@@ -108,10 +109,12 @@ def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, 
                 values[key] = parse_value(renamed_values.get(value, value), fields[key].annotation)
             except ValueError as error:
                 problems.append(f"{given} must be {error}, got {value!r}")
-    try:
-        return _replace(config, values), problems
-    except (TypeError, ValueError) as error:  # raised by a __post_init__
-        return config, [*problems, f"{', '.join(values)}: {error}"]
+    for keys in grouped(values, lambda key: key.partition(".")[0]).values():
+        try:
+            config = _replace(config, {key: values[key] for key in keys})
+        except (TypeError, ValueError) as error:  # raised by a __post_init__ of the section
+            problems.append(f"{', '.join(keys)}: {error}")
+    return config, problems
 
 
 def _nearest(key: str, fields: Iterable[str]) -> str | None:

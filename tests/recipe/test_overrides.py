@@ -144,7 +144,8 @@ def test_overrides_leave_the_given_config_and_all_other_settings_alone():
 
 def test_settings_that_depend_on_each_other_are_changed_together():
     assert apply_overrides(config_of(Pair()), ["model.width=9", "model.heads=3"]).model == Pair(9, 3)
-    assert problems_of(config_of(Pair()), "model.width=9") == ["model.width: width 9 must be a multiple of heads 4"]
+    problem = "model.width: width 9 must be a multiple of heads 4"  # which names no setting of another section
+    assert problems_of(config_of(Pair()), "model.width=9", "run.steps=3") == [problem]
 
 
 @pytest.mark.parametrize("model", [None, {"width": 3}, 7])
