@@ -28,6 +28,9 @@ class DataConfig:
         bin_dtype: dtype of the tokens in .bin files, which do not contain it: "uint16" or "uint32", little-endian.
         resumable: false: `make_batches` returns an iterator without `get_state` and `set_state`, such as a generator.
             The run saves checkpoints, but cannot be resumed.
+        rows: The rows that `make_batches` makes in each process: "all" rows of the global batch, or "process", those on
+            its devices only. It is then called with a second argument, the ProcessRows of this process. Tokens of files
+            are always read by the processes that need them.
     """
 
     __repr__ = changed_repr
@@ -40,6 +43,7 @@ class DataConfig:
     eval_batches: int = field(default=4, metadata=AT_LEAST_1)
     bin_dtype: str = field(default="uint16", metadata={"one_of": ("uint16", "uint32")})
     resumable: bool = field(default=True, metadata=SAME_RESULT)
+    rows: str = field(default="all", metadata=ADDED | {"one_of": ("all", "process")})
 
 
 @dataclass(frozen=True)

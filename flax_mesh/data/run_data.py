@@ -63,7 +63,7 @@ def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         batches.content_hash,
         BATCHES,
         first=lambda: first,
-        batch=lambda step: put_batch(batches(step), mesh, axes),
+        batch=lambda step: put_batch(batches(step), mesh, axes, batches.own_rows),
         user_batches=batches,
     )
 

@@ -6,10 +6,11 @@ Hashes of encoded rows, which a checkpoint keeps, show the differences between t
 import base64
 import binascii
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -17,10 +18,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
-from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches, decode
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, State, StreamBatches, decode
+from flax_mesh.data.process_rows import global_shapes, of_processes, row_digests, state_of_shard
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
-from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
+from flax_mesh.step.batch import ProcessRows, batch_sharding, on_device_dtypes, rows_problems, shapes_of
 from flax_mesh.text import array_text, at_most, count_text
 from flax_mesh.tree import PyTree, array_problem, path_of
 from flax_mesh.user_code import joined, place_of, user_code
@@ -76,8 +78,10 @@ class UserBatches:
     Calls `make_batches`; raises a ConfigError with the line of its code for an exception, and for an invalid batch.
     """
 
-    def __init__(self, make: Callable[[], Any], rows: int, *, resumable: bool = True):
-        self.place = place_of(make)
+    def __init__(
+        self, make: Callable[[], Any], rows: int, *, resumable: bool = True, own_rows: ProcessRows | None = None
+    ):
+        self.place, self.own_rows = place_of(make), own_rows
         with user_code("make_batches", self.place):
             batches = make()
         missing = [name for name in METHODS if not hasattr(batches, name)]
@@ -86,15 +90,15 @@ class UserBatches:
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
         self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
-        self._checksums: dict[int, str] = {}  # of the newest batches
+        self._checksums: dict[int, list[str]] = {}  # of the newest batches: one, or with `own_rows` one for each row
         # The iterator of `read_preferences` knows the shapes: what it computes for a batch is left to the run.
-        self.shapes = getattr(batches, "flax_mesh_shapes", None) or shapes_of(self.first)
+        self.shapes = getattr(batches, "flax_mesh_shapes", None) or self._shapes_of(self.first)
 
     @cached_property
     def first(self) -> PyTree:
         """Batch 0, which is not consumed. It must be requested before any other batch is."""
         first = self._stream.first(batch_problems) if self._stream else self._call(0)
-        if problems := [*batch_problems(first), *_row_problems(first, self._num_rows)]:
+        if problems := [*batch_problems(first), *_row_problems(first, self._num_rows, self.own_rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         return on_device_dtypes(first, "make_batches: batch 0")
 
@@ -108,7 +112,12 @@ class UserBatches:
     @cached_property
     def content_hash(self) -> str:
         """SHA-256 of all rows, if they are known, or of the first batch: paths, dtypes, shapes and values."""
-        return self.rows.content if self.rows else _digest(hashlib.sha256(), self.first)
+        if self.rows:
+            return self.rows.content
+        if self.own_rows is None:
+            return _digest(hashlib.sha256(), self.first)
+        digests = of_processes("make_batches: batch 0", self.own_rows, row_digests(self.first), [])["digests"]
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     @property
     def description(self) -> str:
@@ -124,18 +133,29 @@ class UserBatches:
         if problems:
             raise ConfigError([joined(what, self.place, problem) for problem in problems])
         batch = on_device_dtypes(batch, what)
-        self._checksums[step] = _checksum(batch)
+        self._checksums[step] = [_checksum(batch)] if self.own_rows is None else row_digests(batch)
         self._checksums = {at: value for at, value in self._checksums.items() if at > step - KEPT}
         return batch
 
     def record(self, step: int) -> dict[str, object]:
-        """The record in the checkpoint of `step`: the rows, the last batch before it, and states of an iterator."""
-        record: dict[str, object] = {"rows": self.rows.each} if self.rows else {}
+        """The record in the checkpoint of `step`: the rows, the last batch before it, and states of an iterator.
+
+        With `own_rows`, every process calls it; the record has the checksums of all rows, and the states of all shards.
+        """
+        checksums = self._checksums.get(step - 1, [])  # empty until a step was computed
+        states: list[State] = []
         if self.iterator is not None:
-            record["state"] = self.iterator.state(step)
-        if step - 1 in self._checksums:  # a step was computed
-            before = {"state": self.iterator.state(step - 1)} if self.iterator is not None else {}
-            record["last_batch"] = {"checksum": self._checksums[step - 1], **before}
+            states = [self.iterator.state(step), *([self.iterator.state(step - 1)] if checksums else [])]
+        if self.own_rows is not None:
+            of_all = of_processes(f"make_batches: batch {step - 1}", self.own_rows, checksums, states)
+            checksums = cast(list[str], of_all["digests"])
+            states = [{"shards": list(each)} for each in zip(*cast(list[list[State]], of_all["states"]), strict=True)]
+        record: dict[str, object] = {"rows": self.rows.each} if self.rows else {}
+        if states:
+            record["state"] = states[0]
+        if checksums:
+            before = {"state": states[1]} if states else {}
+            record["last_batch"] = {"checksum": " ".join(checksums), **before}
         return record
 
     def resume(self, step: int, saved: Mapping[str, Any]) -> str:
@@ -144,16 +164,16 @@ class UserBatches:
         The batch before it is computed again. An iterator is set to the state before that batch, and the batch must
         lead to the next one: that an iterator returns a state that it was given does not show that it uses it.
         """
-        state, last = saved.get("state"), saved.get("last_batch")
+        state, last = state_of_shard(saved.get("state"), self.own_rows), saved.get("last_batch")
         if self.iterator is not None and (last is None or "state" not in last):  # saved by a function, or before
             self.iterator.resume(step, state)
             return ""
         if last is None:
             return ""
         if self.iterator is not None:
-            self.iterator.resume(step - 1, last["state"])
+            self.iterator.resume(step - 1, state_of_shard(last["state"], self.own_rows))
         self(step - 1)
-        if self._checksums[step - 1] == last["checksum"]:
+        if self._checksums[step - 1] == self._of_own_rows(last["checksum"].split()):
             return ""
         if self.iterator is not None:
             self.iterator.resume(step, state)
@@ -161,13 +181,22 @@ class UserBatches:
         problem = f"batch {step - 1} differs from the one that the run used, so the data changed, or {cause}"
         return joined("make_batches", self.place, problem)
 
+    def _of_own_rows(self, checksums: list[str]) -> list[str]:
+        if self.own_rows is None or len(checksums) != self._num_rows:
+            return checksums
+        return [checksums[row] for row in self.own_rows.index]
+
+    def _shapes_of(self, batch: PyTree) -> PyTree:
+        """The shapes of the global batch."""
+        return global_shapes(shapes_of(batch), self.own_rows, self._num_rows)
+
     def _call(self, step: int) -> PyTree:
         with user_code(f"make_batches: batch {step}", self.place):
             return self._function(step)
 
     def _differences(self, batch: PyTree) -> list[str]:
         """One line for every leaf that differs from batch 0, or one if the trees differ."""
-        shapes, wanted = shapes_of(batch), self.shapes
+        shapes, wanted = self._shapes_of(batch), self.shapes
         mine, first = dict(_named(shapes)), dict(_named(wanted))
         if jax.tree.structure(shapes) != jax.tree.structure(wanted):
             changed = [f"{path!r} is missing" for path in first if path not in mine]
@@ -195,7 +224,9 @@ def _kind_problem(batches: object, missing: Sequence[str], resumable: bool) -> s
 
 
 @check_types
-def array_batches(arrays: PyTree, *, batch_size: int, seed: int) -> Callable[[int], PyTree]:
+def array_batches(
+    arrays: PyTree, *, batch_size: int, seed: int, rows: ProcessRows | None = None
+) -> Callable[[int], PyTree]:
     """Batches of numpy arrays for `make_batches`: a function of the step, for every mesh and number of processes.
 
     An epoch visits every row once, in an order that depends on (seed, epoch) only. A batch may span two epochs.
@@ -204,6 +235,8 @@ def array_batches(arrays: PyTree, *, batch_size: int, seed: int) -> Callable[[in
         arrays: A pytree of numpy arrays with equal numbers of rows, their first dim.
         batch_size: Rows of a batch, `config.data.batch_size`.
         seed: Seed of the order, such as `config.run.seed`.
+        rows: The rows of each batch that this process makes, the second argument of `make_batches` with
+            `data.rows=process`. None: all.
 
     Returns:
         step -> batch, a pytree like `arrays`.
@@ -218,16 +251,18 @@ def array_batches(arrays: PyTree, *, batch_size: int, seed: int) -> Callable[[in
         True
     """
     problems = batch_problems(arrays)
-    rows = 0 if problems else len(jax.tree.leaves(arrays)[0])
-    if not problems and rows < batch_size:
-        problems.append(f"they have {count_text(rows, 'row')}, but one batch has {batch_size} (data.batch_size)")
+    size = 0 if problems else len(jax.tree.leaves(arrays)[0])
+    if not problems and size < batch_size:
+        problems.append(f"they have {count_text(size, 'row')}, but one batch has {batch_size} (data.batch_size)")
     if batch_size < 1:
         problems.append(f"batch_size must be at least 1, got {batch_size}")
     if problems:
         raise ConfigError([f"array_batches: {problem}" for problem in problems])
 
+    numbers = np.arange(batch_size) if rows is None else rows.index
+
     def batch_fn(step: int) -> PyTree:
-        index = sample_rows(step * batch_size + np.arange(batch_size), rows, seed)
+        index = sample_rows(step * batch_size + numbers, size, seed)
         return jax.tree.map(lambda x: x[index], arrays)
 
     return batch_fn
@@ -259,11 +294,15 @@ def batch_problems(batch: PyTree) -> list[str]:
     return at_most(problems)
 
 
-def _row_problems(batch: PyTree, rows: int) -> list[str]:
-    """One line if the batch has another number of rows than `data.batch_size`."""
+def _row_problems(batch: PyTree, rows: int, own_rows: ProcessRows | None) -> list[str]:
+    """One line if the batch has another number of rows than `data.batch_size`, or than `own_rows`."""
     sizes = {len(x) for _, x in _named(batch) if getattr(x, "ndim", 0)}
-    if len(sizes) != 1 or sizes == {rows}:
+    if len(sizes) != 1 or sizes == {rows if own_rows is None else len(own_rows.index)}:
         return []
+    if own_rows is not None:
+        return [
+            f"the batch must have the {len(own_rows.index)} rows of this process (data.rows=process), got {sizes.pop()}"
+        ]
     return [f"the batch must be the global one of data.batch_size={rows} rows, got {count_text(sizes.pop(), 'row')}"]
 
 
@@ -295,6 +334,8 @@ def is_state(value: object) -> bool:
     """Whether a value from a file is a result of `encode`."""
     if not isinstance(value, dict) or len(value) != 1:
         return False
+    if isinstance(shards := value.get("shards"), list):
+        return bool(shards) and all(map(is_state, shards))
     if "base64" not in value:
         return "json" in value
     try:

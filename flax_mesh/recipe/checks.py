@@ -89,6 +89,8 @@ def _check_together(config: TrainConfig) -> list[str]:
     problems += _check_lora(config)
     if config.make_batches is None and not config.data.resumable:
         problems.append("data.resumable=false is for iterators that make_batches returns; remove it")
+    if config.make_batches is None and config.data.rows == "process":
+        problems.append("data.rows=process is for make_batches; tokens of files need no setting, so remove it")
     problems += [*_check_filter(config.wrt), *eval_fn_problems(config.eval_fns)]
     if config.data.source == "":
         problems.append(NO_SOURCE)
@@ -104,7 +106,7 @@ def check_functions(config: TrainConfig) -> list[Problem]:
         "loss_fn": (config.loss_fn, ("model", "batch")),
         "make_optimizer": (config.make_optimizer, ("config", "parameters")),
         "make_schedule": (config.make_schedule, ("config",)),
-        "make_batches": (config.make_batches, ("config",)),
+        "make_batches": (config.make_batches, ("config", "rows")[: 1 + (config.data.rows == "process")]),
         "flops_per_token": (config.flops_per_token, ("config", "num_parameters", "sequence_length")),
     }
     functions |= {

@@ -200,7 +200,8 @@ class TrainConfig:
         make_batches: `make_batches(config) -> batch_fn`, called with this config; `batch_fn(step)` returns the global
             batch of a step, a pytree of numpy arrays whose first dim is `data.batch_size`. It must be a pure function
             of the step, equal in all processes. Or an iterator with `get_state` and `set_state` (see
-            `data.resumable`). None: the tokens of `data.source`.
+            `data.resumable`). With `data.rows=process`, `make_batches(config, rows)`: batches have the rows of the
+            process. None: the tokens of `data.source`.
         model_from: `model_from(model, folder) -> model`, called when an override sets `checkpoint.start_from`: the
             config of the model in this folder, such as `flax_mesh.models.pretrained_config`. Overrides of `model.*` are
             applied to its result. None: `model` must equal the model of the folder.

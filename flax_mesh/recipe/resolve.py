@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.evaluation import EvalFns
+from flax_mesh.data.process_rows import process_rows
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
@@ -207,9 +208,11 @@ def _recipe(
     optimizer = optimizer_of_recipe(config, rules)
     user_batches = None
     if config.make_batches is not None and batch is None:
-        user_batches = UserBatches(
-            partial(config.make_batches, config), config.data.batch_size, resumable=config.data.resumable
-        )
+        data, own_rows = config.data, None
+        if data.rows == "process":
+            own_rows = process_rows(data.batch_size, mesh, rules.axes)
+        make_batches = partial(config.make_batches, config, *filter(None, [own_rows]))
+        user_batches = UserBatches(make_batches, data.batch_size, resumable=data.resumable, own_rows=own_rows)
     shapes = user_batches.shapes if user_batches else token_shapes(config.data) if batch is None else batch
     flops, run = config.flops_per_token, config.run
     loss_fn = config.loss_fn

@@ -6,6 +6,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,25 @@ from flax_mesh.mesh.context import current_mesh
 from flax_mesh.modes import array_from
 from flax_mesh.sharding.constrain import spec_in_mesh, with_sharding_constraint
 from flax_mesh.sharding.rules import fit_spec
-from flax_mesh.text import count_text, listed
+from flax_mesh.text import array_text, count_text, listed
 from flax_mesh.tree import PyTree, array_problem, path_of
+
+
+class ProcessRows(NamedTuple):
+    """The rows of a global batch that are on the devices of one process, from `process_rows`.
+
+    Processes whose devices differ only in mesh axes that do not split the batch, such as tp, sp and pp, have the same
+    rows.
+
+    Attributes:
+        index: The numbers of the rows in the global batch, ascending, (n,).
+        shard: The number of this set of rows; processes with the same rows have the same number.
+        num_shards: How many sets there are. All of them have n rows.
+    """
+
+    index: np.ndarray
+    shard: int = 0
+    num_shards: int = 1
 
 
 def shapes_of(batch: PyTree) -> PyTree:
@@ -98,7 +116,9 @@ def batch_sharding(shape: tuple[int, ...], mesh: Mesh | AbstractMesh, axes: Part
 
 
 @check_types
-def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -> PyTree:
+def place_batch(
+    batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES, *, rows: ProcessRows | None = None
+) -> PyTree:
     """Places a batch on the devices of `mesh`. Each device receives only its rows.
 
     A train step does this itself with arrays of NumPy. Call it for the next batch while the devices compute, such as in
@@ -110,6 +130,7 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
             the global batch, and transfers the rows of its devices.
         mesh: The mesh of the state.
         axes: Maps the logical axes "batch" and "sequence" to mesh axes.
+        rows: The rows that `batch` has, from `process_rows`: every process passes its own rows only.
 
     Returns:
         The batch as arrays of JAX with the dtypes that devices have, int32 for int64.
@@ -125,21 +146,45 @@ def place_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis = DEFAULT_AXES) -
         >>> x.addressable_shards[0].data.shape
         (4, 16, 3)
     """
-    microbatch_shapes(batch, 1, mesh, axes)
+    if rows is None:
+        microbatch_shapes(batch, 1, mesh, axes)
+    elif problems := _process_problems(batch, len(rows.index)):
+        raise ConfigError(problems)
     batch = on_device_dtypes(batch, "batch")
     return jax.tree.map(
         lambda x: jax.device_put(x, batch_sharding(x.shape, mesh, axes)) if isinstance(x, jax.Array) else x,
-        put_batch(batch, mesh, axes),
+        put_batch(batch, mesh, axes, rows),
     )
 
 
-def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis) -> PyTree:
-    """The arrays of NumPy on the devices, which may use their memory; other leaves as they are."""
+def _process_problems(batch: PyTree, num_rows: int) -> list[str]:
+    """One line for every leaf that is not an array of NumPy with the rows of this process."""
+    return [
+        f"batch {path_of(path)!r} must be a NumPy array with the {num_rows} rows of this process, got {array_text(x)}"
+        for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]
+        if not isinstance(x, np.ndarray) or (x.ndim and len(x) != num_rows)
+    ]
+
+
+def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis, rows: ProcessRows | None = None) -> PyTree:
+    """The arrays of NumPy on the devices, which may use their memory; other leaves as they are.
+
+    With `rows`, the arrays have these rows of the global batch.
+    """
 
     def put(x: object) -> object:
         if not isinstance(x, np.ndarray):
             return x
-        return array_from(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, x.dtype)
+        if rows is None or not x.ndim:
+            return array_from(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, x.dtype)
+        shape = (rows.num_shards * len(x), *x.shape[1:])
+
+        def read(index: tuple[slice, ...]) -> np.ndarray:
+            first, last, _ = index[0].indices(shape[0])
+            start = int(np.searchsorted(rows.index, first))
+            return x[(slice(start, start + last - first), *index[1:])]
+
+        return array_from(shape, batch_sharding(shape, mesh, axes), read, x.dtype)
 
     return jax.tree.map(put, batch)
 

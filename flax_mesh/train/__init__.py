@@ -5,6 +5,7 @@ from flax_mesh.data.config import ChatConfig as ChatConfig
 from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
 from flax_mesh.data.preferences import read_preferences as read_preferences
+from flax_mesh.data.process_rows import process_rows as process_rows
 from flax_mesh.data.user_batches import array_batches as array_batches
 from flax_mesh.lora.config import LoraConfig as LoraConfig
 from flax_mesh.recipe.config import CheckpointConfig as CheckpointConfig
@@ -17,6 +18,7 @@ from flax_mesh.recipe.optimizers.config import OptimizerConfig as OptimizerConfi
 from flax_mesh.recipe.overrides import apply_overrides as apply_overrides
 from flax_mesh.recipe.program import TrainProgram as TrainProgram
 from flax_mesh.recipe.program import build_program as build_program
+from flax_mesh.step.batch import ProcessRows as ProcessRows
 from flax_mesh.step.batch import place_batch as place_batch
 from flax_mesh.step.options import StateLayout as StateLayout
 from flax_mesh.step.options import StepOptions as StepOptions

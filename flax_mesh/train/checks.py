@@ -46,7 +46,12 @@ def check_stages(run: Run, *, is_new: bool) -> None:
     if pipeline is None or setting == "never" or (setting == "auto" and not is_new):
         return
 
+    batches = run.recipe.user_batches
+    is_divided = batches is not None and batches.own_rows is not None and batches.own_rows.num_shards > 1
+
     def check() -> str:
+        if is_divided:
+            return "pipeline.check: left out, because no process has all rows (data.rows=process)"
         if setting == "auto" and not pipeline.staged.is_cheap_to_check:
             return "pipeline.check: left out, because a microbatch takes more than 1e10 FLOPs or 1 GiB"
         pipeline.staged.check(

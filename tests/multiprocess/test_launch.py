@@ -17,7 +17,7 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.cli import main
 from flax_mesh.cli.main import command
-from tests.multiprocess.launches import LIMIT_S, SETTINGS, run, start, stored, train
+from tests.multiprocess.launches import LIMIT_S, SETTINGS, assert_same_run, run, start, stored, train
 from tests.multiprocess.processes import (
     ROOT,
     Running,
@@ -43,6 +43,31 @@ def recipe():
     made = load_recipe("{vit}")
     own = lambda config: lambda step: made.make_batches(config)(step + jax.process_index())
     return dataclasses.replace(made, make_batches=own)
+"""
+
+OWN_ROWS = """
+from dataclasses import replace
+import numpy as np
+from flax_mesh.train import load_recipe
+
+class Rows:
+    def __init__(self, config, rows=None):
+        self.step, self.index = 0, np.arange(config.data.batch_size) if rows is None else rows.index
+
+    def __next__(self):
+        random = [np.random.default_rng((self.step, int(row))) for row in self.index]
+        self.step += 1
+        tokens = np.stack([one.integers(0, 256, 17, np.int32) for one in random])
+        return dict(inputs=tokens[:, :-1], targets=tokens[:, 1:])
+
+    def get_state(self):
+        return self.step
+
+    def set_state(self, state):
+        self.step = state
+
+def recipe():
+    return replace(load_recipe("{tiny}"), make_batches=Rows, sample=None)
 """
 
 
@@ -82,6 +107,21 @@ def test_two_processes_have_the_losses_of_one(settings, same, shape, own, tmp_pa
     run(1, 4, tmp_path / "one", "mesh.shape=pp:2,fsdp:2", *same, "run.steps=3", settings=settings)
     run(2, 2, tmp_path / "two", f"mesh.shape={shape}", *same, *own, "run.steps=3", settings=settings)
     assert_same_losses(tmp_path / "two", tmp_path / "one", [1, 2, 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "shape"), [(2, "fsdp:4"), (4, "dp:2,tp:2"), (2, "pp:2,fsdp:2")])
+def test_processes_that_make_their_own_rows_have_the_same_run_bit_for_bit_also_if_it_is_resumed(
+    processes, shape, tmp_path
+):
+    """In the mesh dp:2,tp:2 two processes make the same rows each, and as groups of a pipeline both make all rows."""
+    (tmp_path / "own_rows.py").write_text(OWN_ROWS.format(tiny=ROOT / "recipes" / "tiny.py"))
+    settings = (str(tmp_path / "own_rows.py"), *SETTINGS[1:], "model.num_layers=2", f"mesh.shape={shape}")
+    run(processes, 4 // processes, tmp_path / "all", "run.steps=4", settings=settings)
+    for steps in (2, 4):
+        own = ("data.rows=process", f"run.steps={steps}")
+        run(processes, 4 // processes, tmp_path / "own", *own, settings=settings)
+    assert_same_run(tmp_path / "own", tmp_path / "all", 4)
 
 
 @pytest.mark.slow
