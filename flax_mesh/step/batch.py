@@ -6,7 +6,7 @@
 # pyright: reportMissingTypeStubs=false
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,8 @@ from flax_mesh.text import array_text, count_text, listed
 from flax_mesh.tree import PyTree, array_problem, path_of
 
 
-class ProcessRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ProcessRows:
     """The rows of a global batch that are on the devices of one process, from `process_rows`.
 
     Processes whose devices differ only in mesh axes that do not split the batch, such as tp, sp and pp, have the same
@@ -177,11 +178,11 @@ def put_batch(batch: PyTree, mesh: Mesh, axes: PartitionAxis, rows: ProcessRows 
             return x
         if rows is None or not x.ndim:
             return array_from(x.shape, batch_sharding(x.shape, mesh, axes), x.__getitem__, x.dtype)
-        shape = (rows.num_shards * len(x), *x.shape[1:])
+        shape, numbers = (rows.num_shards * len(x), *x.shape[1:]), rows.index
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             first, last, _ = index[0].indices(shape[0])
-            start = int(np.searchsorted(rows.index, first))
+            start = int(np.searchsorted(numbers, first))
             return x[(slice(start, start + last - first), *index[1:])]
 
         return array_from(shape, batch_sharding(shape, mesh, axes), read, x.dtype)
