@@ -21,6 +21,7 @@ FLOORS = (
     ("sharding.initialize",),
     ("sharding",),
     ("sharding.report",),
+    ("blockwise.traced",),
     ("blockwise",),
     ("step",),
     ("mpmd",),

@@ -17,10 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
-from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved
 from flax_mesh.blockwise.place import Placement
-from flax_mesh.blockwise.region import Key, Region, Values
+from flax_mesh.blockwise.traced.graph import Value
+from flax_mesh.blockwise.traced.region import Key, Region, Values
 from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.tree import PyTree, num_bytes
 

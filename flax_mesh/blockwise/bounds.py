@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal, Op
-from flax_mesh.blockwise.region import Key, Region, Step
+from flax_mesh.blockwise.traced.dims import REDUCTIONS, Labels, dim_map
+from flax_mesh.blockwise.traced.graph import Literal, Op
+from flax_mesh.blockwise.traced.region import Key, Region, Step
 
 Array: TypeAlias = np.ndarray | jax.Array
 Bound: TypeAlias = tuple[Array, Array]

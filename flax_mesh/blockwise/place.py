@@ -11,9 +11,9 @@ from typing import NamedTuple
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Axes, Layout, axes_of_spec
-from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
-from flax_mesh.blockwise.graph import Level, Op, Value, facts_of
-from flax_mesh.blockwise.region import Region
+from flax_mesh.blockwise.traced.dims import Labels, dim_map, labels_before
+from flax_mesh.blockwise.traced.graph import Level, Op, Value, facts_of
+from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.program.follow import Rules
 from flax_mesh.program.program import SHARD_MAP, Eqn
 

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
-from flax_mesh.blockwise.dims import known_value
-from flax_mesh.blockwise.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
-from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, around, build, needed_ops, repeats, run
 from flax_mesh.blockwise.place import follow, mesh_of, place
-from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.squares import unrecognized
+from flax_mesh.blockwise.traced.dims import known_value
+from flax_mesh.blockwise.traced.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
+from flax_mesh.blockwise.traced.graph import Level, Op, Value, all_levels, around, build, needed_ops, repeats, run
+from flax_mesh.blockwise.traced.region import Region, region_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import source_line
