@@ -344,7 +344,12 @@ class _Mask:
             raise NoFormulaError("its scores have dropout")
         self.leaves = {key: np.asarray(static[key]) for key in leaves}
         both = {region.q, region.k}
-        depends = {x for key in leaves for x in region.leaves[key][1]}
+        depends = {
+            label
+            for key, x in self.leaves.items()
+            for d, label in enumerate(region.leaves[key][1])
+            if (x != x.take([0], d)).any()
+        }
         depends |= {step.labels[step.op.params["dimension"]] for step in self.steps if step.op.name == "iota"}
         if depends - both - {None}:
             raise NoFormulaError("its mask differs between rows or heads")
@@ -369,7 +374,9 @@ class _Mask:
             env: dict[Key, jax.Array] = {}
             for key, x in self.leaves.items():
                 for d, label in enumerate(region.leaves[key][1]):
-                    if label in sizes:
+                    if label in self.parts:
+                        x = x.take([0], d)
+                    elif label in sizes:
                         x = x.take(np.minimum(starts[label] + np.arange(sizes[label]), x.shape[d] - 1), d)
                 env[key] = jnp.asarray(x)
             for step in region.score_steps:
