@@ -14,7 +14,7 @@ from flax_mesh.blockwise import formula, transform
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import KERNELS
 from flax_mesh.program.program import program_of
-from flax_mesh.step.state import abstract_train_state
+from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_train_step
 from tests.blockwise.compare import apart, gradients, largest_square
 from tests.blockwise.model import RULES, batch_of, loss_fn, make
@@ -289,3 +289,24 @@ def test_where_the_platform_is_not_known_the_lines_have_the_choice_on_each():
 def test_kernel_is_an_error_for_an_attention_that_has_none():
     with pytest.raises(ConfigError, match=r"attention=kernel needs a kernel for every attention[\s\S]*got float32"):
         traced_step("gpu", {"dp": 1}, attention="kernel")
+
+
+@pytest.mark.slow
+def test_losses_in_a_kernel_on_a_mesh_are_those_of_the_program_as_written():
+    mesh, batch = fm.create_mesh((2, 2, 2), ("dp", "sp", "tp")), batch_of(512, rows=2, documents=3)
+
+    def losses(attention):
+        state = init_train_state(make, fm.abstract_state(make, mesh, RULES))
+        step = make_train_step(loss_fn, state, attention=attention)
+        found = []
+        for _ in range(2):
+            state, metrics = step(state, batch)
+            found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+        return found, step.attention_lines
+
+    found, (line,) = losses("kernel")
+    assert line.endswith(
+        "splash attention, causal, within documents, probabilities in float32, dim 0 over dp, dim 1 over tp, queries "
+        "over sp"
+    )
+    np.testing.assert_allclose(found, losses("as_written")[0], rtol=1e-5)

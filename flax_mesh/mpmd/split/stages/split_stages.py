@@ -83,7 +83,7 @@ def split_stages(
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
             one.
-        attention: Whether the attention of the loss function is computed in blocks, as in `make_train_step`.
+        attention: How the attention of the loss function is computed, as in `make_train_step`.
         check: Run the stages on two microbatches and compare all results with the model's, on one device; see
             `StagedModel.check`.
 
