@@ -75,8 +75,8 @@ class DecoderConfig:
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
-    Kernels of attention compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`), in blocks if
-    they are large (`flax_mesh.blockwise_attention`).
+    These kernels compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`), which the option
+    `attention` of a step computes by a kernel or in blocks.
     """
 
     vocab_size: int = field(default=256, metadata=_SIZE)

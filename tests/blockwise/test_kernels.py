@@ -5,44 +5,29 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import flax_mesh as fm
 from flax_mesh import jax_compat
-from flax_mesh.blockwise import formula, transform
+from flax_mesh.blockwise import formula
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import KERNELS
-from flax_mesh.program.program import program_of
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.blockwise.compare import apart, gradients, largest_square
+from tests.blockwise.compare import apart, gradients, largest_square, rewritten, with_kernel
 from tests.blockwise.model import RULES, batch_of, loss_fn, make
 from tests.blockwise.programs import PROGRAMS, by_hand
 
 LENGTH = 128
-BLOCK = 64
 
 
 def cast(args, dtype):
     is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype) if is_float(x) else x, args)
-
-
-def rewritten(fn, args, kernel, block=BLOCK, platform="cpu"):
-    closed = jax.make_jaxpr(fn)(*args)
-    return transform.rewrite(
-        program_of(closed), [None] * len(jax.tree.leaves(args)), lambda _: None, block, kernel, -1, platform
-    )
-
-
-def with_kernel(fn, kernel, block=BLOCK):
-    def call(*args):
-        found = rewritten(fn, args, kernel, block)
-        assert KERNELS[kernel].title in found.lines[0], found
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(fn, *args)), found.call(*jax.tree.leaves(args)))
-
-    return call
 
 
 def operands(heads=2, kv_heads=2, length=LENGTH):
@@ -115,11 +100,10 @@ def test_the_programs_in_a_kernel_are_as_near_to_float64_as_they_are_written(nam
 
 
 def assert_near(fn, kernel, args):
-    written, (found, jaxpr) = gradients(fn, args)[0], gradients(kernel, args)
+    written, found = gradients(fn, args)[0], gradients(kernel, args)[0]
     with jax.enable_x64(True):
         exact = gradients(fn, cast(args, jnp.float64))[0]
     assert apart(found, exact) <= 2 * apart(written, exact)
-    del jaxpr
 
 
 def one_more(see):
@@ -289,6 +273,36 @@ def test_where_the_platform_is_not_known_the_lines_have_the_choice_on_each():
 def test_kernel_is_an_error_for_an_attention_that_has_none():
     with pytest.raises(ConfigError, match=r"attention=kernel needs a kernel for every attention[\s\S]*got float32"):
         traced_step("gpu", {"dp": 1}, attention="kernel")
+
+
+def decoder_step(platform, sequence=1024, step="auto", **settings):
+    sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "sliding_window": 300}
+    config = DecoderConfig(**sizes, dtype="bfloat16", **settings)
+
+    def make():
+        model = make_decoder(config, nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    layout = abstract_train_state(make, fm.abstract_state(make, mesh_of(platform, fsdp=1)))
+    tokens = jax.ShapeDtypeStruct((2, sequence), jnp.int32)
+    with jax_compat.kernels_without_devices():
+        step = make_train_step(next_token_loss, layout, attention=step)
+        return step, step.trace(layout, {"inputs": tokens, "targets": tokens})
+
+
+def test_the_attention_of_a_decoder_by_xla_becomes_the_calls_of_its_own_kernel():
+    calls = []
+    for attention, option in (("cudnn", "as_written"), ("xla", "auto")):
+        traced = decoder_step("gpu", step=option, attention=attention)[1]
+        lines = jax_compat.lower_without_devices(traced, "cuda").as_text().splitlines()
+        calls.append([re.sub(r"%\w+", "", line) for line in lines if f"@{jax_compat.ATTENTION}" in line])
+    assert len(calls[0]) == 2 and "MaskType.CAUSAL 300" in calls[0][0] and calls[0] == calls[1]
+
+
+def test_a_decoder_with_a_soft_cap_has_splash_attention():
+    step, _ = decoder_step("tpu", attention_softcap=50.0)
+    (line,) = step.attention_lines
+    assert line.endswith("splash attention, causal in a window of 300, capped at 50, probabilities in float32")
 
 
 @pytest.mark.slow
