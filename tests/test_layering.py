@@ -21,6 +21,7 @@ FLOORS = (
     ("sharding.initialize",),
     ("sharding",),
     ("sharding.report",),
+    ("blockwise.traced",),
     ("blockwise",),
     ("step",),
     ("mpmd",),
@@ -48,7 +49,7 @@ FLOORS = (
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields", "svg", "text")}
+PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields", "text")}
 PURE |= {"__init__.py": set(), "cli/text/arguments.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.

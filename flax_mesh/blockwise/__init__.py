@@ -1,1 +1,1 @@
-"""Attention in blocks, for any traced function: finding it, placing it on a mesh, evaluating it."""
+"""Attention of any traced function, in kernels and in blocks: finding it, placing it on a mesh, computing it."""

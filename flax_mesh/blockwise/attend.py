@@ -6,25 +6,22 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
-from flax_mesh.blockwise.graph import Value
 from flax_mesh.blockwise.loops import Loops, Saved
-from flax_mesh.blockwise.place import Placement
-from flax_mesh.blockwise.region import Key, Region, Values
+from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
+from flax_mesh.blockwise.traced.region import Key, Region, Values
 from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
-from flax_mesh.tree import PyTree, num_bytes
+from flax_mesh.tree import num_bytes
 
-R = TypeVar("R")
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
 _MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of every pair
@@ -42,6 +39,7 @@ class Attention:
         block: int,
     ):
         self.region, self.placement, self.keys = region, placement, list(region.leaves)
+        self.leaves = [x for x, _ in region.leaves.values()]
         self.parts = placement.parts if placement else {}
         self.blocks = _blocks(region, self.parts, block)
         self.has_data = needs_data(region, static)
@@ -57,21 +55,12 @@ class Attention:
             if self.region.k not in labels or self.region.q in labels or static.get(key) is not None:
                 continue
             dim, known = labels.index(self.region.k), layouts.get(id(x))
-            if self._is_explicit:
+            if self.placement.is_explicit:
                 known = axes_of_spec(x.aval.sharding.spec, len(x.shape))
             is_split = set(names) <= set(known[dim]) if known else jnp.issubdtype(x.aval.dtype, jnp.floating)
             if is_split and x.shape[dim] % self.parts[self.region.q] == 0:
                 gathered[key] = dim
         return gathered
-
-    @property
-    def _is_explicit(self) -> bool:
-        return self.placement is not None and AxisType.Explicit in self.placement.mesh.axis_types
-
-    def _with_type_of(self, value: Value, x: jax.Array) -> jax.Array:
-        if self.placement is None or not self._is_explicit:
-            return x
-        return _with_spec(x, self.placement.mesh, value.aval.sharding.spec)
 
     @property
     def saved(self) -> int:
@@ -84,8 +73,7 @@ class Attention:
         total = blocks.parts * blocks.num_q * blocks.num_k
         visited = "blocks by data" if self.has_data else f"{int(self.static.sure.sum())} of {total} blocks"
         texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}, {visited}"]
-        for d, names in self.placement.axes.items() if self.placement else ():
-            texts.append(f"{'queries' if d == region.q else f'dim {d}'} over {'+'.join(names)}")
+        texts += self.placement.texts(region.q) if self.placement else []
         return ", ".join([*texts, "gathered keys"] if self.gathered else texts)
 
     # On one device
@@ -151,14 +139,6 @@ class Attention:
 
     # On all devices
 
-    def _mapped(self, fn: Callable[..., R], args: PyTree, ins: PyTree, outs: PyTree) -> R:
-        if self.placement is None:
-            return fn(*args)
-        mesh = self.placement.mesh
-        if self._is_explicit:
-            args = jax.tree.map(lambda spec, x: _with_spec(x, mesh, spec), ins, args, is_leaf=_is_spec)
-        return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*args)
-
     def _specs(self, *, split_keys: bool) -> list[PartitionSpec]:
         """Of the leaves: with their keys as they are stored, or gathered."""
         place, specs = self.placement, []
@@ -181,7 +161,7 @@ class Attention:
         """(result, the residuals of the backward pass, the leaves with all keys)."""
         ins, after = self._specs(split_keys=True), self._specs(split_keys=False)
         outs = (*self._result_specs(), [after[self.keys.index(key)] for key in self.gathered])
-        out, saved, gathered = self._mapped(self._forward, tuple(values), tuple(ins), outs)
+        out, saved, gathered = on_devices(self.placement, self._forward, tuple(values), tuple(ins), outs)
         complete = dict(zip(self.gathered, gathered, strict=True))
         return out, saved, [complete.get(key, x) for key, x in zip(self.keys, values, strict=True)]
 
@@ -193,8 +173,12 @@ class Attention:
         ins = (self._specs(split_keys=False), saved_specs, out_spec, out_spec)
         stored = self._specs(split_keys=True)
         fn = functools.partial(self._backward, keys)
-        gradients = self._mapped(fn, (list(values), saved, out, gradient), ins, [stored[n] for n in wanted])
-        return [self._with_type_of(self.region.leaves[key][0], x) for key, x in zip(keys, gradients, strict=True)]
+        gradients = on_devices(
+            self.placement, fn, (list(values), saved, out, gradient), ins, [stored[n] for n in wanted]
+        )
+        return [
+            with_type_of(self.placement, self.region.leaves[key][0], x) for key, x in zip(keys, gradients, strict=True)
+        ]
 
     def plain(self, *values: jax.Array) -> jax.Array:
         """The attention as it was written: all blocks at once."""
@@ -220,7 +204,7 @@ class Attention:
 
     def __call__(self, values: Arrays) -> jax.Array:
         """The result, which JAX can differentiate."""
-        return self._with_type_of(self.region.out, differentiable(self, values)(*values))
+        return with_type_of(self.placement, self.region.out, differentiable(self, values)(*values))
 
 
 def _after(x: jax.Array, done: Arrays) -> jax.Array:
@@ -236,11 +220,3 @@ def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:
         block //= 2
     sizes = [-(-length // min(-(-length // block), _MOST_BLOCKS)) for length in lengths]
     return Blocks(lengths[0], lengths[1], sizes[0], sizes[1], of_queries)
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
-
-
-def _with_spec(x: jax.Array, mesh: AbstractMesh, spec: PartitionSpec) -> jax.Array:
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))

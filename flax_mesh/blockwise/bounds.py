@@ -10,7 +10,7 @@ the value: the number of blocks in a dim of queries or keys, and 1 or all elemen
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TypeAlias
 
 import jax
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from flax_mesh.blockwise.dims import REDUCTIONS, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal, Op
-from flax_mesh.blockwise.region import Key, Region, Step
+from flax_mesh.blockwise.traced.dims import REDUCTIONS, Labels, dim_map
+from flax_mesh.blockwise.traced.graph import Literal, Op
+from flax_mesh.blockwise.traced.region import Key, Region, Step
 
 Array: TypeAlias = np.ndarray | jax.Array
 Bound: TypeAlias = tuple[Array, Array]
@@ -30,10 +30,19 @@ Cuts: TypeAlias = Mapping[
 _EXACT = 2.0**24  # integers from here on are rounded in float32
 
 
-def bound_scores(region: Region, leaves: Mapping[Key, Bound], cuts: Cuts, of_product: float) -> Bound:
-    """Bounds of the scores, if every product is within `of_product`."""
+def bound_scores(
+    region: Region,
+    leaves: Mapping[Key, Bound],
+    cuts: Cuts,
+    of_product: float,
+    fixed: Mapping[Key, float] = MappingProxyType({}),
+) -> Bound:
+    """Bounds of the scores, if every product is within `of_product`, and the values `fixed` are these numbers."""
     env = dict(leaves)
     for step in region.score_steps:
+        if step.output in fixed:
+            env[step.output] = _full(len(step.op.outputs[0].shape), *[fixed[step.output]] * 2)
+            continue
         args = [_number(x.value) if isinstance(x, Literal) else env[x] for x in step.inputs]
         rank = len(step.op.outputs[0].shape)
         with np.errstate(all="ignore"):
@@ -61,7 +70,11 @@ def bound_leaf(x: Array, labels: Labels, cuts: Cuts) -> Bound:
 
 
 def unknown(rank: int) -> Bound:
-    return np.full((1,) * rank, -np.inf), np.full((1,) * rank, np.inf)
+    return _full(rank, -np.inf, np.inf)
+
+
+def _full(rank: int, low: float, high: float) -> Bound:
+    return np.full((1,) * rank, low), np.full((1,) * rank, high)
 
 
 def module_of(*values: object) -> ModuleType:
@@ -104,7 +117,7 @@ def _without_nan(bound: Bound, rank: int) -> Bound:
 def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_product: float) -> Bound | None:
     op, name, m = step.op, step.op.name, module_of(*(x for pair in args for x in pair))
     if name == "dot_general":
-        return np.full((1,) * rank, -of_product), np.full((1,) * rank, of_product)
+        return _full(rank, -of_product, of_product)
     if name == "iota":
         return _positions(step, rank, cuts)
     if name == "broadcast_in_dim":

@@ -26,8 +26,8 @@ from jax.extend import core as jex
 
 from flax_mesh.blockwise.loops import Saved
 from flax_mesh.jax_compat import linear_primitive
+from flax_mesh.kernels import RESIDUALS
 
-RESIDUALS = "attention"  # the name, for policies of jax.checkpoint, of the residuals that the backward pass reads
 Arrays = Sequence[jax.Array]
 Operands = tuple[Arrays, Saved[jax.Array], jax.Array, jax.Array]  # of the backward pass; last the gradient
 Results = tuple[jax.Array, Saved[jax.Array], list[jax.Array]]  # the result, residuals, and the leaves with all keys

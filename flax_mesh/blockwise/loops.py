@@ -21,9 +21,9 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from flax_mesh.blockwise.dims import Block, Labels, dim_map
-from flax_mesh.blockwise.graph import Literal
-from flax_mesh.blockwise.region import Key, Region, Values, run_steps
+from flax_mesh.blockwise.traced.dims import Block, Labels, dim_map
+from flax_mesh.blockwise.traced.graph import Literal
+from flax_mesh.blockwise.traced.region import Key, Region, Values, run_steps
 from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 
 T = TypeVar("T")

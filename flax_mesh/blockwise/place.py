@@ -6,16 +6,20 @@ program. A wrong guess costs time only: the operands are moved to the layout tha
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.axes import Axes, Layout, axes_of_spec
-from flax_mesh.blockwise.dims import Labels, dim_map, labels_before
-from flax_mesh.blockwise.graph import Level, Op, Value, facts_of
-from flax_mesh.blockwise.region import Region
+from flax_mesh.blockwise.traced.dims import Labels, dim_map, labels_before
+from flax_mesh.blockwise.traced.graph import Level, Op, Value, facts_of
+from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.program.follow import Rules
 from flax_mesh.program.program import SHARD_MAP, Eqn
+from flax_mesh.tree import PyTree
+
+R = TypeVar("R")
 
 
 class Placement(NamedTuple):
@@ -33,6 +37,38 @@ class Placement(NamedTuple):
 
     def spec(self, labels: Labels, without: int | None = None) -> PartitionSpec:
         return PartitionSpec(*(self.axes.get(x, ()) if x is not None and x != without else None for x in labels))
+
+    @property
+    def is_explicit(self) -> bool:
+        return AxisType.Explicit in self.mesh.axis_types
+
+    def texts(self, of_queries: int) -> list[str]:
+        dims = ((f"dim {d}" if d != of_queries else "queries", names) for d, names in self.axes.items())
+        return [f"{name} over {'+'.join(names)}" for name, names in dims]
+
+
+def on_devices(placement: Placement | None, fn: Callable[..., R], args: PyTree, ins: PyTree, outs: PyTree) -> R:
+    """`fn(*args)` of the parts of each device, which have the specs `ins` and `outs`."""
+    if placement is None:
+        return fn(*args)
+    mesh = placement.mesh
+    if placement.is_explicit:
+        args = jax.tree.map(lambda spec, x: _with_spec(x, mesh, spec), ins, args, is_leaf=_is_spec)
+    return jax.shard_map(fn, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=False)(*args)
+
+
+def with_type_of(placement: Placement | None, value: Value, x: jax.Array) -> jax.Array:
+    if placement is None or not placement.is_explicit:
+        return x
+    return _with_spec(x, placement.mesh, value.aval.sharding.spec)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _with_spec(x: jax.Array, mesh: AbstractMesh, spec: PartitionSpec) -> jax.Array:
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def mesh_of(x: Value, mesh: AbstractMesh) -> AbstractMesh:

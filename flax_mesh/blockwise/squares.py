@@ -12,10 +12,10 @@ from typing import cast
 import numpy as np
 
 from flax_mesh.axes import Layout
-from flax_mesh.blockwise.dims import Labels
-from flax_mesh.blockwise.find import are_scores, is_view
-from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, facts_of, source
 from flax_mesh.blockwise.place import DimRules
+from flax_mesh.blockwise.traced.dims import Labels
+from flax_mesh.blockwise.traced.find import are_scores, is_view
+from flax_mesh.blockwise.traced.graph import Level, Op, Value, all_levels, facts_of, source
 from flax_mesh.program.program import Eqn
 
 _EXPONENTIALS = frozenset({"exp", "exp2", "pow"})

@@ -6,7 +6,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,22 +16,25 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
-from flax_mesh.blockwise.dims import known_value
-from flax_mesh.blockwise.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
-from flax_mesh.blockwise.graph import Level, Op, Value, all_levels, around, build, needed_ops, repeats, run
+from flax_mesh.blockwise.formula import NoFormulaError
+from flax_mesh.blockwise.fused import Fused
 from flax_mesh.blockwise.place import follow, mesh_of, place
-from flax_mesh.blockwise.region import Region, region_of
 from flax_mesh.blockwise.squares import unrecognized
+from flax_mesh.blockwise.traced.dims import known_value
+from flax_mesh.blockwise.traced.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
+from flax_mesh.blockwise.traced.graph import Level, Op, Value, all_levels, around, build, needed_ops, repeats, run
+from flax_mesh.blockwise.traced.region import Region, region_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
-from flax_mesh.jax_compat import source_line
+from flax_mesh.jax_compat import kernels_without_devices, source_line
+from flax_mesh.kernels import KERNELS, OF_PLATFORM
 from flax_mesh.modes import traced_call
 from flax_mesh.program.program import Program, program_of
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
 from flax_mesh.tree import num_bytes
 
 BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
-MODES = ("auto", "blockwise", "as_written")
+MODES = ("auto", "kernel", "blockwise", "as_written")
 SMALL = f"it has fewer than {FEWEST} queries or keys, or fewer scores than a block"
 
 
@@ -111,12 +114,16 @@ def _also_used(region: Region, needed: set[int]) -> list[Left]:
 
 
 class Rewritten(NamedTuple):
-    """A function with its attentions in blocks."""
+    """A function with its attentions in kernels and in blocks."""
 
-    call: Callable[..., list[Any]]
-    lines: tuple[str, ...]
-    saved: int  # bytes of scores, per device, that the function as written keeps for its backward pass
+    call: Callable[..., list[Any]] | None  # None: nothing is changed
+    lines: tuple[str, ...]  # about the attentions that are changed
+    stays: tuple[str, ...]  # about the arrays that stay
+    saved: (
+        int  # bytes of scores, per device, that attentions without a kernel keep, as written, for their backward pass
+    )
     left: int  # bytes of the arrays that stay
+    unfit: tuple[str, ...]  # about the attentions that the kernel does not compute
 
 
 def rewrite(
@@ -124,24 +131,43 @@ def rewrite(
     layouts: Sequence[Layout | None],
     of_const: Callable[[Any], Layout | None],
     block: int | None = None,
+    kernel: str = "",
+    limit: int = -1,
+    platform: str = "",
 ) -> Rewritten:
-    """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known."""
+    """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known.
+
+    Attentions that the `kernel` does not compute on devices of `platform` are in blocks, if their scores take more than
+    `limit` bytes.
+    """
     top = build(program)
     regions, left, small = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known: dict[int, Layout] = {}
     if regions and not mesh.empty:
         known = follow(top, layouts, of_const, mesh)
-    attentions: dict[int, Attention] = {}
+    fused: dict[int, Fused] = {}
+    blocks: dict[int, Attention] = {}
+    reasons: dict[int, str] = {}
     for region in regions:
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
-        attentions[id(product)] = Attention(region, static, placement, known, block or _default_block())
-        product.leaves = [x for x, _ in region.leaves.values()]
+        try:
+            if kernel:
+                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform())
+        except NoFormulaError as error:
+            reasons[id(product)] = str(error)
+        if id(product) not in fused:
+            blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
+    saved = _saved(blocks.values())
+    attentions: dict[int, Fused | Attention] = {**fused, **(blocks if saved > limit else {})}
+    for attention in attentions.values():
+        attention.region.softmax.product.leaves = attention.leaves
     needed = needed_ops(top)
-    left += [each for region in regions for each in _also_used(region, needed)]
-    named = {id(op) for x, op, _ in left for op in (x.op, op)}
-    left += [Left(x, op, why) for x, op, why in unrecognized(top, needed, named, small, block or BLOCK)]
+    if saved == 0 or saved > limit:
+        left += [each for x in attentions.values() for each in _also_used(x.region, needed)]
+        named = {id(op) for x, op, _ in left for op in (x.op, op)}
+        left += [Left(x, op, why) for x, op, why in unrecognized(top, needed, named, small, block or BLOCK)]
 
     def attend(product: Op, values: Sequence[jax.Array]) -> jax.Array:
         mesh = mesh_of(product.outputs[0], jax.sharding.get_abstract_mesh())
@@ -152,19 +178,32 @@ def rewrite(
         env = {id(v): x for v, x in zip(top.inputs, args, strict=True)}
         return run(top, env, needed, attend)
 
+    stays = tuple(dict.fromkeys(each.line for each in left))
+    of_left = sum(num_bytes(each.array.aval) for each in left)
+    unfit = {key: x for key, x in blocks.items() if key in reasons}
+    lines = _lines(attentions, reasons)
+    return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons))
+
+
+def _lines(attentions: Mapping[int, Fused | Attention], reasons: Mapping[int, str]) -> tuple[str, ...]:
+    """One for each kind of attention."""
     kinds: dict[str, int] = {}
+    for key, attention in attentions.items():
+        text = f"{attention.text}; no kernel: {reasons[key]}" if key in reasons else attention.text
+        kinds[text] = kinds.get(text, 0) + repeats(attention.region.softmax.exp.level)[0]
+    return tuple(f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items())
+
+
+def _saved(attentions: Iterable[Attention]) -> int:
+    """Bytes of scores that are kept for a backward pass: in a remat, of one attention at a time."""
     saved = most = 0
-    for attention in attentions.values():
-        level = attention.region.softmax.exp.level
-        times, inside = repeats(level)
-        kinds[attention.text] = kinds.get(attention.text, 0) + times
+    for attention in attentions:
+        times, inside = repeats(attention.region.softmax.exp.level)
         if inside:
             most = max(most, attention.saved)
         else:
             saved += attention.saved * times
-    lines = [f"{count_text(count, 'attention')}, {text}" for text, count in kinds.items()]
-    lines += dict.fromkeys(each.line for each in left)
-    return Rewritten(call, tuple(lines), saved + most, sum(num_bytes(each.array.aval) for each in left))
+    return saved + most
 
 
 @check_types
@@ -212,21 +251,25 @@ def blockwise_attention(
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
-            rewritten = rewrite(program_of(closed), _layouts(in_specs, *inputs), lambda const: None, block)
+            program = program_of(closed)
+            rewritten = rewrite(program, _layouts(in_specs, *inputs), lambda const: None, block)
             if say is not None:
-                for line in rewritten.lines:
+                for line in (*rewritten.lines, *rewritten.stays):
                     say(line)
-            return rewritten.call(*jax.tree.leaves(inputs))
+            return (rewritten.call or program.call)(*jax.tree.leaves(inputs))
 
         return traced_call(fn, args, kwargs, evaluate)
 
     return wrapped
 
 
-def _default_block() -> int:
+def _platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return BLOCK_ON_GPUS if platform == "gpu" else BLOCK
+    return jax.default_backend() if device is None else device.platform
+
+
+def _default_block() -> int:
+    return BLOCK_ON_GPUS if _platform() == "gpu" else BLOCK
 
 
 def _layouts(in_specs: Any, args: Sequence[Any], kwargs: Any) -> list[Layout | None]:
@@ -272,15 +315,41 @@ def choose(
     layouts: Sequence[Layout | None],
     of_const: Callable[[Any], Layout | None],
     limit: int,
+    platform: str,
 ) -> Choice:
-    """`attention` is one of MODES. With auto, attention is in blocks if its scores take more than `limit` bytes."""
+    """`attention` is one of MODES. With auto, attention without a kernel is in blocks from `limit` bytes of scores on.
+
+    `platform` is the platform of the devices, "" if it is not known.
+    """
     if attention == "as_written":
         return Choice(None, ())
-    rewritten = rewrite(program, layouts, of_const)
-    lines = tuple(f"attention: {line}" for line in rewritten.lines)
-    if attention == "blockwise" or rewritten.saved > limit:
-        return Choice(rewritten.call if rewritten.saved else None, lines)
-    if not rewritten.saved:
-        return Choice(None, lines if rewritten.left > limit else ())
-    sizes = f"its scores take {bytes_text(rewritten.saved)} per device, and auto allows {bytes_text(limit)}"
-    return Choice(None, (f"attention: as written, because {sizes}",))
+    kernel = {"auto": OF_PLATFORM.get(platform, ""), "kernel": OF_PLATFORM.get(platform, "splash")}.get(attention, "")
+    rewritten = rewrite(program, layouts, of_const, kernel=kernel, limit=limit if attention == "auto" else -1)
+    if attention == "kernel" and rewritten.unfit:
+        raise ConfigError(
+            ["attention=kernel needs a kernel for every attention; use attention=auto, or change:", *rewritten.unfit]
+        )
+    lines, stays = rewritten.lines, rewritten.stays
+    if attention == "auto" and 0 < rewritten.saved <= limit:
+        sizes = f"its scores take {bytes_text(rewritten.saved)} per device, and auto allows {bytes_text(limit)}"
+        why = [line.rpartition("; ")[2] for line in rewritten.unfit]
+        lines, stays = (*lines, "; ".join([f"as written, because {sizes}", *dict.fromkeys(why)])), ()
+    elif attention == "auto" and not rewritten.saved and rewritten.left <= limit:
+        stays = ()
+    if attention == "auto" and not platform and rewritten.saved:
+        lines += tuple(_elsewhere(program, layouts, of_const, limit))
+    return Choice(rewritten.call, tuple(f"attention: {line}" for line in (*lines, *stays)))
+
+
+def _elsewhere(
+    program: Program,
+    layouts: Sequence[Layout | None],
+    of_const: Callable[[Any], Layout | None],
+    limit: int,
+) -> Iterable[str]:
+    """The choices of auto on the devices that have kernels, where the platform is not known."""
+    for name, kernel in KERNELS.items():
+        with kernels_without_devices():
+            found = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
+        lines = [*found.lines, *(line for line in found.unfit if line not in found.lines)]
+        yield from (f"on {kernel.platform.upper()}s: {line}" for line in lines)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from flax_mesh.blockwise.bounds import Array, Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
-from flax_mesh.blockwise.region import Key, Region, Values
+from flax_mesh.blockwise.traced.region import Key, Region, Values
 from flax_mesh.tree import is_key
 
 LOW = -1e3  # blocks whose scores are surely below this may be skipped

@@ -14,9 +14,10 @@ from jax.extend import core as jex
 
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
+from flax_mesh.kernels import RESIDUALS
 from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig, linear_options, norm
-from flax_mesh.models.kernels import RESIDUALS, splash_attention
+from flax_mesh.models.kernels import split_splash_attention
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.rotary import rotate
 from flax_mesh.models.ops.scores import causal_mask, plain_attention
@@ -175,7 +176,7 @@ def attend(
     scale = config.attention_scale or None
     if kernel == "splash":
         arrays = q_BSHC, k_BSKC, v_BSKC, segment_ids_BS
-        return splash_attention(*arrays, window=window, axes=config.axes, mode=mode, scale=scale)
+        return split_splash_attention(*arrays, window=window, axes=config.axes, mode=mode, scale=scale)
     mask = None if segment_ids_BS is None else segment_ids_BS[:, None, :, None] == segment_ids_BS[:, None, None, :]
     local = (window - 1, 0) if window else None
     try:

@@ -12,8 +12,9 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import Mode, PartitionAxis, num_parts
 from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
+from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
-from flax_mesh.models.kernels import Call, choice_text, choose, platform_of, problem_lines
+from flax_mesh.models.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
@@ -74,8 +75,8 @@ class DecoderConfig:
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
-    Kernels of attention compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`), in blocks if
-    they are large (`flax_mesh.blockwise_attention`).
+    These kernels compute neither soft caps nor sinks: the scores are then arrays (`ops.scores`), which the option
+    `attention` of a step computes by a kernel or in blocks.
     """
 
     vocab_size: int = field(default=256, metadata=_SIZE)

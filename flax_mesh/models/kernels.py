@@ -3,9 +3,7 @@
 Shape letters: B batch, S sequence, H query heads, K key-value heads, C head dim.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import jax
@@ -15,14 +13,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.hardware import LANES
+from flax_mesh.kernels import KERNELS, OF_PLATFORM, Kernel, platform_of, splash_attention, splash_kernel
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.text import axes_text, listed
-from flax_mesh.tree import PyTree
 
-_CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, the limit of `auto`
-BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
-RESIDUALS = "attention"  # the name, for `models.remat`, of the residuals of splash attention
-_BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
+_OLDER_HEAD_DIM = 128  # the most before Hopper GPUs, and the limit of `auto`
 _INTERPRETED = ("splash", "cpu")
 DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
 
@@ -78,12 +73,12 @@ def problem_lines(kernel: str, call: Call) -> list[str]:
 
 def choose(call: Call) -> tuple[str, str]:
     """(kernel, reason): the kernel of `model.attention=auto`."""
-    if call.platform not in _BEST:
+    if call.platform not in OF_PLATFORM:
         return "xla", f"the devices are {DEVICES.get(call.platform, 'not known')}"
-    kernel = _BEST[call.platform]
+    kernel = OF_PLATFORM[call.platform]
     reasons = misfits(kernel, call)
-    if not reasons and kernel == "cudnn" and call.head_dim > _CUDNN_HEAD_DIM // 2:
-        need = f"a Hopper GPU for a head dim above {_CUDNN_HEAD_DIM // 2} (then set it)"
+    if not reasons and kernel == "cudnn" and call.head_dim > _OLDER_HEAD_DIM:
+        need = f"a Hopper GPU for a head dim above {_OLDER_HEAD_DIM} (then set it)"
         reasons = [_Misfit(need, str(call.head_dim))]
     if reasons:
         return "xla", f"{kernel} {reasons[0]}"
@@ -102,29 +97,19 @@ def choice_text(attention: str, call: Call) -> str:
         kernel, reason = choose(call)
         but = ", xla for batches with segment_ids" if kernel == "cudnn" else ""
         return f"attention: {kernel}{but}, because {reason} {setting}"
-    texts = [f"{name} on {DEVICES[platform]}" for platform, name in _BEST.items()]
-    for index, platform in enumerate(_BEST):
+    texts = [f"{name} on {DEVICES[platform]}" for platform, name in OF_PLATFORM.items()]
+    for index, platform in enumerate(OF_PLATFORM):
         kernel, reason = choose(replace(call, platform=platform))
         if kernel == "xla":
             texts[index] = f"xla on {DEVICES[platform]}, because {reason}"
     return f"attention: {'; '.join(texts)}; xla on others {setting}"
 
 
-def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
-    """The platform of a mesh, "" if it has no devices; without a mesh, the platform of JAX's default devices."""
-    if mesh is None:
-        return jax.default_backend()
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform
-    return "" if mesh.abstract_device is None else mesh.abstract_device.platform
-
-
 def _cudnn(call: Call) -> list[_Misfit]:
-    rows, other = [], "use model.attention=xla"
-    if call.dtype == "float32":
-        rows.append(_Misfit("model.dtype bfloat16 or float16", call.dtype))
-    if call.head_dim % 8 or call.head_dim > _CUDNN_HEAD_DIM:
-        needs = f"a model.head_dim that is a multiple of 8, at most {_CUDNN_HEAD_DIM}"
+    kernel, other = KERNELS["cudnn"], "use model.attention=xla"
+    rows = _of_dtype(kernel, call)
+    if call.head_dim % kernel.head_dim_step or call.head_dim > kernel.head_dim_most:
+        needs = f"a model.head_dim that is a multiple of {kernel.head_dim_step}, at most {kernel.head_dim_most}"
         rows.append(_Misfit(needs, str(call.head_dim)))
     if call.platform not in ("", "gpu"):
         rows.append(_Misfit("GPUs", call.platform, other))
@@ -136,10 +121,13 @@ def _cudnn(call: Call) -> list[_Misfit]:
     return rows
 
 
+def _of_dtype(kernel: Kernel, call: Call) -> list[_Misfit]:
+    fits = call.dtype in kernel.dtypes
+    return [] if fits else [_Misfit(f"model.dtype {' or '.join(kernel.dtypes)}", call.dtype)]
+
+
 def _splash(call: Call) -> list[_Misfit]:
-    rows, other = [], "use model.attention=xla"
-    if call.dtype == "float16":
-        rows.append(_Misfit("model.dtype bfloat16 or float32", call.dtype))
+    rows, other = _of_dtype(KERNELS["splash"], call), "use model.attention=xla"
     if call.platform not in ("", "tpu", "cpu"):
         rows.append(_Misfit("TPUs, or CPUs for tests", call.platform, other))
     if call.split("head_dim"):
@@ -165,7 +153,7 @@ def _ways(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
 # Splash attention
 
 
-def splash_attention(
+def split_splash_attention(
     q_BSHC: jax.Array,
     k_BSKC: jax.Array,
     v_BSKC: jax.Array,
@@ -189,60 +177,24 @@ def splash_attention(
     types = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     # Those that are not Manual already, in a shard_map around the model.
     manual = tuple(axis for axis, kind in types.items() if kind != AxisType.Manual)
+    band = (window - 1 if window else None, 0)
     if mesh is None or not manual:
-        return _attend_on_device(_kernel(size[1], window, size[2], 1, interpret), q_BSHC, k_BSKC, v_BSKC, *segments)
+        kernel = splash_kernel(size[1], band, size[2], 1, interpret)
+        return splash_attention(kernel, q_BSHC, k_BSKC, v_BSKC, *segments)
     resolved = axes.resolve(("batch", "query_sequence", "heads"), mode)
     rows, queries, heads = (tuple(axis for axis in as_tuple(entry) if axis in manual) for entry in resolved)
     rest = tuple(axis for axis in manual if axis not in rows + queries + heads and mesh.shape[axis] > 1)
     if size[0] % _ways(mesh, rows + rest) == 0:
         rows += rest
-    kernel = _kernel(size[1], window, size[2] // _ways(mesh, heads), _ways(mesh, queries), interpret)
+    kernel = splash_kernel(size[1], band, size[2] // _ways(mesh, heads), _ways(mesh, queries), interpret)
     of_kernel = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, queries or None)))
     of_queries, of_keys = PartitionSpec(rows, queries, heads), PartitionSpec(rows, None, heads)
     of_segments = (PartitionSpec(rows, queries), PartitionSpec(rows))[: len(segments)]
     return jax.shard_map(
-        _attend_on_device,
+        splash_attention,
         mesh=mesh,
         in_specs=(of_kernel, of_queries, of_keys, of_keys, *of_segments),
         out_specs=of_queries,
         axis_names=set(manual),
         check_vma=False,  # the kernel does not state over which axes its results vary
     )(kernel, q_BSHC, k_BSKC, v_BSKC, *segments)
-
-
-def _attend_on_device(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:
-    from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
-
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
-    of_rows = [SegmentIds(*segments)] if segments else []
-    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
-
-
-@lru_cache(maxsize=32)
-def _kernel(length: int, window: int, heads: int, parts: int, interpret: bool) -> PyTree:
-    """The kernel of one row: a pytree of NumPy arrays that say which blocks of keys each block of queries reads.
-
-    Cached, because finding them takes seconds for long sequences, and every layer has the same ones.
-    """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
-
-    shape = (length, length)
-    if window:
-        mask = masks.LocalMask(shape, (window - 1, 0), 0, shard_count=parts)
-    else:
-        mask = masks.CausalMask(shape, 0, shard_count=parts)
-    block = max(size for size in range(LANES, BLOCK + 1, LANES) if (length // parts) % size == 0)
-    names = ("block_q", "block_kv", "block_kv_compute")
-    names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
-    make: Callable[..., PyTree] = library.make_splash_mha
-    with jax.ensure_compile_time_eval():
-        kernel = make(
-            masks.MultiHeadMask([mask] * heads),
-            head_shards=1,  # all heads have the same mask
-            q_seq_shards=parts,
-            block_sizes=library.BlockSizes(**dict.fromkeys(names, block)),
-            residual_checkpoint_name=RESIDUALS,
-            interpret=interpret,
-        )
-    return jax.tree.map(np.asarray, kernel)

@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
+from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.config import token_dims
-from flax_mesh.models.kernels import platform_of
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.grouped import grouped_dot
 from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route

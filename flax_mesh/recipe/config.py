@@ -123,9 +123,9 @@ class RunConfig:
         eval_every: Steps between evaluations on held-out data. 0: none.
         sample_tokens: Number of tokens to sample at the end of the run. 0: no sample.
         compiler_options: XLA options of the training step, "NAME=VALUE,NAME=VALUE".
-        attention: Whether the attention of the loss function is computed in blocks, with memory that is linear in the
-            length of sequences: "blockwise", "as_written", or "auto": blockwise if its scores take more than an eighth
-            of the memory of a device.
+        attention: How the attention of the loss function is computed: by a "kernel" or in blocks ("blockwise"), both
+            with memory that is linear in the length of sequences, "as_written", or "auto": by the kernel of the devices
+            if it computes the same, else in blocks if its scores take more than an eighth of the memory of a device.
         on_nonfinite: The reaction to a step whose loss or gradient norm is NaN or infinite: "stop" the run, "skip"
             the update (the state stays as it is, and the next step takes the next batch), or "continue".
         spike_factor: Treat a step in the same way if its loss or gradient norm is above this factor times its median

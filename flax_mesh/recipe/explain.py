@@ -7,6 +7,7 @@ from dataclasses import replace
 from flax_mesh.blockwise.transform import BLOCK
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import Problem
+from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mpmd import CutError
 from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
@@ -58,7 +59,7 @@ def _attention_lines(recipe: Recipe) -> tuple[str, ...]:
     if not recipe.batch or recipe.user_batches is not None or recipe.data.sequence_length < BLOCK:
         return ()
     program = train_program(recipe)
-    with user_code("loss_fn", place_of(recipe.loss_fn)):
+    with kernels_without_devices(), user_code("loss_fn", place_of(recipe.loss_fn)):
         eval_shape(program.step, program.layout, abstract_batch(recipe.batch, recipe.mesh, recipe.rules.axes))
     return attention_lines(program)
 

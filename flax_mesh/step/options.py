@@ -16,6 +16,7 @@ from flax_mesh.axes import Layout, PartitionAxis, axes_of_spec
 from flax_mesh.blockwise.transform import MODES, choose
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import chip_of
+from flax_mesh.kernels import platform_of
 from flax_mesh.program.program import Program
 from flax_mesh.sharding.rules import Rules
 from flax_mesh.step.batch import microbatch_spec
@@ -24,7 +25,7 @@ from flax_mesh.tree import PyTree
 UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
 SHARE = 8  # otherwise this part of its memory
 
-Attention = Literal["auto", "blockwise", "as_written"]
+Attention = Literal["auto", "kernel", "blockwise", "as_written"]
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ class StepOptions:
         skip_nonfinite: Whether a step returns the state unchanged if its loss or its gradient norm is NaN or infinite;
             its metric "skipped" is then 1, otherwise 0. The step accepts a third argument, the largest loss and the
             largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
-        attention: "blockwise": every attention of the loss function is computed in blocks, with memory that is linear
-            in the length of sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is. "auto": blockwise
-            if the scores, as written, take more than an eighth of the memory of a device, or 1 GiB if that is unknown.
+        attention: "kernel": every attention of the loss function is computed by the kernel of the devices, or it is an
+            error. "blockwise": every attention is computed in blocks, with memory that is linear in the length of
+            sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is changed. "auto": by the kernel if it
+            computes the same; else in blocks if the scores, as written, take more than an eighth of the memory of a
+            device, or 1 GiB if that is unknown.
     """
 
     seed: int = 0
@@ -126,7 +129,9 @@ class AttentionOption:
         """For a trace whose inputs have these layouts, and which closes over the arrays of `others`."""
 
         def chosen(program: Program) -> Callable[..., list[jax.Array]] | None:
-            choice = choose(program, self.attention, list(inputs), lambda const: others.get(id(const)), self.limit)
+            layouts, platform = list(inputs), platform_of(self.mesh)
+            of_const = lambda const: others.get(id(const))  # noqa: E731
+            choice = choose(program, self.attention, layouts, of_const, self.limit, platform)
             self.lines = choice.lines
             return choice.call
 

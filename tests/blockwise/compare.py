@@ -1,4 +1,4 @@
-"""Loss and gradients of a function in blocks, compared with the function as it is; planted mistakes."""
+"""Loss and gradients of a function in blocks or in a kernel, compared with the function as it is; planted mistakes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-from flax_mesh.blockwise import loops, visits
+from flax_mesh.blockwise import loops, transform, visits
+from flax_mesh.kernels import KERNELS
+from flax_mesh.program.program import program_of
 from tests.mpmd.zoo.base import FAST
 
 
@@ -64,6 +66,24 @@ def largest_square(jaxpr: Any, length: int) -> int:
 def square_of_gradient(fn: Callable[..., Any], args: Sequence[Any], length: int) -> int:
     scalar, floats = scalar_of(fn, args)
     return largest_square(jax.make_jaxpr(jax.grad(scalar))(floats).jaxpr, length)
+
+
+def rewritten(
+    fn: Callable[..., Any], args: Sequence[Any], kernel: str, block: int = 64, platform: str = "cpu"
+) -> transform.Rewritten:
+    """A function of arrays whose attention is in a kernel for `platform`; on CPUs, its reference computes it."""
+    program, count = program_of(jax.make_jaxpr(fn)(*args)), len(jax.tree.leaves(args))
+    options = {"block": block, "kernel": kernel, "platform": platform}
+    return transform.rewrite(program, [None] * count, lambda _: None, **options)
+
+
+def with_kernel(fn: Callable[..., Any], kernel: str, block: int = 64, platform: str = "cpu") -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        found = rewritten(fn, args, kernel, block, platform)
+        assert found.call is not None and KERNELS[kernel].title in found.lines[0], found
+        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(fn, *args)), found.call(*jax.tree.leaves(args)))
+
+    return call
 
 
 PLANTED = {  # mistake -> a program that finds it

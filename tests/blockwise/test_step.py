@@ -72,7 +72,7 @@ def test_an_evaluation_has_the_same_option():
 
 
 def test_another_value_of_the_option_is_an_error():
-    with pytest.raises(ConfigError, match="attention='flash' is none of auto, blockwise, as_written"):
+    with pytest.raises(ConfigError, match="attention='flash' is none of auto, kernel, blockwise, as_written"):
         traced(attention="flash")
 
 

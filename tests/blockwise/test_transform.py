@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import flax_mesh as fm
 from flax_mesh.blockwise import loops
-from flax_mesh.blockwise.derivatives import RESIDUALS
 from flax_mesh.errors import ConfigError
+from flax_mesh.kernels import RESIDUALS
 from tests.blockwise.compare import PLANTED, difference, largest_square, plant, square_of_gradient
 from tests.blockwise.programs import PROGRAMS, B, S, by_hand, causal, distance, qkv
 

@@ -26,7 +26,7 @@ from flax_mesh.recipe.overrides import apply_overrides, setting_of
 from flax_mesh.sharding.rules import Finding
 
 LIMIT_S = 600.0
-ATTENTION = "model.attention"
+WITHOUT_CUDNN = {"model.attention": "xla", "run.attention": "blockwise"}
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 USED = re.compile(r"(?:[Uu]sed |\()([\d.]+)([KMGT])\b")
 
@@ -49,7 +49,8 @@ def compile_recipe(
         recipe: FILE.py or FILE.py:function.
         overrides: Settings, such as "mesh.shape=fsdp:8".
         topology: A text such as "v5p:4x4x8". TPUs require the extra `tpu-aot`, GPUs `gpu-aot`; for GPUs
-            `model.attention=auto` is xla, because JAX lowers cuDNN's attention with devices only.
+            `model.attention=auto` is xla and `run.attention=auto` is blockwise, because JAX lowers cuDNN's attention
+            with devices only.
         limit: Seconds after which the process is killed.
         say: Called with each part of the work, such as "compiling".
 
@@ -69,8 +70,11 @@ def compile_recipe(
         raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
     config = apply_overrides(load_recipe(recipe), overrides)
     check_target(hardware := topology_of(config, topology))
-    if getattr(config.model, "attention", "") == "auto" and hardware.chip.platform == "gpu":
-        overrides = [text for text in overrides if setting_of(text) != ATTENTION] + [f"{ATTENTION}=xla"]
+    if hardware.chip.platform == "gpu":
+        given = {"model.attention": getattr(config.model, "attention", ""), "run.attention": config.run.attention}
+        other = {name: WITHOUT_CUDNN[name] for name, value in given.items() if value == "auto"}
+        overrides = [text for text in overrides if setting_of(text) not in other]
+        overrides += [f"{name}={value}" for name, value in other.items()]
         config = apply_overrides(load_recipe(recipe), overrides)
     estimated = plan(config, hardware)
     request = {

@@ -55,7 +55,7 @@ def split_stages(
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Filter | None = None,
-    attention: Literal["auto", "blockwise", "as_written"] = "auto",
+    attention: Literal["auto", "kernel", "blockwise", "as_written"] = "auto",
     check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
@@ -83,7 +83,7 @@ def split_stages(
             With "flops", each byte that it receives beyond twice the smallest possible boundary counts as 1000 FLOPs.
         wrt: Filter of the variables that are trained. Default: the filter of the optimizer, or nnx.Param without
             one.
-        attention: Whether the attention of the loss function is computed in blocks, as in `make_train_step`.
+        attention: How the attention of the loss function is computed, as in `make_train_step`.
         check: Run the stages on two microbatches and compare all results with the model's, on one device; see
             `StagedModel.check`.
 

@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from flax_mesh.blockwise.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
-from flax_mesh.blockwise.find import NotFoundError, Softmax
-from flax_mesh.blockwise.graph import Atom, Literal, Op, Value, source
+from flax_mesh.blockwise.traced.dims import Block, Labels, evaluate_block, is_blockable, labels_after, labels_before
+from flax_mesh.blockwise.traced.find import NotFoundError, Softmax
+from flax_mesh.blockwise.traced.graph import Atom, Literal, Op, Value, source
 
 Key: TypeAlias = tuple[int, Labels] | Literal  # (id of a value, labels) or a number
 Values: TypeAlias = dict[Key, jax.Array]

@@ -19,7 +19,7 @@ from jax import core, lax
 from jax.extend.random import threefry2x32_p
 from jax.typing import ArrayLike, DTypeLike
 
-from flax_mesh.blockwise.graph import Atom, Literal, Op, source
+from flax_mesh.blockwise.traced.graph import Atom, Literal, Op, source
 from flax_mesh.program.program import Eqn
 from flax_mesh.tree import is_key
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.dims import (
+from flax_mesh.blockwise.traced.dims import (
     VIEWS,
     Labels,
     Order,
@@ -20,7 +20,7 @@ from flax_mesh.blockwise.dims import (
     order_after,
     order_of,
 )
-from flax_mesh.blockwise.graph import Atom, Level, Literal, Op, Value, source
+from flax_mesh.blockwise.traced.graph import Atom, Level, Literal, Op, Value, source
 
 FEWEST = 32  # queries or keys: a softmax over fewer is the softmax of a router
 Uses = dict[int, list[tuple[Op | None, int]]]  # id of a value -> (operation, number of the input); None: an output

@@ -1,0 +1,137 @@
+"""One attention as the call of a kernel, as a function of its operands, on the devices of a placement."""
+
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from flax_mesh.blockwise.formula import FEATURE, NoFormulaError, Operand, Role, formula_of
+from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
+from flax_mesh.blockwise.traced.region import Region
+from flax_mesh.blockwise.visits import Static
+from flax_mesh.kernels import (
+    KERNELS,
+    Need,
+    cudnn_attention,
+    misfit,
+    splash_attention,
+    splash_kernel,
+)
+from flax_mesh.text import first_line
+from flax_mesh.tree import PyTree
+
+
+class Fused:
+    """An attention that the kernel `name` computes; of the devices of `platform`, or by its reference.
+
+    Raises NoFormulaError if the kernel does not compute it.
+    """
+
+    saved = 0  # bytes of scores
+
+    def __init__(self, region: Region, static: Static, placement: Placement | None, name: str, platform: str):
+        self.region, self.placement, self.name = region, placement, name
+        self.formula = formula = formula_of(region, static)
+        self.is_reference = platform != KERNELS[name].platform
+        self.leaves = [x.value for x in formula.operands]
+        self.dtype = formula.v.value.aval.dtype
+        q, k, v = formula.operands[:3]
+        need = Need(
+            dtypes=tuple(str(x.value.aval.dtype) for x in (q, k, v)),
+            queries=region.shape[region.q],
+            keys=region.shape[region.k],
+            head_dims=(self._size(k, FEATURE), self._size(v, FEATURE)),
+            band=formula.band,
+            cap=formula.cap,
+            has_segments=formula.segments is not None,
+            parts=self._parts,
+        )
+        if text := misfit(name, need):
+            raise NoFormulaError(text)
+        if name == "cudnn" and not self.is_reference:
+            try:
+                jax.eval_shape(self._attend, *(jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in self.leaves))
+            except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
+                raise NoFormulaError(f"cuDNN cannot be traced here: {first_line(error)}") from error
+
+    @property
+    def _parts(self) -> int:
+        return self.placement.parts.get(self.region.q, 1) if self.placement else 1
+
+    def _size(self, operand: Operand, *roles: Role) -> int:
+        """Of the dims with these roles together, on one device."""
+        parts = self.placement.parts if self.placement else {}
+        dims = zip(operand.value.shape, operand.labels, operand.roles, strict=True)
+        return math.prod(size // parts.get(-1 if x is None else x, 1) for size, x, role in dims if role in roles)
+
+    @property
+    def text(self) -> str:
+        region, kernel = self.region, KERNELS[self.name]
+        texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}", kernel.title, self.formula.text]
+        texts += [f"probabilities in {kernel.probabilities or self.dtype}"]
+        return ", ".join([*texts, *(self.placement.texts(region.q) if self.placement else [])])
+
+    def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
+        place, formula = self.placement, self.formula
+        specs = [place.spec(x.labels) if place else PartitionSpec() for x in formula.operands]
+        out = place.spec(self.region.out_labels) if place else PartitionSpec()
+        if self.name == "cudnn":
+            return self._typed(on_devices(place, self._attend, tuple(values), tuple(specs), out))
+        heads = self._size(formula.q, *formula.heads, *formula.groups)
+        length = self.region.shape[self.region.q]
+        kernel = splash_kernel(length, formula.band, heads, self._parts, self.is_reference, formula.cap)
+        of_kernel: object = jax.tree.map(lambda x: PartitionSpec(), kernel)
+        if place is not None:
+            names = place.axes.get(self.region.q, ())
+            sharding = NamedSharding(place.mesh, PartitionSpec(None, names or None))
+            of_kernel = kernel.manual_sharding_spec(sharding)
+        return self._typed(on_devices(place, self._attend_splash, (kernel, *values), (of_kernel, *specs), out))
+
+    def _typed(self, x: jax.Array) -> jax.Array:
+        return with_type_of(self.placement, self.region.out, x.astype(self.region.out.aval.dtype))
+
+    # On one device
+
+    def _attend(self, *values: jax.Array) -> jax.Array:
+        formula, given = self.formula, self._arranged(values)
+        out = cudnn_attention(*given, band=formula.band, scale=formula.scale, is_reference=self.is_reference)
+        return self._as_written(out, values)
+
+    def _attend_splash(self, kernel: PyTree, *values: jax.Array) -> jax.Array:
+        q_BSHC, *others = self._arranged(values)
+        q_BSHC = q_BSHC * jnp.asarray(self.formula.scale, q_BSHC.dtype)
+        return self._as_written(splash_attention(kernel, q_BSHC, *others), values)
+
+    def _arranged(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Queries, keys and values as (B, S, heads, C), ids of documents as (B, S)."""
+        formula = self.formula
+        features = [[*formula.heads, *formula.groups], [*formula.heads], [*formula.heads]]
+        found: list[jax.Array] = []
+        for n, (x, operand) in enumerate(zip(values, formula.operands, strict=True)):
+            dims = [[*formula.rows], [formula.at[0 if n in (0, 3) else 1]]]
+            dims += [features[n], [FEATURE]] if n < 3 else []
+            found.append(_grouped(x, operand.roles, dims))
+        return [*found[:3], *(x.astype(jnp.int32) for x in found[3:])]
+
+    def _as_written(self, out: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+        formula = self.formula
+        q, v = (dict(zip(x.roles, values[n].shape, strict=True)) for n, x in ((0, formula.q), (2, formula.v)))
+        sizes = {**q, FEATURE: v[FEATURE]}
+        dims = [*formula.rows, formula.at[0], *formula.heads, *formula.groups, FEATURE]
+        out = out.reshape([sizes[role] for role in dims])
+        out = out.transpose([dims.index(role) for role in formula.out if role is not None])
+        return out.reshape([1 if role is None else sizes[role] for role in formula.out])
+
+
+def _grouped(x: jax.Array, roles: Sequence[Role], dims: Sequence[Sequence[int]]) -> jax.Array:
+    """`x` with one dim for each of `dims`, which are the roles that it consists of."""
+    x = x.reshape([size for size, role in zip(x.shape, roles, strict=True) if role is not None])
+    present = [role for role in roles if role is not None]
+    x = x.transpose([present.index(role) for each in dims for role in each])
+    sizes = iter(x.shape)
+    return x.reshape([math.prod(next(sizes) for _ in each) for each in dims])
