@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from flax_mesh.checkpoint.find import find_step
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read_rows
 from flax_mesh.data.config import ChatConfig
@@ -150,7 +151,7 @@ def read_preferences(
         reason = "must be assistant or last: the prompts of a pair are equal, and train nothing"
         raise ConfigError(Problem("data.train_on", reason, value=config.train_on))
     rows = read_rows(config, folder, vocab_size, _encoded)
-    facts = "\n".join([key, *_files(user_path(folder))])
+    facts = "\n".join([key, *_files(model_folder(folder))])
     return Preferences(config, *rows, log_probs, user_path(keep_in), facts)
 
 
