@@ -19,7 +19,7 @@ from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, TracedEvaluate
 from flax_mesh.data.rows.kinds import BadRowError, Message
-from flax_mesh.data.rows.tokens import Encoder
+from flax_mesh.data.rows.tokens import Encoder, Line
 from flax_mesh.data.user_batches import RowHashes, hash_rows
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, user_path
@@ -122,7 +122,7 @@ def read_preferences(
     keep_in: str,
     key: str = "",
 ) -> Preferences:
-    """Read the pairs of `data.source`, a .jsonl or .jsonl.gz file, with the tokenizer of a Hugging Face folder.
+    """Read the pairs of `data.source`, a file or a dataset, with the tokenizer of a Hugging Face folder or id.
 
     All rows have the format of the first one: {"prompt", "chosen", "rejected"}, which are all texts or all lists of
     messages, or {"chosen", "rejected"}, lists of messages that begin with the same messages, the prompt. They are
@@ -155,7 +155,7 @@ def read_preferences(
     return Preferences(config, *rows, log_probs, user_path(keep_in), facts)
 
 
-def _encoded(encoder: Encoder, line: bytes) -> Row:
+def _encoded(encoder: Encoder, line: Line) -> Row:
     row = encoder.read(line, FORMATS)
     named = {name: row[name] for name in ANSWERS}
     prompt, answers = (row["prompt"], named) if encoder.names == FORMATS[0] else _without_beginning(named)
