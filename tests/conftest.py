@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub and datasets: no test needs a network
     gc.set_threshold(50_000, 20, 50)  # with Python's numbers, collections take 3% of the CPU time
     _share_compilation_cache(config)
     config.pluginmanager.register(BudgetPlugin(config), "budget")

@@ -17,10 +17,12 @@ from flax import nnx
 
 from flax_mesh.checkpoint.checksums import RECORD, checksums_of, files_below, read_metadata
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.hub import model_folder, with_commit
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import Target, disk_target, paths_on_disk
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.fields import user_path
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import path_lines
@@ -31,7 +33,10 @@ _MODEL = "model/"
 
 
 class Base(NamedTuple):
-    """A folder, the checksums of its files by name, and [dtype, shape] of the arrays read there by path on disk."""
+    """A folder, the checksums of its files by name, and [dtype, shape] of the arrays read there by path on disk.
+
+    The folder may be the id of a model of the hub with its commit.
+    """
 
     folder: str
     files: Mapping[str, object]
@@ -39,9 +44,10 @@ class Base(NamedTuple):
 
     def problems(self) -> list[str]:
         """The differences in the files of the folder, one line each; reads every byte of them."""
-        if not Path(self.folder).is_dir():
+        folder = model_folder(self.folder)
+        if not folder.is_dir():
             return ["the folder is gone"]
-        current = _contents(Path(self.folder))
+        current = _contents(folder)
         names = sorted(name for name in {**self.files, **current} if current.get(name) != self.files.get(name))
         return [
             f"{name}: {'gone' if name not in current else 'changed' if name in self.files else 'new'}" for name in names
@@ -53,14 +59,16 @@ class Base(NamedTuple):
         return self._replace(arrays=same)
 
 
-def make_base(folder: Path, arrays: Target) -> Base:
-    """The base of checkpoints that leave out `arrays`, which were read from `folder`.
+def make_base(folder: str | Path, arrays: Target) -> Base:
+    """The base of checkpoints that leave out `arrays`, which were read from `folder`, or from the model of this id.
 
     If that is a step with a base, only the arrays that are read there can be left out.
     """
-    if not is_huggingface(str(folder)) and (base := read_base(folder)) is not None:
+    path, source = user_path(folder), model_folder(folder)
+    if not is_huggingface(str(folder)) and (base := read_base(path)) is not None:
         return base.restricted(arrays)
-    return Base(str(folder.absolute()), _contents(folder), {path: _described(x) for path, x in arrays.items()})
+    name = str(path.absolute()) if path == source else with_commit(str(folder))
+    return Base(name, _contents(source), {path: _described(x) for path, x in arrays.items()})
 
 
 def read_base(step: Path) -> Base | None:
@@ -137,7 +145,7 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
         if path not in here
     }
     arrays = orbax.read_arrays(step, here) if here else {}
-    values = _read_base(Path(base.folder), there) if there else {}
+    values = _read_base(model_folder(base.folder), there) if there else {}
     return arrays | {path: value.astype(target[path].dtype) for path, value in values.items()}
 
 

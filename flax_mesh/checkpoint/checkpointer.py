@@ -40,6 +40,7 @@ from flax_mesh.checkpoint.find import (
     step_number,
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import (
     Reader,
@@ -321,17 +322,16 @@ class Checkpointer:
         since is saved. After `restore` of a TrainState, saves continue likewise.
 
         Args:
-            folder: A Hugging Face folder of a decoder, or a folder of checkpoints, of which the newest valid one is
-                loaded.
+            folder: A Hugging Face folder or id of a decoder, or a folder of checkpoints, of which the newest valid one
+                is loaded.
             state: The state whose parameters are replaced. Parameters not in `folder` keep their values, and are saved.
 
         Raises:
             ConfigError: `folder` contains neither, or no parameter of the model.
         """
-        path = user_path(folder)
-        path = path if is_huggingface(str(folder)) else find_valid(folder)[0]
-        state, report = load_parameters(path, state, self.layers)
-        self.set_base(make_base(path, frozen_on_disk(state, self.layers, report.restored)), state)
+        step = None if is_huggingface(str(folder)) else find_valid(folder)[0]
+        state, report = load_parameters(step or model_folder(folder), state, self.layers)
+        self.set_base(make_base(step or folder, frozen_on_disk(state, self.layers, report.restored)), state)
         return state, report
 
     def set_base(self, base: Base | None, state: TrainState) -> None:

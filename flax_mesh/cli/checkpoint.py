@@ -99,7 +99,11 @@ KINDS: dict[str, tuple[str, Sequence[Argument]]] = {
     "import": (
         "write a folder of safetensors as a checkpoint of step 0, for checkpoint.start_from",
         [
-            _argument("folder", "a folder with config.json and *.safetensors", metavar="HF_FOLDER"),
+            _argument(
+                "folder",
+                "a folder with config.json and *.safetensors, or the id of a model of the hub",
+                metavar="HF_FOLDER",
+            ),
             *(OUT, _argument("--ignore", IGNORED, metavar="NAME", action="append", default=[])),
         ],
     ),

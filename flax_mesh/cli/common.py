@@ -202,7 +202,9 @@ def use_compilation_cache(folder: Path) -> Path | None:
 def add_trained(parser: argparse.ArgumentParser) -> None:
     """The arguments of commands that open a trained decoder."""
     parser.add_argument(
-        "source", metavar="DIR", help="a run folder, its checkpoints/, one step in it, or a Hugging Face folder"
+        "source",
+        metavar="DIR",
+        help="a run folder, its checkpoints/, one step in it, or a Hugging Face folder or id (org/name)",
     )
     parser.add_argument(
         "overrides",

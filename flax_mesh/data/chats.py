@@ -1,24 +1,22 @@
-"""Rows of a JSONL file as packed batches for fine-tuning, in a stream that resumes exactly."""
+"""Rows of a file or a dataset as packed batches for fine-tuning, in a stream that resumes exactly."""
 
-import gzip
 import logging
 import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from flax_mesh.data.config import ChatConfig, check_data_config
 from flax_mesh.data.evaluation import Evaluate, mean_metrics
-from flax_mesh.data.rows.tokens import BadRowError, Encoder, Tokens
+from flax_mesh.data.rows.tokens import BadRowError, Encoder, Line, Tokens
+from flax_mesh.data.sources import open_rows
 from flax_mesh.data.tokenizers.chat import EXTRA, open_tokenizer
 from flax_mesh.data.user_batches import RowHashes, hash_rows
-from flax_mesh.errors import ConfigError, Problem, labelled
-from flax_mesh.fields import check_types, user_path
+from flax_mesh.errors import ConfigError, Problem
+from flax_mesh.fields import check_types
 from flax_mesh.text import count_text
 
 OPEN_ROWS = 64  # that documents are packed into at a time: 90% are filled by lengths up to a row, 99% by short ones
@@ -107,7 +105,7 @@ class Chats:
 
 @check_types
 def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
-    """Read the rows of `data.source`, a .jsonl or .jsonl.gz file, with the tokenizer of a Hugging Face folder.
+    """Read the rows of `data.source`, a file or a dataset, with the tokenizer of a Hugging Face folder or id.
 
     All rows have the format of the first one: {"messages": [...]}, {"prompt": text, "completion": text}, both of which
     may be lists of messages, or {"text": text}. A recipe trains on `batches(seed)` of the result, and evaluates its
@@ -118,7 +116,7 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
 
 
 def read_rows(
-    config: ChatConfig, folder: str, vocab_size: int, encode: Callable[[Encoder, bytes], Row]
+    config: ChatConfig, folder: str, vocab_size: int, encode: Callable[[Encoder, Line], Row]
 ) -> tuple[list[Row], str]:
     """The documents of all rows, which `encode` makes from their lines, and a description of them.
 
@@ -126,13 +124,10 @@ def read_rows(
     """
     if problems := check_data_config(config):
         raise ConfigError(problems)
-    with labelled("data.source"):
-        path = user_path(config.source)
-    if not path.is_file() or not path.name.endswith((".jsonl", ".jsonl.gz")):
-        raise ConfigError(Problem("data.source", "must be a .jsonl or .jsonl.gz file", value=config.source))
+    path, given = open_rows(config)
     encoder = Encoder(open_tokenizer(folder, vocab_size), config.train_on, add_bos=config.add_bos)
     rows, stop, skipped, truncated, said = [], [], [], 0, time.monotonic()
-    for number, line in ((i, line) for i, line in enumerate(_lines(path), 1) if line.strip()):
+    for number, line in given:
         if time.monotonic() > said + SAID_EVERY_S:
             said = time.monotonic()
             LOGGER.info("data: %s of %s are encoded", count_text(number - 1, "row"), path)
@@ -171,11 +166,3 @@ def _fitted(row: Row, length: int) -> Row:
             is_cut = len(after.ids) < len(before.ids)
             raise BadRowError("has no token to train on" + f" in its first {len(after.ids)}" * is_cut)
     return fitted
-
-
-def _lines(path: Path) -> Iterable[bytes]:
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from file
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"data.source={path} cannot be read: {error}") from error

@@ -48,9 +48,13 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ChatConfig(DataConfig):
-    """The `data` section of a recipe that trains on the rows of a .jsonl file; see `read_chats`.
+    """The `data` section of a recipe that trains on rows; see `read_chats`.
 
     Attributes:
+        source: A .jsonl, .jsonl.gz or .parquet file, a folder with a dataset, or the id of a dataset of the hub:
+            org/name or org/name@revision.
+        split: The split of a dataset.
+        subset: The subset of a dataset, which some call its config; "" for the default one.
         train_on: The tokens that the loss counts: all tokens of the "assistant" (also of completions and texts), of its
             "last" message only, or "all".
         packing: Whether several documents share a row. They do not attend to each other.
@@ -62,6 +66,8 @@ class ChatConfig(DataConfig):
 
     __repr__ = changed_repr
 
+    split: str = field(default="train", metadata=ADDED)
+    subset: str = field(default="", metadata=ADDED)
     train_on: str = field(default="assistant", metadata={"one_of": ("assistant", "last", "all")})
     packing: bool = True
     add_bos: bool = field(default=True, metadata=ADDED)

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from flax_mesh.checkpoint.find import find_step
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read_rows
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, TracedEvaluate
 from flax_mesh.data.rows.kinds import BadRowError, Message
-from flax_mesh.data.rows.tokens import Encoder
+from flax_mesh.data.rows.tokens import Encoder, Line
 from flax_mesh.data.user_batches import RowHashes, hash_rows
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, user_path
@@ -121,7 +122,7 @@ def read_preferences(
     keep_in: str,
     key: str = "",
 ) -> Preferences:
-    """Read the pairs of `data.source`, a .jsonl or .jsonl.gz file, with the tokenizer of a Hugging Face folder.
+    """Read the pairs of `data.source`, a file or a dataset, with the tokenizer of a Hugging Face folder or id.
 
     All rows have the format of the first one: {"prompt", "chosen", "rejected"}, which are all texts or all lists of
     messages, or {"chosen", "rejected"}, lists of messages that begin with the same messages, the prompt. They are
@@ -150,11 +151,11 @@ def read_preferences(
         reason = "must be assistant or last: the prompts of a pair are equal, and train nothing"
         raise ConfigError(Problem("data.train_on", reason, value=config.train_on))
     rows = read_rows(config, folder, vocab_size, _encoded)
-    facts = "\n".join([key, *_files(user_path(folder))])
+    facts = "\n".join([key, *_files(model_folder(folder))])
     return Preferences(config, *rows, log_probs, user_path(keep_in), facts)
 
 
-def _encoded(encoder: Encoder, line: bytes) -> Row:
+def _encoded(encoder: Encoder, line: Line) -> Row:
     row = encoder.read(line, FORMATS)
     named = {name: row[name] for name in ANSWERS}
     prompt, answers = (row["prompt"], named) if encoder.names == FORMATS[0] else _without_beginning(named)

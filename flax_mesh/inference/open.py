@@ -51,7 +51,7 @@ def open_trained(
     Its settings are the ones in the metadata of the checkpoint. The recipe that it names is not executed.
 
     Args:
-        folder: A run folder, its `checkpoints/`, one step in it, or a Hugging Face folder.
+        folder: A run folder, its `checkpoints/`, one step in it, or the folder or the id of a model of Hugging Face.
         overrides: Settings of the mesh and of the model, such as "mesh.shape=fsdp:4,tp:2" and "model.dtype=bfloat16".
             A single one may be a text. Default mesh: as many of the devices as the dims of the model allow.
         step: The number of a step. Default: the newest valid one.

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.checkpoint.read import Record, plain, read_record
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem, user_path
+from flax_mesh.fields import path_problem
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
@@ -86,7 +87,7 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
     """
     if problem := path_problem(str(folder)) or ("" if str(folder) else "is empty"):
         raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
-    path = user_path(folder)
+    path = model_folder(folder)
     if is_huggingface(str(folder)) or (path / CONFIG).is_file():
         if step is not None:
             raise ConfigError(f"{folder} is a Hugging Face folder, which has no steps; leave out --step {step}")

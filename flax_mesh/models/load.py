@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, path_problem, require_names, user_path
+from flax_mesh.fields import check_types, path_problem, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
@@ -23,7 +24,7 @@ from flax_mesh.tree import check_dtype
 
 @check_types
 def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
-    """`config` with the settings in the config.json of a Hugging Face folder, or of a run that started from one.
+    """`config` with the settings in the config.json of a Hugging Face folder or id, or of a run that started from one.
 
     To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
     as in `config`. A folder with mistakes leaves `config` unchanged; the run reports them together with the mistakes of
@@ -39,7 +40,7 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
         3
     """
     try:
-        path = user_path(folder) if folder and not path_problem(folder) else None
+        path = model_folder(folder) if folder and not path_problem(folder) else None
         paths = [path, path / CHECKPOINTS / KEPT] if path else []
         settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
@@ -58,7 +59,7 @@ def load_decoder(
     3, gpt-oss and Phi-3. Parameters are sharded by the rule table of the decoder.
 
     Args:
-        folder: The local folder.
+        folder: The folder, or an id of the hub: org/name or org/name@revision.
         mesh: Mesh of devices, as made by `fm.create_mesh`. Default axes of the decoder that it lacks have size 1.
         dtype: dtype of the parameters and of the computation: float32, bfloat16 or float16. Default: the dtype in
             config.json. For a training run with float32 parameters and bfloat16 computation pass
@@ -71,8 +72,8 @@ def load_decoder(
         The model, with its arrays on the devices of the mesh, and its config.
 
     Raises:
-        ConfigError: `folder` is not a local folder or has no config.json; its config.json has unsupported or unknown
-            keys; or its arrays do not match the model. Each error lists every key or array.
+        ConfigError: `folder` is neither a folder nor a model of the hub, or has no config.json; its config.json has
+            unsupported or unknown keys; or its arrays do not match the model. Each error lists every key or array.
         ShardingError: The mesh does not divide a dim of a parameter; the error lists every such parameter.
         CheckpointCorruptedError: A safetensors file is damaged.
 

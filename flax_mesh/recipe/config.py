@@ -94,8 +94,9 @@ class CheckpointConfig:
         keep_every: Keep in addition every checkpoint whose step is a multiple of this. 0: none.
         compress: Compress with zstd: smaller files, slower saves.
         on_failure: "stop" the run if a checkpoint cannot be written, or "continue" without it.
-        start_from: A run folder, a checkpoint or a folder of safetensors from which a new run takes its initial
-            parameters, as far as their paths and shapes match. "": random initialization.
+        start_from: A run folder, a checkpoint, a folder of safetensors, or the id of a model of the hub (org/name or
+            org/name@revision), from which a new run takes its initial parameters, as far as their paths and shapes
+            match. "": random initialization.
     """
 
     __repr__ = changed_repr

@@ -5,11 +5,15 @@ import difflib
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from flax_mesh.checkpoint.hf import DATASET, with_commit
+from flax_mesh.data.config import ChatConfig
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, field_types, has_text, parse_value, value_to_text
+from flax_mesh.fields import check_types, field_types, has_text, parse_value, read_file, type_problems, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
 from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
@@ -24,6 +28,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+RECORDED = "config.txt"  # in a run folder: the lines of `to_lines`
 _Text = typing.TypeVar("_Text", str, object)  # of metadata, whose values may be of any type
 
 
@@ -76,11 +81,30 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
     """
     given, make = list(overrides), config.model_from
     changed, problems = _apply(config, given)
+    changed = with_commits(changed)
     if make is None or "checkpoint.start_from" not in map(setting_of, given):
         return changed, problems
     check_arguments("model_from", make, "model", "folder")
     with user_code("model_from", place_of(make)):
-        return _apply(replace(config, model=make(config.model, changed.checkpoint.start_from)), given)
+        model = make(config.model, changed.checkpoint.start_from)
+    changed, problems = _apply(replace(config, model=model), given)
+    return with_commits(changed), problems
+
+
+def with_commits(config: TrainConfig) -> TrainConfig:
+    """`config` with the commits of its ids of the hub: those that its run folder began with, if any."""
+    checkpoint, data, earlier = config.checkpoint, config.data, {}
+    if any(map(type_problems, (checkpoint, data, config.run))):
+        return config
+    with suppress(OSError, ConfigError):
+        lines = read_file(Path(config.run.folder, RECORDED)).decode(errors="replace").splitlines()
+        earlier = {name: value for name, _, value in (line.partition("=") for line in lines)}
+    if start := checkpoint.start_from:
+        start = with_commit(start, earlier.get("checkpoint.start_from", ""))
+        checkpoint = replace(checkpoint, start_from=start)
+    if isinstance(data, ChatConfig):
+        data = replace(data, source=with_commit(data.source, earlier.get("data.source", ""), DATASET))
+    return replace(config, checkpoint=checkpoint, data=data)
 
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -22,6 +22,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.lora import merge_lora
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
+from flax_mesh.recipe.overrides import with_commits
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
 from flax_mesh.recipe.schedule import parse_cut
 from flax_mesh.recipe.target import local_target
@@ -104,6 +105,7 @@ def build_program(config: TrainConfig, say: Callable[[str], None] = lambda text:
         >>> program.mesh.size, program.num_parameters > 1e5
         (8, True)
     """
+    config = with_commits(config)
     check(config)
     recipe = resolve_checked(config, local_target(config.mesh, config.run.platform))
     for note in recipe.notes:

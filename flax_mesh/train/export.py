@@ -22,6 +22,7 @@ from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
+from flax_mesh.checkpoint.hf.hub import commit_of, with_commit
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
     KEPT,
@@ -143,7 +144,7 @@ def import_huggingface(folder: str, out: str, ignore: Sequence[str], model: Impo
     record = {
         "format": FORMAT,
         "step": 0,
-        "recipe": f"imported from {folder}",
+        "recipe": f"imported from {with_commit(folder)}",
         "config": {key: text for key, text in to_texts(config).items() if key.startswith("model.")},
         "data": {"description": "none yet", "content_hash": "", "position": 0},
         "metrics": {},
@@ -292,9 +293,11 @@ def _export_peft(
     for path, array in arrays.items():
         written |= peft_factors(array, factors[path + A], factors[path + B])
     lora, start = saved_lora(record), str(record["config"].get("checkpoint.start_from", ""))
-    base = str(user_path(start).absolute()) if start and is_huggingface(start) else None
+    base, revision = commit_of(start) or (None, None)
+    if base is None and start and is_huggingface(start):
+        base = str(user_path(start).absolute())
     all_names = [part.name for param in params for part in param.arrays]
-    config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base)
+    config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base, revision)
     write_safetensors(
         work, written, written.items(), json_files={ADAPTER_CONFIG: config}, file=ADAPTER, max_file_bytes=sys.maxsize
     )

@@ -22,10 +22,11 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.processes import assert_equal, broadcast_from_process_0
+from flax_mesh.recipe.overrides import RECORDED
 from flax_mesh.text import count_text
 from flax_mesh.train.hooks.load import Row
 
-METRICS, CONFIG, LOCK = "metrics.jsonl", "config.txt", ".lock"
+METRICS, CONFIG, LOCK = "metrics.jsonl", RECORDED, ".lock"
 COMPILED = "compiled"  # the cache of compiled programs, which the command line uses
 PLAIN_ROW = re.compile(rb'\{"step": ([0-9]{1,18})(?:,[^{}\0]*)?\}')  # not two rows; found 10 times faster than by JSON
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}

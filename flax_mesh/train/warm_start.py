@@ -13,11 +13,11 @@ from flax_mesh.checkpoint.base import Base, frozen_on_disk, make_base
 from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import user_path
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.recipe.checks import MAY_DIFFER
 from flax_mesh.recipe.config import TrainConfig
@@ -38,13 +38,13 @@ class Start(NamedTuple):
     @property
     def files(self) -> Path:
         """The folder of the tokenizer and of the other files that came with the parameters."""
-        return user_path(self.folder) if self.step is None else self.step.parent / KEPT
+        return model_folder(self.folder) if self.step is None else self.step.parent / KEPT
 
 
 def find_start(folder: str) -> Start:
     """Find the kind and the content of `folder`. Only process 0 reads the files to verify them."""
     if is_huggingface(folder):
-        other_files(user_path(folder))  # checks the links
+        other_files(model_folder(folder))  # checks the links
         return Start(folder)
 
     def look() -> str:
@@ -133,12 +133,12 @@ def start_from(
 def _start_from(
     start: Start, state: TrainState, layers: Sequence[str], checkpointer: Checkpointer | None
 ) -> tuple[TrainState, str]:
-    path = start.step or user_path(start.folder)
+    path = start.step or model_folder(start.folder)
     with nullcontext() if start.step is None else noticing_deletion(path):
         state, report = load_parameters(path, state, layers or None)
         if checkpointer is not None:
             arrays = frozen_on_disk(state, layers or None, report.restored)
-            base = broadcast_from_process_0("base", lambda: json.dumps(make_base(path, arrays)))
+            base = broadcast_from_process_0("base", lambda: json.dumps(make_base(start.step or start.folder, arrays)))
             checkpointer.set_base(Base(*json.loads(base)), state)
     if start.step is None:
         return state, f"restored all {len(report.restored)} arrays of the model"

@@ -309,7 +309,7 @@ def test_all_rows_that_cannot_be_used_are_listed_in_an_error_of_limited_length(t
     [
         ("a.jsonl", b"", "has no row to train on"),
         ("a.jsonl", b"{}\n", "has no row to train on, 1 row skipped, the first: "),
-        ("a.txt", b"", "must be a .jsonl or .jsonl.gz file"),
+        ("a.txt", b"", "must be a .jsonl, .jsonl.gz or .parquet file, a folder with a dataset, or an id of the hub"),
         ("a.jsonl.gz", b"no archive", "cannot be read: Not a gzipped file"),
         ("a.jsonl.gz", b"\x1f\x8b\x08" + bytes(7), "cannot be read: Compressed file ended before the end-of-stream"),
     ],

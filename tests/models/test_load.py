@@ -172,9 +172,12 @@ def test_the_path_must_be_a_folder_with_a_config_and_undamaged_files(folder, cop
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(CheckpointCorruptedError, match=path.name):
         load_decoder(copy, mesh)
-    for path in ("Qwen/Qwen3-0.6B", folder / "config.json"):
-        with pytest.raises(ConfigError, match=f"{path} is not a local folder. Download the model first"):
-            load_decoder(path, mesh)
+    with pytest.raises(ConfigError, match=f"{folder}/config.json is not a local folder. Download the model first"):
+        load_decoder(folder / "config.json", mesh)
+    with pytest.raises(
+        ConfigError, match=r"Qwen/Qwen3-0.6B is not a path .* the model with: hf download Qwen/Qwen3-0.6B"
+    ):
+        load_decoder("Qwen/Qwen3-0.6B", mesh)
     with pytest.raises(ConfigError, match=r"config.json: no such file"):
         load_decoder(tmp_path, mesh)
     shutil.copy(folder / "config.json", tmp_path)

@@ -13,12 +13,13 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
 from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, WITHOUT_EFFECT, Family, Json, Key
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import check_types, user_path
+from flax_mesh.fields import check_types
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
@@ -93,7 +94,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
     `ignore` are keys of config.json and regular expressions for names of arrays that have no effect.
     """
-    path, ignore = user_path(folder), tuple(ignore)
+    path, ignore = model_folder(folder), tuple(ignore)
     config = read_config(path)
     settings = decoder_config_from_hf(config, ignore=ignore)
     return DecoderFolder(path, config["model_type"], settings, ignore)
@@ -101,7 +102,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
 @check_types
 def read_config(folder: str | Path) -> dict[str, Any]:
-    """Read the config.json of a local folder, as a dict.
+    """Read the config.json of a folder, or of a model of the hub by its id, as a dict.
 
     Example:
         >>> import json
@@ -111,12 +112,12 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         >>> read_config(".")
         {'model_type': 'llama'}
     """
-    path = user_path(folder)
+    path = model_folder(folder)
     with refusals(path):
         is_folder = path.is_dir()
     if not is_folder:
         raise ConfigError(
-            f"{folder} is not a local folder. Download the model first, and pass the folder with its config.json."
+            f"{folder} is not a local folder. Download the model first, and pass its folder, or pass its id, org/name."
         )
     path = path / "config.json"
     if not path.is_file():

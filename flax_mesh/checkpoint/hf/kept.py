@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.families import Json
+from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import user_path
@@ -118,5 +119,6 @@ def _settings_of(kept: Json) -> Json:
 
 
 def is_huggingface(folder: str) -> bool:
-    path = user_path(folder)
-    return path.is_dir() and any(path.glob("*.safetensors"))
+    """Whether `folder` is the id of a model of the hub, or a folder with safetensors."""
+    path = model_folder(folder)
+    return path.is_dir() and (path != user_path(folder) or any(path.glob("*.safetensors")))

@@ -40,7 +40,7 @@ def peft_factors(array: MappedArray, a: np.ndarray, b: np.ndarray) -> dict[str, 
 
 
 def adapter_config(
-    adapted: Iterable[str], names: Iterable[str], rank: int, scale: float, base: str | None
+    adapted: Iterable[str], names: Iterable[str], rank: int, scale: float, base: str | None, revision: str | None = None
 ) -> Mapping[str, object]:
     """The adapter_config.json of the `adapted` arrays of a model with these names; alpha / rank is `scale`."""
     chosen = {name.removesuffix(".weight") for name in adapted}
@@ -50,6 +50,7 @@ def adapter_config(
     alpha = scale * rank
     return {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank},
+        **({"revision": revision} if revision else {}),
         **{"lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "lora_dropout": 0.0, "target_modules": targets},
         **{"bias": "none", "fan_in_fan_out": False, "inference_mode": True},
     }

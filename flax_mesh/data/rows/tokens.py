@@ -13,6 +13,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.text import at_most, count_text, first_line, listed
 
 Result = TypeVar("Result")
+Line = bytes | Message
 FORMATS = (("messages",), ("prompt", "completion"), ("text",))
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -33,17 +34,17 @@ class Encoder:
         self._left_out, self._add_bos, self._with_bos = LeftOut(), add_bos, 0
         self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
-    def __call__(self, line: bytes) -> Tokens:
+    def __call__(self, line: Line) -> Tokens:
         row = self.read(line, FORMATS)
         return self.encode({name: row[name] for name in self.names}, row.get("tools"))
 
-    def read(self, line: bytes, formats: Sequence[tuple[str, ...]]) -> Message:
-        """The JSON object of a row, which has the keys of the first row's format."""
+    def read(self, line: Line, formats: Sequence[tuple[str, ...]]) -> Message:
+        """The object of a row, of JSON or read already, which has the keys of the first row's format."""
         try:
-            row = json.loads(line)
+            row = json.loads(line) if isinstance(line, bytes) else line
         except (ValueError, RecursionError) as error:
             raise BadRowError(f"is no JSON: {first_line(error)}") from error
-        if not isinstance(row, dict):
+        if not isinstance(row, Mapping):
             raise BadRowError(f"must be a JSON object, got {type(row).__name__}")
         self.names = self.names or _format_of(row, formats)
         if missing := [name for name in self.names if name not in row]:

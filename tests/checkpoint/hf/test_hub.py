@@ -1,0 +1,119 @@
+"""Ids of the Hugging Face hub in the place of folders, with a cache that is filled by hand and without a network."""
+
+import shutil
+import sys
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from flax_mesh.checkpoint.base import make_base
+from flax_mesh.checkpoint.hf.hub import commit_of, model_folder, with_commit
+from flax_mesh.checkpoint.hf.kept import is_huggingface
+from flax_mesh.checkpoint.hf.peft import adapter_config
+from flax_mesh.cli import main
+from flax_mesh.errors import ConfigError
+from flax_mesh.inference.source import find_source
+from flax_mesh.models import DecoderConfig, pretrained_config
+from flax_mesh.recipe.checks import check_start
+from flax_mesh.recipe.overrides import read_overrides
+from flax_mesh.train.warm_start import find_start
+from tests.train.support.llama import LLAMA, config_of
+
+COMMITS = ["a" * 40, "b" * 40]
+
+
+def fill(cache: Path, name: str, commit: str, branch: str = "main") -> Path:
+    """The folder of a commit, whose files are links to blobs, and a branch that names the commit."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    blobs, folder, refs = (repository / x for x in ("blobs", f"snapshots/{commit}", "refs"))
+    for path in (blobs, folder, refs):
+        path.mkdir(parents=True, exist_ok=True)
+    for file in [x for x in LLAMA.iterdir() if x.suffix in (".json", ".safetensors")]:
+        shutil.copy(file, blobs / file.name)
+        (folder / file.name).symlink_to(f"../../blobs/{file.name}")
+    (refs / branch).write_text(commit)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch, request) -> tuple[Path, str]:
+    """The cache, and the id of a model in it, which no other test uses."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    name = f"org/{request.node.originalname[5:35]}"
+    fill(tmp_path / "cache", name, COMMITS[0])
+    return tmp_path / "cache", name
+
+
+def test_an_id_is_a_folder_wherever_a_folder_is_accepted(cache):
+    folder, name = model_folder(cache[1]), cache[1]
+    assert folder == cache[0] / f"models--{name.replace('/', '--')}" / "snapshots" / COMMITS[0]
+    other = fill(cache[0], name, COMMITS[1], "branch")
+    assert [model_folder(f"{name}@{x}") for x in ("main", "branch", COMMITS[1])] == [folder, other, other]
+    assert is_huggingface(name) and find_start(name).files == folder and find_source(name).path == folder
+    config = pretrained_config(DecoderConfig(), name)
+    assert config == pretrained_config(DecoderConfig(), str(folder)) and check_start(name, config) == []
+    base = make_base(name, {})
+    assert base.folder == f"{name}@{COMMITS[0]}" and base.files and base.problems() == []
+    assert adapter_config([], [], 1, 1.0, *commit_of(base.folder) or ())["revision"] == COMMITS[0]
+
+
+def test_a_path_that_exists_comes_before_an_id(cache):
+    shutil.copytree(LLAMA, cache[1])
+    assert model_folder(cache[1]) == Path(cache[1]) and with_commit(cache[1]) == cache[1]
+    assert find_source(cache[1]).path == Path(cache[1])
+    assert make_base(cache[1], {}).folder == str(Path(cache[1]).absolute())
+
+
+def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(cache):
+    _, name = cache
+    start = lambda text: read_overrides(config_of("fsdp:1", "run.folder=run"), [f"checkpoint.start_from={text}"])  # noqa: E731
+    first, problems = start(name)
+    assert first.checkpoint.start_from == f"{name}@{COMMITS[0]}" and not problems
+    Path("run").mkdir()
+    Path("run/config.txt").write_text(f"run.seed=0\ncheckpoint.start_from={name}@{COMMITS[1]}\n")  # an earlier main
+    for text in (name, f"{name}@main"):
+        assert start(text)[0].checkpoint.start_from == f"{name}@{COMMITS[1]}"
+    for text in (f"{name}@{COMMITS[0]}", "org/other", "runs/a/b", ""):
+        assert start(text)[0].checkpoint.start_from == text
+
+
+RAISED = {
+    "GatedRepoError": "requires access: ask for it at https://huggingface.co/org/model, and log in with: hf auth login",
+    "RepositoryNotFoundError": "does not exist, or is private",
+    "RevisionNotFoundError": "has no revision old",
+    "HTTPError": "cannot be downloaded: raised here",
+    "OfflineModeIsEnabled": "cannot be downloaded: raised here",
+}
+
+PLAIN = ("HTTPError", "OfflineModeIsEnabled")
+
+
+@pytest.mark.parametrize("kind", RAISED)
+def test_an_id_that_cannot_be_loaded_is_an_error_with_both_readings_and_the_download(kind, monkeypatch):
+    from huggingface_hub import errors
+
+    def download(name, **options):
+        client = sys.modules[errors.HfHubHTTPError.__bases__[0].__module__.split(".")[0]]
+        response = client.Response(403, request=client.Request("GET", "https://huggingface.co"))
+        options = {} if kind in PLAIN else {"response": response}
+        raise getattr(errors, kind)("raised here", **options)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError) as error:
+        model_folder("org/model@old")
+    (line,) = error.value.lines
+    assert line.startswith("org/model@old is not a path of this machine, and as a model of the Hugging Face hub it ")
+    assert RAISED[kind] in line and line.endswith("hf download org/model --revision old")
+
+
+def test_commands_name_an_id_that_is_not_in_the_cache_and_a_missing_package(cache, capfd, monkeypatch):
+    assert main(["generate", "org/absent", "--prompt", "a"]) == 2
+    assert "it is not in the cache of this machine, or only a part" in capfd.readouterr().err
+    assert check_start("org/absent", DecoderConfig())[0].startswith("checkpoint.start_from: org/absent is not a path")
+    assert main(["checkpoint", "import", "org/absent", "out"]) == 2
+    assert "hf download org/absent" in capfd.readouterr().err
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"org/other is not a path .* pip install \"flax-mesh\[hub\]\""):
+        model_folder("org/other")
