@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
-from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches, decode
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, StreamBatches, decode, encode
+from flax_mesh.data.rollouts import Rollouts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.step.batch import batch_sharding, on_device_dtypes, rows_problems, shapes_of
@@ -83,6 +85,7 @@ class UserBatches:
         missing = [name for name in METHODS if not hasattr(batches, name)]
         if problem := _kind_problem(batches, missing, resumable):
             raise ConfigError(joined("make_batches", self.place, problem))
+        self.rollouts = batches if isinstance(batches, Rollouts) else None
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
         self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
@@ -93,7 +96,10 @@ class UserBatches:
     @cached_property
     def first(self) -> PyTree:
         """Batch 0, which is not consumed. It must be requested before any other batch is."""
-        first = self._stream.first(batch_problems) if self._stream else self._call(0)
+        if self.rollouts is not None:
+            first = self.rollouts.example
+        else:
+            first = self._stream.first(batch_problems) if self._stream else self._call(0)
         if problems := [*batch_problems(first), *_row_problems(first, self._num_rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         return on_device_dtypes(first, "make_batches: batch 0")
@@ -118,8 +124,9 @@ class UserBatches:
         text = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
         return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{text and '; '}{text}"
 
-    def __call__(self, step: int) -> PyTree:
-        batch, what = self._batch(step), f"make_batches: batch {step}"
+    def __call__(self, step: int, *model: Callable[[], nnx.Module]) -> PyTree:
+        """`model` for rollouts."""
+        batch, what = self._batch(step, *model), f"make_batches: batch {step}"
         problems = batch_problems(batch) or self._differences(batch)
         if problems:
             raise ConfigError([joined(what, self.place, problem) for problem in problems])
@@ -133,6 +140,8 @@ class UserBatches:
         record: dict[str, object] = {"rows": self.rows.each} if self.rows else {}
         if self.iterator is not None:
             record["state"] = self.iterator.state(step)
+        if self.rollouts is not None:
+            return record | {"state": encode(self.rollouts.state(step))}
         if step - 1 in self._checksums:  # a step was computed
             before = {"state": self.iterator.state(step - 1)} if self.iterator is not None else {}
             record["last_batch"] = {"checksum": self._checksums[step - 1], **before}
@@ -145,6 +154,9 @@ class UserBatches:
         lead to the next one: that an iterator returns a state that it was given does not show that it uses it.
         """
         state, last = saved.get("state"), saved.get("last_batch")
+        if self.rollouts is not None:  # the parameters that made the batch before it are gone
+            self.rollouts.resume(step, decode(state) if state else b"")
+            return ""
         if self.iterator is not None and (last is None or "state" not in last):  # saved by a function, or before
             self.iterator.resume(step, state)
             return ""
@@ -161,9 +173,9 @@ class UserBatches:
         problem = f"batch {step - 1} differs from the one that the run used, so the data changed, or {cause}"
         return joined("make_batches", self.place, problem)
 
-    def _call(self, step: int) -> PyTree:
+    def _call(self, step: int, *model: Callable[[], nnx.Module]) -> PyTree:
         with user_code(f"make_batches: batch {step}", self.place):
-            return self._function(step)
+            return self._function(step, *model)
 
     def _differences(self, batch: PyTree) -> list[str]:
         """One line for every leaf that differs from batch 0, or one if the trees differ."""
