@@ -25,7 +25,6 @@ from flax_mesh.models import (
 )
 from flax_mesh.train import (
     ChatConfig,
-    CheckpointConfig,
     OptimizerConfig,
     Rollouts,
     RunConfig,
@@ -54,7 +53,7 @@ class RolloutConfig(ChatConfig):
         max_tokens: The most tokens of a completion, with the end token.
         updates: Steps that train on each batch of completions.
         scale: Whether advantages are divided by the standard deviation of the group.
-        temperature, top_k, top_p: Of the sampling; see `flax_mesh.models.Sampling`.
+        temperature: Of the sampling. The log-probabilities of the loss are the model's own, as at temperature 1.
         rows_at_once: Completions that are generated together, whose keys and values are in memory.
         generation_mesh: The mesh for generation, such as "fsdp:2,tp:4". "": as `flax_mesh.inference.for_generation`.
     """
@@ -65,8 +64,6 @@ class RolloutConfig(ChatConfig):
     updates: int = field(default=1, metadata=AT_LEAST_1)
     scale: bool = True
     temperature: float = field(default=1.0, metadata={"above": 0})
-    top_k: int = field(default=0, metadata={"at_least": 0, "at_most": 2**31 - 1})
-    top_p: float = field(default=1.0, metadata={"above": 0, "at_most": 1})
     rows_at_once: int = field(default=64, metadata=AT_LEAST_1)
     generation_mesh: str = ""
 
@@ -104,16 +101,10 @@ class PolicyLoss:
 
 def rollouts(config) -> Rollouts:
     """Completions of the prompts by the model of the run, with rewards and log-probabilities."""
-    data, size, seed = (
-        config.data,
-        config.data.group_size,
-        config.run.seed if config.data.seed is None else config.data.seed,
-    )
-    problems = [
-        f"data.{name} has no effect on prompts; leave it out"
-        for name in UNUSED
-        if getattr(data, name) != getattr(ChatConfig, name)
-    ]
+    data, size = config.data, config.data.group_size
+    seed = config.run.seed if data.seed is None else data.seed
+    changed = [name for name in UNUSED if getattr(data, name) != getattr(ChatConfig, name)]
+    problems = [f"data.{name} has no effect on prompts; leave it out" for name in changed]
     if data.batch_size % size:
         problems.append(f"data.batch_size={data.batch_size} must be a multiple of data.group_size={size}")
     if problems:
@@ -122,6 +113,8 @@ def rollouts(config) -> Rollouts:
     rewards, stops = read_rewards(data.rewards), [] if prompts.end_token is None else [prompts.end_token]
     choose = array_batches({"row": np.arange(len(prompts.rows))}, batch_size=data.batch_size // size, seed=seed)
     options = {"axes": config.model.axes, "parts": config.pipeline.num_microbatches}
+    sizes = {"max_tokens": data.max_tokens, "sampling": Sampling(data.temperature), "stop_tokens": stops}
+    sizes |= {"batch_size": min(data.rows_at_once, data.batch_size), "cache_length": data.sequence_length + 1}
     reference = cache(partial(open_reference, config))
 
     def scored(ids, completions):
@@ -132,16 +125,9 @@ def rollouts(config) -> Rollouts:
 
     def make(model, number):
         ids = np.repeat(choose(number)["row"], size)
-        completions = generate(
-            for_generation(model, data.generation_mesh),
-            [prompts.tokens[i] for i in ids],
-            max_tokens=data.max_tokens,
-            sampling=Sampling(data.temperature, data.top_k, data.top_p),
-            stop_tokens=stops,
-            seed=int(np.random.SeedSequence([seed, number]).generate_state(1)[0]),
-            batch_size=min(data.rows_at_once, data.batch_size),
-            cache_length=data.sequence_length + 1,
-        )
+        random = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        decoder = for_generation(model, data.generation_mesh)
+        completions = generate(decoder, [prompts.tokens[i] for i in ids], seed=random, **sizes)
         batch = scored(ids, completions)
         tokens = {name: batch[name] for name in ("inputs", "targets", "segment_ids")}
         batch["old"] = map_rows(ADAPTED, model, tokens, **options)
@@ -153,9 +139,8 @@ def rollouts(config) -> Rollouts:
     # A first call of the rewards, with empty completions, finds their mistakes before the run starts.
     ids = np.repeat(choose(0)["row"], size)
     batch = scored(ids, [Generated(np.zeros(1, np.int32), np.zeros(1, np.float32), True)] * len(ids))
-    for name in ("old", "reference") if config.loss_fn.beta else ("old",):
-        batch[name] = np.zeros(batch["inputs"].shape, np.float32)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    floats = dict.fromkeys(("old", "reference")[: 1 + bool(config.loss_fn.beta)], batch["inputs"].astype(np.float32))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch | floats)
     return Rollouts(make, shapes, updates=data.updates, rows=prompts.hashes, description=prompts.description)
 
 
@@ -193,7 +178,10 @@ def open_reference(config):
     """The model that the run starts from."""
     settings = [f"model.{name}={getattr(config.model, name)}" for name in COMPUTED_AS]
     shape = [] if "pp" in config.mesh.shape else [f"mesh.shape={config.mesh.shape}"]  # without: as many as possible
-    return open_trained(config.checkpoint.start_from, [*settings, *shape], average=False).model
+    trained = open_trained(config.checkpoint.start_from, [*settings, *shape], average=False)
+    if trained.source.lora.rank:
+        raise fm.ConfigError("checkpoint.start_from has adapters, which a run without lora.rank leaves out; export it")
+    return trained.model
 
 
 def recipe() -> TrainConfig:
@@ -205,9 +193,6 @@ def recipe() -> TrainConfig:
         model_from=pretrained_config,
         data=RolloutConfig(source="prompts.jsonl", sequence_length=1024, batch_size=64),
         make_batches=rollouts,
-        optimizer=OptimizerConfig(
-            learning_rate=1e-6, end_learning_rate=1e-6, warmup_steps=0, decay_steps=1000, weight_decay=0.0
-        ),
-        checkpoint=CheckpointConfig(every=100),
+        optimizer=OptimizerConfig(schedule="constant", learning_rate=1e-6, warmup_steps=0, weight_decay=0.0),
         run=RunConfig(steps=1000, folder="runs/grpo", eval_every=0),
     )
