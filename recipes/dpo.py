@@ -8,8 +8,6 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 
 from flax_mesh.inference import open_trained
 from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder, pretrained_config, token_log_probs
@@ -19,7 +17,7 @@ from flax_mesh.train import (
     OptimizerConfig,
     RunConfig,
     TrainConfig,
-    place_batch,
+    map_rows,
     read_preferences,
 )
 
@@ -89,25 +87,8 @@ def open_reference(config):
             "checkpoint.start_from has adapters, which a run with other settings lora.* leaves out; set the same ones, "
             "or start from its export: flax-mesh checkpoint export"
         )
-    graphdef, state = nnx.split(trained.model)
-    everywhere = jax.NamedSharding(trained.mesh, jax.P())  # so that every process can read the results
-
-    @partial(jax.jit, out_shardings=everywhere)
-    def compute(state, batch):
-        return token_log_probs(nnx.merge(graphdef, state), batch)
-
-    def log_probs(batch):
-        rows = len(batch["inputs"]) // config.pipeline.num_microbatches
-        padding = [(0, -rows % trained.mesh.size), (0, 0)]  # the mesh may divide more rows than the mesh of a pipeline
-        results = []
-        for first in range(0, len(batch["inputs"]), rows):
-            part = {name: np.pad(x[first : first + rows], padding) for name, x in batch.items()}
-            with jax.set_mesh(trained.mesh):
-                placed = place_batch(part, trained.mesh, config.model.axes)
-                results.append(np.asarray(compute(state, placed))[:rows])
-        return np.concatenate(results)
-
-    return log_probs
+    options = {"axes": config.model.axes, "parts": config.pipeline.num_microbatches}
+    return lambda batch: map_rows(token_log_probs, trained.model, batch, **options)
 
 
 @cache  # for both functions of the recipe

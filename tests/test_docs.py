@@ -258,10 +258,11 @@ SLOW_EXAMPLES = """
     flax_mesh.models.load_decoder flax_mesh.plan.plan flax_mesh.plan.compile.compile_recipe
     flax_mesh.plan.search.search_layouts flax_mesh.inference.open_trained flax_mesh.mpmd.trace_step
     flax_mesh.mpmd.measure_costs flax_mesh.models.sample flax_mesh.models.next_token_loss flax_mesh.train.build_program
-    flax_mesh.checkpoint.save_safetensors
+    flax_mesh.checkpoint.save_safetensors flax_mesh.train.map_rows
 """  # 1 to 10 s each
 # Functions that need a tokenizer, Ray, or a text that their pages explain.
 WITHOUT_EXAMPLE = {f"flax_mesh.train.{name}" for name in ("read_chats", "read_preferences", "ray_trainer")}
+WITHOUT_EXAMPLE |= {"flax_mesh.train.read_prompts"}
 WITHOUT_EXAMPLE |= {"flax_mesh.plan.parse_topology"}
 
 

@@ -103,6 +103,21 @@ class Chats:
         return {"inputs": packed["inputs"], "targets": targets, "segment_ids": segment_ids}
 
 
+def fitted(row: Row, length: int) -> Row:
+    """The documents, whose ends are cut off so that all fit in `length` tokens: each has at least an equal share.
+
+    Raises a BadRowError if one of them has no token to train on.
+    """
+    sizes = [len(x.ids) - 1 for x in row]
+    most = [max(length // len(row), length - (sum(sizes) - size)) + 1 for size in sizes]
+    cut = tuple(Tokens(x.ids[:n], x.trained[:n]) for x, n in zip(row, most, strict=True))
+    for before, after in zip(row, cut, strict=True):
+        if not after.trained[1:].any():
+            is_cut = len(after.ids) < len(before.ids)
+            raise BadRowError("has no token to train on" + f" in its first {len(after.ids)}" * is_cut)
+    return cut
+
+
 @check_types
 def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
     """Read the rows of `data.source`, a file or a dataset, with the tokenizer of a Hugging Face folder or id.
@@ -116,7 +131,11 @@ def read_chats(config: ChatConfig, folder: str, vocab_size: int) -> Chats:
 
 
 def read_rows(
-    config: ChatConfig, folder: str, vocab_size: int, encode: Callable[[Encoder, Line], Row]
+    config: ChatConfig,
+    folder: str,
+    vocab_size: int,
+    encode: Callable[[Encoder, Line], Row],
+    fit: Callable[[Row, int], Row] = fitted,
 ) -> tuple[list[Row], str]:
     """The documents of all rows, which `encode` makes from their lines, and a description of them.
 
@@ -138,7 +157,7 @@ def read_rows(
                 repair = "raise data.sequence_length, or set data.on_long_row=truncate"
                 stop.append(f"{path}, row {number}: has {size} tokens, but at most {most} fit; {repair}")
                 continue
-            rows.append(_fitted(row, config.sequence_length))
+            rows.append(fit(row, config.sequence_length))
             truncated += size > most
         except BadRowError as error:
             (stop if config.on_bad_row == "stop" else skipped).append(f"{path}, row {number}: {error}")
@@ -153,16 +172,3 @@ def read_rows(
     return rows, ", ".join([text, *notes])
 
 
-def _fitted(row: Row, length: int) -> Row:
-    """The documents, whose ends are cut off so that all fit in `length` tokens: each has at least an equal share.
-
-    Raises a BadRowError if one of them has no token to train on.
-    """
-    sizes = [len(x.ids) - 1 for x in row]
-    most = [max(length // len(row), length - (sum(sizes) - size)) + 1 for size in sizes]
-    fitted = tuple(Tokens(x.ids[:n], x.trained[:n]) for x, n in zip(row, most, strict=True))
-    for before, after in zip(row, fitted, strict=True):
-        if not after.trained[1:].any():
-            is_cut = len(after.ids) < len(before.ids)
-            raise BadRowError("has no token to train on" + f" in its first {len(after.ids)}" * is_cut)
-    return fitted

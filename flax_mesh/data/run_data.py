@@ -1,11 +1,13 @@
 """The data of a run, with one interface for tokens of files and for batches of the recipe."""
 
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from flax_mesh.axes import PartitionAxis
@@ -30,16 +32,27 @@ class RunData:
     content_hash: str
     kind: str  # TEXT, TOKENS or BATCHES: checkpoints record it, and it decides the tokenizer
     first: Callable[[], PyTree]  # the batch of step 0 on the host
-    batch: Callable[[int], PyTree]  # step -> global arrays on the devices; the steps of a run in order
+    batch: Callable[..., PyTree]  # step -> global arrays on the devices; the steps of a run in order
     check_unchanged: Callable[[], None] = lambda: None  # raises ConfigError if files changed under the run
     # (state -> sums of a batch) -> metrics of the held-out tokens; None without them.
     held_out: Callable[[Callable[[PyTree], Mapping[str, jax.Array]]], dict[str, float | None]] | None = None
     prompt: np.ndarray | None = None  # the first bytes of the held-out text, for sampling
     user_batches: UserBatches | None = None
 
-    def batches(self, start: int, stop: int) -> Generator[tuple[int, PyTree, float], None, None]:
-        """(step, batch, seconds waited for it) of every step; a thread makes the next batch meanwhile."""
-        return prefetch(self.batch, start, stop)
+    def batches(
+        self, start: int, stop: int, model: Callable[[], nnx.Module]
+    ) -> Generator[tuple[int, PyTree, float], None, None]:
+        """(step, batch, seconds waited for it) of every step; a thread makes the next batch meanwhile.
+
+        Rollouts are made between the steps, by the result of `model` before each of them.
+        """
+        if self.user_batches is None or self.user_batches.rollouts is None:
+            yield from prefetch(self.batch, start, stop)
+            return
+        for step in range(start, stop):
+            began = time.perf_counter()
+            batch = self.batch(step, model)
+            yield step, batch, time.perf_counter() - began
 
     def record(self, step: int) -> dict[str, object]:
         """The field "data" of the metadata of the checkpoint of `step`."""
@@ -63,7 +76,7 @@ def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
         batches.content_hash,
         BATCHES,
         first=lambda: first,
-        batch=lambda step: put_batch(batches(step), mesh, axes, batches.own_rows),
+        batch=lambda step, *model: put_batch(batches(step, *model), mesh, axes, batches.own_rows),
         user_batches=batches,
     )
 

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
-from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, State, StreamBatches, decode
+from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, State, StreamBatches, decode, encode
 from flax_mesh.data.process_rows import global_shapes, of_processes, row_digests, state_of_shard
+from flax_mesh.data.rollouts import Rollouts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.step.batch import ProcessRows, batch_sharding, on_device_dtypes, rows_problems, shapes_of
@@ -87,6 +89,7 @@ class UserBatches:
         missing = [name for name in METHODS if not hasattr(batches, name)]
         if problem := _kind_problem(batches, missing, resumable):
             raise ConfigError(joined("make_batches", self.place, problem))
+        self.rollouts = batches if isinstance(batches, Rollouts) else None
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
         self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
@@ -97,7 +100,10 @@ class UserBatches:
     @cached_property
     def first(self) -> PyTree:
         """Batch 0, which is not consumed. It must be requested before any other batch is."""
-        first = self._stream.first(batch_problems) if self._stream else self._call(0)
+        if self.rollouts is not None:
+            first = self.rollouts.example
+        else:
+            first = self._stream.first(batch_problems) if self._stream else self._call(0)
         if problems := [*batch_problems(first), *_row_problems(first, self._num_rows, self.own_rows)]:
             raise ConfigError([joined("make_batches", self.place, problem) for problem in problems])
         return on_device_dtypes(first, "make_batches: batch 0")
@@ -127,8 +133,9 @@ class UserBatches:
         text = getattr(self._function, "description", "")  # of the iterator, such as one of `read_chats`
         return f"{kind}{self.place and ' of '}{self.place}: {', '.join(arrays)}{text and '; '}{text}"
 
-    def __call__(self, step: int) -> PyTree:
-        batch, what = self._batch(step), f"make_batches: batch {step}"
+    def __call__(self, step: int, *model: Callable[[], nnx.Module]) -> PyTree:
+        """`model` for rollouts."""
+        batch, what = self._batch(step, *model), f"make_batches: batch {step}"
         problems = batch_problems(batch) or self._differences(batch)
         if problems:
             raise ConfigError([joined(what, self.place, problem) for problem in problems])
@@ -146,6 +153,8 @@ class UserBatches:
         states: list[State] = []
         if self.iterator is not None:
             states = [self.iterator.state(step), *([self.iterator.state(step - 1)] if checksums else [])]
+        if self.rollouts is not None:
+            return {**({"rows": self.rows.each} if self.rows else {}), "state": encode(self.rollouts.state(step))}
         if self.own_rows is not None:
             of_all = of_processes(f"make_batches: batch {step - 1}", self.own_rows, checksums, states)
             checksums = cast(list[str], of_all["digests"])
@@ -165,6 +174,9 @@ class UserBatches:
         lead to the next one: that an iterator returns a state that it was given does not show that it uses it.
         """
         state, last = state_of_shard(saved.get("state"), self.own_rows), saved.get("last_batch")
+        if self.rollouts is not None:  # the parameters that made the batch before it are gone
+            self.rollouts.resume(step, decode(state) if state else b"")
+            return ""
         if self.iterator is not None and (last is None or "state" not in last):  # saved by a function, or before
             self.iterator.resume(step, state)
             return ""
@@ -190,9 +202,9 @@ class UserBatches:
         """The shapes of the global batch."""
         return global_shapes(shapes_of(batch), self.own_rows, self._num_rows)
 
-    def _call(self, step: int) -> PyTree:
+    def _call(self, step: int, *model: Callable[[], nnx.Module]) -> PyTree:
         with user_code(f"make_batches: batch {step}", self.place):
-            return self._function(step)
+            return self._function(step, *model)
 
     def _differences(self, batch: PyTree) -> list[str]:
         """One line for every leaf that differs from batch 0, or one if the trees differ."""

@@ -22,6 +22,7 @@ from flax_mesh.inference.source import DECODER, Settings, Source, find_source, i
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.lora import merge_lora
+from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.mpmd.runtime.placement import MODEL
@@ -31,6 +32,7 @@ from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.saved import averages
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
+from flax_mesh.sharding.transfer import reshard
 from flax_mesh.text import mesh_text
 from flax_mesh.tree import PyTree
 
@@ -146,6 +148,33 @@ def _checked_recipe(source: Source, settings: Settings, sequence_length: int | N
 def _mesh_line(mesh: Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
     return f"one {kind}" if mesh.devices.size == 1 else f"{mesh_text(mesh.shape)} on {mesh.devices.size} x {kind}"
+
+
+@check_types
+def for_generation(model: Decoder, shape: str = "") -> Decoder:
+    """A decoder in the layout in which it generates, on the devices that its arrays are on, with its adapters merged.
+
+    Arrays that have this layout already are not copied. `model` itself does not change.
+
+    Args:
+        model: A `Decoder` on a mesh, such as the one that `Rollouts` pass.
+        shape: The mesh, such as "fsdp:2,tp:4". "": the default mesh of `open_trained`.
+
+    Example:
+        >>> from flax_mesh.inference import for_generation
+        >>> from flax_mesh.models import DecoderConfig, make_decoder
+        >>> config = DecoderConfig(num_layers=1, num_heads=2, num_kv_heads=2)
+        >>> model = fm.init_model(lambda: make_decoder(config, nnx.Rngs(0)), fm.create_mesh("fsdp:8"))
+        >>> for_generation(model).embed.embedding[...].sharding.mesh.shape["tp"]
+        2
+    """
+    graphdef, state = nnx.split(model)
+    copy = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))  # new Variables: those of `model` do not change
+    graphdef, state = nnx.split(merge_lora(copy))
+    devices = [*jax.tree.leaves(state)[0].sharding.mesh.devices.flat]
+    mesh = create_mesh(shape or default_mesh(model.config, len(devices)), devices=devices)
+    layout = abstract_state(lambda: type(model)(model.config, rngs=nnx.Rngs(0)), mesh)
+    return nnx.merge(graphdef, reshard(state, layout))
 
 
 def default_mesh(config: DecoderConfig, num_devices: int) -> dict[str, int]:

@@ -19,7 +19,6 @@ from flax_mesh.data.evaluation import TracedEvaluate, run_eval_fns
 from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
-from flax_mesh.lora import merge_lora
 from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.overrides import with_commits
@@ -58,7 +57,7 @@ class TrainProgram:
     step: Step
     evaluate: Callable[[TrainState, PyTree], Metrics]  # sums over a batch
     check: Callable[[], None]  # raises the exception of a callback in a call of `step` or `evaluate`
-    model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, for sampling, with its adapters merged
+    model: Callable[[TrainState], nnx.Module]  # the model on the whole mesh, with its adapters
     pipeline: Pipeline | None = None
 
     @property
@@ -143,7 +142,7 @@ def train_program(recipe: Recipe) -> TrainProgram:
         pipeline.step,
         pipeline.evaluate,
         pipeline.errors.check,
-        lambda state: merge_lora(pipeline.model(state)),
+        pipeline.model,
         pipeline,
     )
 
@@ -166,7 +165,7 @@ def _plain(recipe: Recipe) -> TrainProgram:
     option = recipe.step_options.attention
     evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes, attention=option)
     check = partial(check_callbacks, step, evaluate)
-    return TrainProgram(recipe, layout, init, step, evaluate, check, lambda state: merge_lora(state.merge()[0]))
+    return TrainProgram(recipe, layout, init, step, evaluate, check, lambda state: state.merge()[0])
 
 
 def split_model(recipe: Recipe, mesh: MpmdMesh | AbstractMesh) -> StagedModel:

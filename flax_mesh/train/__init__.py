@@ -6,6 +6,11 @@ from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
 from flax_mesh.data.preferences import read_preferences as read_preferences
 from flax_mesh.data.process_rows import process_rows as process_rows
+from flax_mesh.data.prompts import Prompts as Prompts
+from flax_mesh.data.prompts import Rewards as Rewards
+from flax_mesh.data.prompts import read_prompts as read_prompts
+from flax_mesh.data.prompts import read_rewards as read_rewards
+from flax_mesh.data.rollouts import Rollouts as Rollouts
 from flax_mesh.data.user_batches import array_batches as array_batches
 from flax_mesh.lora.config import LoraConfig as LoraConfig
 from flax_mesh.recipe.config import CheckpointConfig as CheckpointConfig
@@ -22,6 +27,7 @@ from flax_mesh.step.batch import ProcessRows as ProcessRows
 from flax_mesh.step.batch import place_batch as place_batch
 from flax_mesh.step.options import StateLayout as StateLayout
 from flax_mesh.step.options import StepOptions as StepOptions
+from flax_mesh.step.rows import map_rows as map_rows
 from flax_mesh.step.state import TrainState as TrainState
 from flax_mesh.step.state import abstract_train_state as abstract_train_state
 from flax_mesh.step.state import init_train_state as init_train_state

@@ -16,6 +16,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.base import Base
 from flax_mesh.data.corpus import decode
 from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.lora import merge_lora
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.modes import set_eval_mode
 from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
@@ -101,7 +102,8 @@ class _Steps:
     def train(self) -> Status:
         """All steps that remain."""
         status: Status = "finished"
-        with closing(self._run.data.batches(self.step, self._run.recipe.run.steps)) as batches:
+        model = lambda: self._run.program.model(self.state)  # noqa: E731
+        with closing(self._run.data.batches(self.step, self._run.recipe.run.steps, model)) as batches:
             for index, batch, waited in self._made(batches):
                 if ended := self._train_step(index + 1, batch, waited):
                     status = ended
@@ -231,7 +233,8 @@ def _sample(run: Run, state: TrainState) -> str:
     prompt = run.data.prompt
     if not num_tokens or sample is None or prompt is None:
         return ""
-    graphdef, leaves = nnx.split(run.program.model(run.recipe.optimizer.evaluated(state)), graph=True)
+    model = merge_lora(run.program.model(run.recipe.optimizer.evaluated(state)))
+    graphdef, leaves = nnx.split(model, graph=True)
 
     def continue_text(leaves: nnx.State, prompt: jax.Array, key: jax.Array) -> jax.Array:
         with in_mesh(run.program.mesh):

@@ -42,6 +42,10 @@ class StandIn:
     def get_vocab(self) -> dict[str, int]:
         return VOCABULARY
 
+    def decode(self, ids: list[int], **options: Any) -> str:
+        names = [*VOCABULARY]
+        return "".join(names[i] for i in ids if names[i] in CHARACTERS)
+
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [self.bos_token_id] * add_special_tokens + ids_of(text)}
 

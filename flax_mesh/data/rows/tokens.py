@@ -32,7 +32,7 @@ class Encoder:
         self.names: tuple[str, ...] = ()
         self._marks: dict[bool, bool] = {}
         self._left_out, self._add_bos, self._with_bos = LeftOut(), add_bos, 0
-        self._tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
+        self.tokenizer, self._all, self._only_last = tokenizer, train_on == "all", train_on == "last"
 
     def __call__(self, line: Line) -> Tokens:
         row = self.read(line, FORMATS)
@@ -67,12 +67,29 @@ class Encoder:
         """The tokens of messages and of the beginning of an answer, (n,)."""
         return np.array(self._apply(messages, add_generation_prompt=True)["input_ids"], np.int32)
 
+    def question(self, prompt: object, tools: object) -> np.ndarray:
+        """The tokens before an answer, (n,): of a text, or of messages and the beginning of the answer."""
+        if isinstance(prompt, str):
+            return np.array(self._ids(prompt)[0], np.int32)
+        if not isinstance(prompt, list) or not prompt or not all(isinstance(message, dict) for message in prompt):
+            raise BadRowError("'prompt' must be text, or a list of objects with a message")
+        for i, message in enumerate(prompt, 1):
+            _check_message(message, i)
+        self._has_marks(tools)  # raises an error without a template
+
+        def render(messages: Sequence[Message], tools: object) -> list[int]:
+            return self._apply(messages, tools=tools, add_generation_prompt=True)["input_ids"]
+
+        ids = render(prompt, tools)
+        self._left_out.look(Row(prompt, tools, ids, render))
+        return np.array(ids, np.int32)
+
     def _has_marks(self, tools: object) -> bool:
         """Whether the template, of which a tokenizer may have another one for tools, marks the assistant's tokens."""
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise ConfigError("checkpoint.start_from: its tokenizer has no chat_template, which messages require")
         if (key := bool(tools)) not in self._marks:
-            template = _valid("the chat template is unknown", self._tokenizer.get_chat_template, tools=tools or None)
+            template = _valid("the chat template is unknown", self.tokenizer.get_chat_template, tools=tools or None)
             self._marks[key] = MARKS.search(template) is not None
         return self._marks[key]
 
@@ -90,7 +107,7 @@ class Encoder:
             raise BadRowError(
                 f"the tokens of 'prompt' do not begin those of both texts; move white space between them to {last!r}"
             )
-        end = self._tokenizer.eos_token_id
+        end = self.tokenizer.eos_token_id
         ids = ids if end is None else [*ids, end]
         return Tokens(np.array(ids, np.int32), np.arange(len(ids)) >= (0 if self._all else len(prompt)))
 
@@ -100,7 +117,7 @@ class Encoder:
         Also whether the text has one for the beginning too.
         """
         ids = self._encoded(text)
-        begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         has_two = ids[:2] == [begin, begin] and self._adds_bos
         while has_two and ids[:2] == [begin, begin]:
             ids = ids[1:]
@@ -109,11 +126,11 @@ class Encoder:
         return ids, has_two
 
     def _encoded(self, text: str) -> list[int]:
-        return _valid("cannot be encoded", self._tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
+        return _valid("cannot be encoded", self.tokenizer, text, add_special_tokens=self._add_bos)["input_ids"]
 
     @cached_property
     def _adds_bos(self) -> bool:
-        begin, ids = self._tokenizer.bos_token_id, self._encoded("")
+        begin, ids = self.tokenizer.bos_token_id, self._encoded("")
         return begin is not None and ids[:1] == [begin]
 
     def _chat(self, named: Message, tools: object) -> Tokens:
@@ -160,7 +177,7 @@ class Encoder:
         return slice(start, start + length)
 
     def _apply(self, messages: Sequence[Message], **options: object) -> dict[str, list[int]]:
-        return _valid("the chat template cannot render it", self._tokenizer.apply_chat_template, messages, **options)
+        return _valid("the chat template cannot render it", self.tokenizer.apply_chat_template, messages, **options)
 
 
 def _format_of(row: Mapping[str, object], formats: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -37,6 +37,10 @@ class ChatTokenizer(Process):
     def apply_chat_template(self, messages: Sequence[object], **options: object) -> dict[str, list[int]]:
         return self._call("apply_chat_template", [messages], {"tokenize": True, "return_dict": True, **options})
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self._call("decode", [ids], {"skip_special_tokens": True})
+
     def _call(self, method: str, arguments: Sequence[object], options: dict[str, object]) -> Any:
         try:
             value, problem, has_ended = self.ask({"method": method, "arguments": arguments, "options": options})
