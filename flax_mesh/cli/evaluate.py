@@ -1,4 +1,4 @@
-"""`flax-mesh evaluate`: loss, bits per byte and perplexity of a trained decoder on texts and token files."""
+"""`flax-mesh evaluate`: the loss of a trained decoder on texts and token files, or its results in tasks of lm-eval."""
 
 import argparse
 import json
@@ -16,18 +16,23 @@ from flax_mesh.errors import ConfigError, Mistakes, labelled
 from flax_mesh.fields import path_problem
 from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, read_set
 from flax_mesh.inference.source import EVALUATION_LENGTH, Source
-from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer
+from flax_mesh.inference.tasks import open_tasks, run_tasks
+from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.text import mesh_text, table_text
 
 NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+OF_DATA = {"data": [], "bin_dtype": "uint16", "max_tokens": None}  # options and their defaults
+OF_TASKS = dict.fromkeys(("include_path", "output_path", "num_fewshot", "limit")) | {"apply_chat_template": False}
+SHOWN = ("results", "groups", "versions", "n-shot", "n-samples")  # of the results of lm-eval
 HEADS = ("set", "tokens", "bytes", "loss", "bits/byte", "perplexity")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Print the loss in nats per token, the bits per byte and the perplexity of texts or tokens. Every token but "
-        "the first is predicted once."
+        "the first is predicted once. With --tasks, print its results in tasks of lm-eval (pip install "
+        '"flax-mesh[eval]").'
     )
     parser.epilog = "Exit codes: 0 success, 1 unexpected error, 2 invalid input, 3 the checkpoint is damaged."
     add_trained(parser)
@@ -50,9 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-tokens", metavar="N", type=int, help="evaluate only the first N tokens of each set")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    tasks = parser.add_argument_group("tasks of lm-eval")
+    tasks.add_argument("--tasks", metavar="NAME[,NAME]", help="names of tasks and groups, instead of --data")
+    tasks.add_argument("--include-path", metavar="DIR", help="a folder with tasks of your own, YAML files of lm-eval")
+    tasks.add_argument("--output-path", metavar="DIR", help="write the results there, as lm_eval --output_path does")
+    tasks.add_argument("--num-fewshot", metavar="N", type=int, help="examples before each question")
+    tasks.add_argument("--limit", metavar="N", type=int, help="only the first N examples of each task")
+    tasks.add_argument("--apply-chat-template", action="store_true", help="ask by the chat template of the tokenizer")
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    if arguments.tasks is not None:
+        return _run_tasks(arguments)
     trained, sets, length = _opened(arguments)
     options = {"sequence_length": length, "batch_size": arguments.batch_size}
     say(f"windows: {length} tokens")
@@ -73,6 +87,42 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     return DONE
 
 
+def _run_tasks(arguments: argparse.Namespace) -> int:
+    mistakes, opened = Mistakes(), list[object]()
+    tokenizer, stops = None, tuple[int, ...]()
+    options = {name: getattr(arguments, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
+    with mistakes:
+        check_counts(arguments, "sequence_length", "batch_size", "limit")
+    wrong = _given(arguments, OF_DATA)
+    mistakes.problems += [f"{name} is an option for texts and tokens; leave it out, or --tasks" for name in wrong]
+    request = TrainedRequest(arguments, mistakes)
+    if (source := request.source) is not None:
+        with mistakes:
+            stops = stop_tokens(source)
+        with mistakes:
+            tokenizer = open_tokenizer(source)
+    with mistakes:
+        opened = open_tasks([name for name in arguments.tasks.split(",") if name], arguments.include_path)
+    trained = request.load(tokenizer, stops)
+    sizes = {"batch_size": arguments.batch_size, "max_length": arguments.sequence_length}
+    from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports]
+
+    results = run_tasks(trained, opened, arguments.output_path, **sizes, say=say, **options)
+    if arguments.json:
+        model = {"model": trained.description, "mesh": mesh_text(trained.mesh.shape)}
+        print(json.dumps(finite(model | {name: results[name] for name in SHOWN if name in results}), indent=1))
+    else:
+        for column in (name for name in ("results", "groups") if name in results):
+            print(make_table(results, column))
+    return DONE
+
+
+def _given(arguments: argparse.Namespace, defaults: Mapping[str, object]) -> list[str]:
+    """The options that are not as by default."""
+    given = [name for name, default in defaults.items() if getattr(arguments, name) != default]
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def rows_of(results: Mapping[str, Evaluation]) -> list[list[str]]:
     """The rows of the table, with "-" for unknown values."""
 
@@ -90,6 +140,9 @@ def _opened(arguments: argparse.Namespace) -> tuple[TrainedModel, dict[str, Text
     sets: dict[str, TextSet] = {}
     with mistakes:
         check_counts(arguments, "sequence_length", "batch_size", "max_tokens")
+    mistakes.problems += [
+        f"{name} is an option of --tasks; pass --tasks NAME too" for name in _given(arguments, OF_TASKS)
+    ]
     with mistakes:
         sources = read_sources(arguments.data)
     request = TrainedRequest(arguments, mistakes)

@@ -93,7 +93,7 @@ def evaluate(
     longest = max((len(tokens) for tokens, _ in sets.values()), default=2)
     sequence_length = window_length(model.config, mesh, sequence_length, longest - 1)
     most = _count_of(longest, sequence_length)
-    rows = _fitted(batch_size, most, num_parts(model.axes, mesh.shape, "batch", "experts"))
+    rows = fitted(batch_size, most, num_parts(model.axes, mesh.shape, "batch", "experts"))
     for name, (tokens, num_bytes) in sets.items():
         total, pending = 0.0, []
         for first in range(0, _count_of(len(tokens), sequence_length), rows):
@@ -127,10 +127,10 @@ def window_length(config: DecoderConfig, mesh: Mesh, sequence_length: int, most:
     parts = num_parts(config.axes, mesh.shape, "sequence")
     if config.attention == "splash":
         parts = math.lcm(parts, LANES * num_parts(config.axes, mesh.shape, "query_sequence"))
-    return min(sequence_length, _fitted(most, most, parts))
+    return min(sequence_length, fitted(most, most, parts))
 
 
-def _fitted(size: int, most: int, multiple: int) -> int:
+def fitted(size: int, most: int, multiple: int) -> int:
     """`size` or, if that is less, `most`, rounded up to a multiple."""
     return -(-min(size, most) // multiple) * multiple
 

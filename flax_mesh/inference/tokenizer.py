@@ -15,6 +15,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.inference.source import Source
 
 FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 BYTE_IDS = 256
 INCOMPLETE = "\ufffd"  # the decoded bytes of an incomplete character
 FEWEST = 8  # tokens of a prompt that are decoded with the tokens after it
@@ -137,6 +138,23 @@ def _ids(stop: Any, path: Path, vocab_size: int) -> tuple[int, ...]:
             f"{path}: {STOP} must be an id or a list of ids from 0 to {vocab_size - 1}, got {str(stop)[:80]}; repair it"
         )
     return tuple(ids)
+
+
+def named_token(source: Source, tokenizer: Tokenizer, name: str) -> tuple[str, int] | None:
+    """The text and the id of "bos_token" or "eos_token" in tokenizer_config.json; None if it is null or not there.
+
+    Raises ConfigError if the text is not one token of the model.
+    """
+    path = source.files / TOKENIZER_CONFIG
+    value = _read_object(path).get(name) if path.is_file() else None
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is None:
+        return None
+    ids = tokenizer.encode(text, special=False).tokens.tolist() if isinstance(text, str) else []
+    if len(ids) != 1 or ids[0] >= source.model.vocab_size:
+        what = f"must be one token with an id below {source.model.vocab_size}, got {str(value)[:80]}"
+        raise ConfigError(f"{path}: {name} {what}; repair it")
+    return str(text), ids[0]
 
 
 def text_after(tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int]) -> str:

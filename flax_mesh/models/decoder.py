@@ -301,6 +301,24 @@ def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
     return -_of_targets(token_losses, model, batch, "token_log_probs")[0]
 
 
+def scores_at(
+    model: Decoder, tokens_BS: jax.Array, positions_BT: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities (B, T) float32 of targets after the tokens at positions, and whether they are the largest."""
+    axes, dims = model.config.axes, token_dims("decode")  # no mesh axis splits the second one
+
+    def scores(x_BSD: jax.Array, weights_DV: jax.Array, positions_BT: jax.Array, targets_BT: jax.Array) -> PyTree:
+        x_BTD = jnp.take_along_axis(x_BSD, positions_BT[..., None], axis=1)
+        x_BTD = constrain(x_BTD, (*dims, "hidden"), axes=axes, mode="decode")
+        logits_BTV = soft_cap(project(x_BTD, weights_DV, axes, "decode"), model.config.logit_softcap)
+        is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+        log_probs_BT = jnp.sum(logits_BTV, axis=-1, where=is_target_BTV) - jax.nn.logsumexp(logits_BTV, axis=-1)
+        return log_probs_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
+
+    arrays = *model.hidden(tokens_BS)[:2], positions_BT, targets_BT
+    return on_auto_axes(scores, *arrays, out=[dims, dims], axes=axes, mode="decode")
+
+
 def _of_targets(
     losses: Callable[..., jax.Array], model: Decoder, batch: dict[str, jax.Array], name: str
 ) -> tuple[jax.Array, jax.Array, Aux]:

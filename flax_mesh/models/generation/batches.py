@@ -71,7 +71,7 @@ class Batches:
         self._state: State
 
     def run(
-        self, on_token: Callable[[int, int], None] | None, on_result: Callable[[int, Generated], None] | None
+        self, on_token: Callable[[int, int], bool | None] | None, on_result: Callable[[int, Generated], None] | None
     ) -> list[Generated]:
         """The continuations of all prompts; the functions are as of `generate`."""
         results: list[Generated] = []
@@ -134,7 +134,7 @@ class Batches:
         self._state = computed.state
         self._blocks.append(_Block(computed.tokens_GB, computed.log_probs_GB, list(prompts), size))
 
-    def _read(self, block: _Block, on_token: Callable[[int, int], None] | None) -> None:
+    def _read(self, block: _Block, on_token: Callable[[int, int], bool | None] | None) -> None:
         for tokens_B, log_probs_B in zip(*jax.device_get((block.tokens, block.log_probs)), strict=True):
             for n, token, log_prob in zip(block.prompts, tokens_B.tolist(), log_probs_B, strict=True):
                 if n < 0 or token < 0 or self._has_ended[n]:
@@ -142,8 +142,8 @@ class Batches:
                 self._tokens[n].append(token)
                 self._log_probs[n].append(log_prob)
                 self._has_ended[n] = token in self._stop_tokens or len(self._tokens[n]) == self._max_tokens
-                if on_token is not None:
-                    on_token(n, token)
+                if on_token is not None and on_token(n, token):
+                    self._has_ended[n] = True
 
     def _result(self, n: int) -> Generated:
         tokens, log_probs = np.array(self._tokens[n], np.int32), np.array(self._log_probs[n], np.float32)

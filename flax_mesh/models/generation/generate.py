@@ -33,7 +33,7 @@ def generate(
     seed: int = 0,
     batch_size: int = 8,
     cache_length: int | None = None,
-    on_token: Callable[[int, int], None] | None = None,
+    on_token: Callable[[int, int], bool | None] | None = None,
     on_result: Callable[[int, Generated], None] | None = None,
 ) -> list[Generated]:
     """Continue prompts of any lengths, with the model on the devices and in the sharding of its parameters.
@@ -56,6 +56,7 @@ def generate(
         batch_size: Number of prompts that are computed together.
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
         on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
+            If it returns True, the continuation ends with this token.
         on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when it is complete.
 
     Returns:
