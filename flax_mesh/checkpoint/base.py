@@ -23,6 +23,7 @@ from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import stored_path
 from flax_mesh.text import path_lines
 from flax_mesh.tree import Shaped, model_state, named_leaves, nest
 
@@ -39,9 +40,10 @@ class Base(NamedTuple):
 
     def problems(self) -> list[str]:
         """The differences in the files of the folder, one line each; reads every byte of them."""
-        if not Path(self.folder).is_dir():
+        folder = stored_path(self.folder)
+        if not folder.is_dir():
             return ["the folder is gone"]
-        current = _contents(Path(self.folder))
+        current = _contents(folder)
         names = sorted(name for name in {**self.files, **current} if current.get(name) != self.files.get(name))
         return [
             f"{name}: {'gone' if name not in current else 'changed' if name in self.files else 'new'}" for name in names
@@ -137,7 +139,7 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
         if path not in here
     }
     arrays = orbax.read_arrays(step, here) if here else {}
-    values = _read_base(Path(base.folder), there) if there else {}
+    values = _read_base(stored_path(base.folder), there) if there else {}
     return arrays | {path: value.astype(target[path].dtype) for path, value in values.items()}
 
 

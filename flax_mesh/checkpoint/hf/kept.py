@@ -11,7 +11,7 @@ from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_c
 from flax_mesh.checkpoint.hf.families import Json
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import user_path
+from flax_mesh.store import StorePath, stored_path
 
 KEPT = "huggingface"
 CONFIG = "config.json"
@@ -118,5 +118,5 @@ def _settings_of(kept: Json) -> Json:
 
 
 def is_huggingface(folder: str) -> bool:
-    path = user_path(folder)
-    return path.is_dir() and any(path.glob("*.safetensors"))
+    path = stored_path(folder)
+    return not isinstance(path, StorePath) and path.is_dir() and any(path.glob("*.safetensors"))
