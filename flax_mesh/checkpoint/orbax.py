@@ -10,9 +10,10 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
@@ -21,6 +22,9 @@ from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
+
+if TYPE_CHECKING:
+    from tensorstore import Future, TensorStore
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
@@ -175,30 +179,29 @@ def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Ar
     """As `read_arrays`, of a step in a store, which Orbax cannot read; each process reads only its parts of arrays."""
     import tensorstore
 
-    kvstore = {"driver": "ocdbt", "base": (step / STATE).spec}
+    kvstore = {"driver": "ocdbt", "base": (step / STATE).objects().spec().to_json()}
     for paths in _batches(target):
         specs = [{"driver": "zarr", "kvstore": {**kvstore, "path": f"{path.replace('/', '.')}/"}} for path in paths]
         opened = [tensorstore.open(spec, open=True, context=context()) for spec in specs]
-        parts = [_parts(step.answer(array), target[path]) for path, array in zip(paths, opened, strict=True)]
-        for path, read in zip(paths, parts, strict=True):
-            values = {where: step.answer(part).astype(target[path].dtype) for where, part in read.items()}
-            yield path, _array(target[path], values)
+        read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
+        for path, parts in zip(paths, read, strict=True):
+            values = {where: step.ask(lambda: part).astype(target[path].dtype) for where, part in parts.items()}  # noqa: B023
+            yield path, _assembled(target[path], values)
 
 
-def _array(leaf: jax.ShapeDtypeStruct, values: dict[str, Any]) -> Any:
-    if leaf.sharding is None:  # as Orbax: an array of NumPy
-        return next(iter(values.values()))
-    callback = lambda index: values[str(index)]  # noqa: E731
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, callback, dtype=leaf.dtype)
-
-
-def _parts(array: Any, leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
-    """The values of the parts of an array that devices of this process hold, as futures, by the text of the index."""
+def _start(array: "TensorStore", leaf: jax.ShapeDtypeStruct) -> "dict[str, Future[np.ndarray]]":
+    """Start to read the parts of an array that are on devices of this process, by the text of their index."""
     if array.shape != leaf.shape:
         raise ValueError(f"an array of shape {array.shape} was found, expected {leaf.shape}")
     whole = (slice(None),) * len(leaf.shape)
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if leaf.sharding else [whole]
     return {where: array[index].read() for where, index in {str(index): index for index in indices}.items()}
+
+
+def _assembled(leaf: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
+    if leaf.sharding is None:  # as Orbax: an array of NumPy
+        return next(iter(parts.values()))  # pyright: ignore[reportReturnType]
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: parts[str(index)], dtype=leaf.dtype)
 
 
 def _batches(target: Target) -> Iterator[list[str]]:

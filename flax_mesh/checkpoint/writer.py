@@ -6,7 +6,10 @@ at the end of "commit"; a save that fails before leaves only files that the next
 
 import os
 import re
+import shutil
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -15,13 +18,13 @@ from typing import Any
 
 import jax
 
-from flax_mesh.checkpoint.checksums import BLOCK, SYSTEM_ERROR
+from flax_mesh.checkpoint.checksums import BLOCK, MARKERS, SYSTEM_ERROR, files_below
 from flax_mesh.checkpoint.find import committed_steps, find_leftovers
-from flax_mesh.checkpoint.place import Folder, Place, Store
 from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
 from flax_mesh.store import StorePath, is_present
 
+_UPLOADS = 8  # at a time
 # The storage reports the end of "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 
@@ -34,7 +37,7 @@ class Writer:
 
     def __init__(self, folder: Path, retained: Callable[[], set[int]], *, host_bytes: int | None, compress: bool):
         self._folder, self._retained = folder, retained
-        self._place: Place = Store(folder) if isinstance(folder, StorePath) else Folder(folder)
+        self._place = _Store(folder) if isinstance(folder, StorePath) else _Folder(folder)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -74,9 +77,9 @@ class Writer:
             self._saving = step
             self._storage.save(self._place.written(step), arrays, metadata)
             self._phases.passed("start")
-            if isinstance(self._folder, StorePath):
+            if isinstance(self._place, _Store):
                 pool = ThreadPoolExecutor(1)
-                self._upload = pool.submit(self._commit, step)
+                self._upload = pool.submit(self._commit, self._place, step)
                 pool.shutdown(wait=False)
 
     def wait(self) -> None:
@@ -107,9 +110,9 @@ class Writer:
         """Remove the leftovers of interrupted saves and deletions."""
         self._place.remove(find_leftovers(self._folder))
 
-    def _commit(self, step: int) -> None:
+    def _commit(self, store: "_Store", step: int) -> None:
         self._storage.wait()
-        self._place.commit(step)
+        store.commit(step)
 
     def _meet(self, phase: str) -> None:
         """Wait for all processes at the end of a phase, in the thread that reached it."""
@@ -192,6 +195,102 @@ class Writer:
         # Files that cannot be deleted are leftovers, which the next run removes.
         self._deleting = threading.Thread(target=lambda: self._place.remove(renamed))
         self._deleting.start()
+
+
+class _Folder:
+    """The folder of the steps on this machine. Orbax writes there under a temporary name, and commits by a rename."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._inode: int | None = None  # of the folder, as found or created by the first save
+
+    def open(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._inode = self._path.stat().st_ino
+
+    def check(self) -> None:
+        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
+        inode = self._path.stat().st_ino if self._path.is_dir() else None
+        if self._inode is not None and inode != self._inode:
+            raise OSError("the folder is gone")
+
+    def written(self, step: int) -> Path:
+        """Where Orbax writes a step."""
+        return self._path / str(step)
+
+    def remove_unfinished(self) -> None:
+        self.remove(self._path.glob("*.orbax-checkpoint-tmp*"))
+
+    def rename(self, step: int, name: str) -> None:
+        os.rename(self._path / str(step), self._path / name)
+
+    def withdraw(self, step: int) -> Path:
+        """Make a step invisible at once. Returns the path to delete."""
+        self.rename(step, f"{step}.deleted")
+        return self._path / f"{step}.deleted"
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Store(_Folder):
+    """A folder of steps in a store. A step exists there from the creation of its marker until the marker is deleted.
+
+    A store cannot rename, so Orbax writes to a temporary folder of this machine, from which the files are uploaded.
+    """
+
+    def __init__(self, path: StorePath):
+        super().__init__(path)
+        self._here = ""  # the temporary folder
+
+    def open(self) -> None:
+        self.close()
+        self._here = tempfile.mkdtemp(prefix="flax_mesh-")
+
+    def check(self) -> None:
+        """A store has no folder that could be gone."""
+
+    def written(self, step: int) -> Path:
+        return Path(self._here) / str(step)
+
+    def commit(self, step: int) -> None:
+        """Upload a step that Orbax has written; its marker is created last, by a conditional request."""
+        folder, target = self.written(step), self._path / str(step)
+        names = {*files_below(folder)} - {MARKERS[1]}
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
+        marker = target / MARKERS[1]
+        assert isinstance(marker, StorePath)
+        if not marker.create(f"Checkpoint commit was successful to {target} ({uuid.uuid4()})".encode()):
+            raise OSError("another process has saved this step")
+        shutil.rmtree(folder)
+
+    def remove_unfinished(self) -> None:
+        self.close()
+        with suppress(UnreadableError):  # the next save removes what cannot be removed now
+            self.remove(find_leftovers(self._path))
+
+    def rename(self, step: int, name: str) -> None:
+        for file in files_below(old := self._path / str(step)):
+            (self._path / name / file).write_bytes((old / file).read_bytes())
+        self.remove([self.withdraw(step)])
+
+    def withdraw(self, step: int) -> Path:
+        (self._path / str(step) / MARKERS[1]).unlink()
+        return self._path / str(step)
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            assert isinstance(path, StorePath)
+            with suppress(OSError):
+                path.remove()
+
+    def close(self) -> None:
+        shutil.rmtree(self._here, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -12,13 +12,19 @@ import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import user_path
 from flax_mesh.text import shortened
 
-DRIVERS = {"s3": "s3", "s3+http": "s3", "s3+https": "s3", "gs": "gcs"}  # scheme of an address -> driver of tensorstore
+if TYPE_CHECKING:  # imported in functions: programs without stores do not need it
+    import tensorstore
+
+Result = TypeVar("Result")
+
+# Scheme of an address -> driver of tensorstore. After a "+" the address begins with a server: s3+http://host:port/bucket
+DRIVERS = {"s3": "s3", "s3+http": "s3", "s3+https": "s3", "gs": "gcs"}
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}  # 32 seconds, of answers such as 500 and 503
 _DEADLINE, _SLOWEST = 60.0, 2**20  # seconds that an answer may need, and bytes per second of its content
 _CODE, _STATUS = re.compile(r"(\w+): [^\[]*\[http"), re.compile(r"\[http_response_code='(\d+)'\]")
@@ -26,6 +32,8 @@ _CODE, _STATUS = re.compile(r"(\w+): [^\[]*\[http"), re.compile(r"\[http_respons
 
 class StorePath(PosixPath):
     """A path in an object store, such as s3://bucket/run or, of an own server, s3+http://host:port/bucket/run."""
+
+    listed: list[str] | None = None  # names below, of a path that `iterdir` returns
 
     def __str__(self) -> str:
         return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
@@ -37,7 +45,7 @@ class StorePath(PosixPath):
         return self
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
-        return self._read() is not None or self.is_dir()
+        return self.is_file() or self.is_dir()
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         return bool(self.names())
@@ -56,21 +64,18 @@ class StorePath(PosixPath):
             below.setdefault(first, []).extend([rest] if rest else [])
         for first, names in below.items():
             path = self / first
-            path._listed = names
+            path.listed = names
             yield path
 
-    def glob(self, *args: object, **kwargs: object) -> Any:
-        return self.__fspath__()  # Path would find nothing
+    def glob(self, pattern: str, **options: object) -> Iterator["StorePath"]:
+        raise TypeError(f"{self} is in an object store, whose names have no patterns")  # Path would find nothing
 
     def names(self) -> list[str]:
         """The names of all objects below, relative to this path; for a path of `iterdir`, when that was called."""
-        listed = getattr(self, "_listed", None)
-        prefix = f"{self._key}/" if self._key else ""
-        if listed is None:
-            ranges = _tensorstore().KvStore.KeyRange(prefix, f"{prefix[:-1]}0" if prefix else "")  # "0" is after "/"
-            found: list[bytes] = self._ask(lambda: self._bucket.list(ranges, strip_prefix_length=len(prefix.encode())))
-            listed = sorted(name.decode() for name in found)
-        return listed
+        if self.listed is not None:
+            return self.listed
+        store = self.objects()
+        return sorted(name.decode() for name in self.ask(lambda: store.list()))
 
     def read_bytes(self) -> bytes:
         value = self._read()
@@ -78,52 +83,33 @@ class StorePath(PosixPath):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return value
 
-    def write_bytes(self, data: Any) -> int:
+    def write_bytes(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Write the object, or replace it."""
-        self._ask(lambda: self._bucket.write(self._key, data), len(data))
+        self.ask(lambda: self._bucket.write(self._key, data), len(data))
         return len(data)
 
     def create(self, data: bytes) -> bool:
-        """Write the object if there is none of its name, by one conditional request; whether it was written."""
-        absent = self._ask(lambda: self._bucket.read(self._key)).stamp.generation
-        if self._read() is None and self._ask(lambda: self._bucket.write(self._key, data, if_equal=absent)).generation:
-            return True
-        return self._read() == data  # a request that was repeated may have written it at first
+        """Write the object if there is none of its name, by a conditional request; whether it contains `data` then."""
+        found = self.ask(lambda: self._bucket.read(self._key))
+        if found.state == "missing":
+            self.ask(lambda: self._bucket.write(self._key, data, if_equal=found.stamp.generation))
+        return self._read() == data  # of a request that was repeated, the first may have written it
 
     def unlink(self, missing_ok: bool = True) -> None:
-        self._ask(lambda: self._bucket.write(self._key, None))
+        self.ask(lambda: self._bucket.write(self._key, None))
 
     def remove(self) -> None:
         """Delete all objects below."""
-        ranges = _tensorstore().KvStore.KeyRange(f"{self._key}/", f"{self._key}0")
-        self._ask(lambda: self._bucket.delete_range(ranges))
+        import tensorstore
 
-    @property
-    def spec(self) -> dict[str, Any]:
-        """The objects below this path as a key-value store of tensorstore; open it with `context`."""
-        return (self._bucket / f"{self._key}/").spec().to_json()
+        store = self.objects()
+        self.ask(lambda: store.delete_range(tensorstore.KvStore.KeyRange()))
 
-    @property
-    def _at(self) -> tuple[str, ...]:
-        return self.parts[: 3 if "+" in self.parts[0] else 2]
+    def objects(self) -> "tensorstore.KvStore":
+        """The objects below this path as a key-value store of tensorstore."""
+        return self._bucket / f"{self._key}/" if self._key else self._bucket
 
-    @property
-    def _key(self) -> str:
-        return "/".join(self.parts[len(self._at) :])
-
-    @property
-    def _bucket(self) -> Any:
-        return _bucket(*self._at)
-
-    def _read(self) -> bytes | None:
-        found = self._ask(lambda: self._bucket.read(self._key))
-        return None if found.state == "missing" else found.value
-
-    def answer(self, future: Any) -> Any:
-        """The result of a request of tensorstore to this store."""
-        return self._ask(lambda: future)
-
-    def _ask(self, request: Callable[[], Any], size: int = 2**28) -> Any:
+    def ask(self, request: "Callable[[], tensorstore.Future[Result]]", size: int = 2**28) -> Result:
         """The answer to a request. OSError if there is none; its text has no part of a request or of credentials."""
         seconds = _DEADLINE + size / _SLOWEST
         try:
@@ -136,6 +122,23 @@ class StorePath(PosixPath):
                 raise
             raise OSError(errno.EIO, f"the store {text}", str(self)) from None
 
+    @property
+    def _at(self) -> tuple[str, ...]:
+        """The parts of the path that name the bucket."""
+        return self.parts[: 3 if "+" in self.parts[0] else 2]
+
+    @property
+    def _key(self) -> str:
+        return "/".join(self.parts[len(self._at) :])
+
+    @property
+    def _bucket(self) -> "tensorstore.KvStore":
+        return _bucket(*self._at)
+
+    def _read(self) -> bytes | None:
+        found = self.ask(lambda: self._bucket.read(self._key))
+        return None if found.state == "missing" else found.value
+
 
 def stored_path(path: str | os.PathLike[str]) -> Path:
     """`user_path`, but also of an address in a store. ConfigError for an address that cannot be one."""
@@ -144,10 +147,9 @@ def stored_path(path: str | os.PathLike[str]) -> Path:
     if scheme not in DRIVERS:
         return user_path(path)
     found = StorePath(f"{scheme}:", *rest.split("/"))
-    if len(found._at) < (3 if "+" in scheme else 2) or ".." in found.parts or {"\0", "\n"} & {*text}:
-        form = f"{scheme}://{'HOST:PORT/' if '+' in scheme else ''}BUCKET/NAME"
-        raise ConfigError(f"{shortened(text, 80)!r} must be {form}")
     try:
+        if ".." in found.parts or {"\0", "\n"} & {*text}:
+            raise ValueError("it must be SCHEME://BUCKET/NAME")
         _bucket(*found._at)
     except ValueError as error:
         raise ConfigError(f"{shortened(text, 80)!r} is not an address of a store: {error}") from error
@@ -159,20 +161,23 @@ def is_present(path: Path) -> bool:
     return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
 
-def context() -> Any:
-    """The context of tensorstore in which requests are repeated until `_RETRIES` ends."""
-    return _tensorstore().Context({f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")})
+def context() -> "tensorstore.Context":
+    """The context of tensorstore in which requests are repeated as long as `_RETRIES` says."""
+    import tensorstore
+
+    return tensorstore.Context({f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")})
 
 
 @cache
-def _bucket(*root: str) -> Any:
-    return _tensorstore().KvStore.open(_spec(*root), context=context()).result()
+def _bucket(scheme: str, *rest: str) -> "tensorstore.KvStore":
+    import tensorstore
 
-
-def _spec(scheme: str, *rest: str) -> dict[str, Any]:
-    scheme, driver = scheme.removesuffix(":"), DRIVERS[scheme.removesuffix(":")]
+    if len(rest) != 1 + ("+" in scheme):
+        raise ValueError(f"it must be {scheme}//{'HOST:PORT/' * ('+' in scheme)}BUCKET/NAME")
+    scheme = scheme.removesuffix(":")
     server = {"endpoint": f"{scheme.partition('+')[2]}://{rest[0]}"} if "+" in scheme else {}
-    return {"driver": driver, "bucket": rest[-1], **server}
+    spec = {"driver": DRIVERS[scheme], "bucket": rest[-1], **server}
+    return tensorstore.KvStore.open(spec, context=context()).result()
 
 
 def _answer(text: str) -> str:
@@ -181,9 +186,3 @@ def _answer(text: str) -> str:
         code = _CODE.search(text)
         return f"answered {status[1]}{f' ({code[1]})' if code else ''}"
     return f"cannot be reached: {text.partition(' [')[0][:200]}" if "[curl_code=" in text else ""
-
-
-def _tensorstore() -> Any:
-    import tensorstore  # imported here: programs without stores do not need it
-
-    return tensorstore
