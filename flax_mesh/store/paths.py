@@ -10,6 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path, PosixPath
 from typing import TYPE_CHECKING, TypeVar
@@ -26,8 +27,8 @@ Result = TypeVar("Result")
 # Scheme of an address -> driver of tensorstore. After a "+" the address begins with a server: s3+http://host:port/bucket
 DRIVERS = {"s3": "s3", "s3+http": "s3", "s3+https": "s3", "gs": "gcs"}
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}  # 32 seconds, of answers such as 500 and 503
-_DEADLINE, _SLOWEST = 60.0, 2**20  # seconds that an answer may need, and bytes per second of its content
-_CODE, _STATUS = re.compile(r"(\w+): [^\[]*\[http"), re.compile(r"\[http_response_code='(\d+)'\]")
+_DEADLINE, _SLOWEST = 30.0, 2**20  # seconds that an answer may need, and bytes per second of its content
+_CODE, _STATUS = re.compile(r"<Code>(\w+)</Code>"), re.compile(r"\[http_response_code='(\d+)'\]")
 
 
 class StorePath(PosixPath):
@@ -109,13 +110,15 @@ class StorePath(PosixPath):
         """The objects below this path as a key-value store of tensorstore."""
         return self._bucket / f"{self._key}/" if self._key else self._bucket
 
-    def ask(self, request: "Callable[[], tensorstore.Future[Result]]", size: int = 2**28) -> Result:
+    def ask(self, request: "Callable[[], tensorstore.Future[Result]]", size: int = 2**26) -> Result:
         """The answer to a request. OSError if there is none; its text has no part of a request or of credentials."""
         seconds = _DEADLINE + size / _SLOWEST
         try:
+            with suppress(TimeoutError):  # of the first of two attempts
+                return request().result(timeout=seconds)
             return request().result(timeout=seconds)
         except TimeoutError:
-            text = f"the store did not answer within {seconds:.0f} seconds"
+            text = f"the store did not answer within {2 * seconds:.0f} seconds"
             raise OSError(errno.ETIMEDOUT, text, str(self)) from None
         except (ValueError, RuntimeError) as error:
             if not (text := _answer(f"{error}")):

@@ -64,13 +64,20 @@ def failing_server(monkeypatch, status: int, *, seconds: float = 0) -> Iterator[
         def do_GET(self) -> None:
             over.wait(seconds)
             self.rfile.read(int(self.headers.get("content-length") or 0))
-            body = b"<Error><Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>NAMEOFTHEKEY</AWSAccessKeyId></Error>"
+            reason = b"<Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>NAMEOFTHEKEY</AWSAccessKeyId>"
+            body = b"<Error>" + reason + b"</Error>"
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body if self.command != "HEAD" else b"")
+            self.wfile.write(body)
 
-        do_PUT = do_HEAD = do_DELETE = do_GET
+        do_PUT = do_DELETE = do_GET
+
+        def do_HEAD(self) -> None:
+            """The region of the bucket. If this fails too, tensorstore sometimes never answers."""
+            self.send_response(200)
+            self.send_header("x-amz-bucket-region", "us-east-1")
+            self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
