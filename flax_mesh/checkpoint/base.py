@@ -22,9 +22,9 @@ from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import Target, disk_target, paths_on_disk
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
-from flax_mesh.fields import user_path
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import stored_path
 from flax_mesh.text import path_lines
 from flax_mesh.tree import Shaped, model_state, named_leaves, nest
 
@@ -64,7 +64,7 @@ def make_base(folder: str | Path, arrays: Target) -> Base:
 
     If that is a step with a base, only the arrays that are read there can be left out.
     """
-    path, source = user_path(folder), model_folder(folder)
+    path, source = stored_path(folder), model_folder(folder)
     if not is_huggingface(str(folder)) and (base := read_base(path)) is not None:
         return base.restricted(arrays)
     name = str(path.absolute()) if path == source else with_commit(str(folder))

@@ -58,9 +58,10 @@ from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
-from flax_mesh.fields import check_types, user_path
+from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
+from flax_mesh.store import StorePath, stored_path
 from flax_mesh.text import count_text, paths_text, shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 
@@ -80,7 +81,8 @@ class Checkpointer:
     block, which raise SaveError if it failed.
 
     Args:
-        folder: Where the checkpoints are stored, one sub-folder per step. The first save creates it.
+        folder: Where the checkpoints are stored, one sub-folder per step. The first save creates it. An address such as
+            s3://bucket/run or gs://bucket/run is a folder in a store.
         keep: Which checkpoints to retain: a RetentionPolicy, or the number of the newest ones. Default: 3. The newest
             one with finite numbers is always retained; `metadata` decides this ("finite", or the losses in "metrics").
         layers: Paths of layer lists (`PartitionRules.layers`): scanned stacks there are saved layer by layer. Default:
@@ -118,9 +120,9 @@ class Checkpointer:
         host_bytes: int | None = None,
         compress: bool = True,
     ):
-        self.folder = user_path(folder).absolute()
+        self.folder = stored_path(folder).absolute()
         check_path(self.folder)
-        if os.path.lexists(self.folder) and not self.folder.is_dir():
+        if not isinstance(self.folder, StorePath) and os.path.lexists(self.folder) and not self.folder.is_dir():
             kind = "a broken link" if self.folder.is_symlink() else "a file"
             raise ConfigError(
                 f"{self.folder} must be a folder, found {kind}; rename or remove it, or use another folder"

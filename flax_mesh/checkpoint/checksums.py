@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.store import StorePath
 
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
@@ -57,7 +58,7 @@ def find_damage(folder: Path, reads: Callable[[str], bool] | None = None) -> lis
     with reading(folder):
         problems = _damage(folder, reads)
         if problems:
-            os.stat(folder)  # a run renames a step before it deletes its files
+            _check_exists(folder, None)  # a run renames a step before it deletes its files
     return problems
 
 
@@ -107,7 +108,7 @@ def noticing_deletion(step: Path) -> Iterator[None]:
         raise
 
 
-def _check_exists(step: Path, error: Exception) -> None:
+def _check_exists(step: Path, error: Exception | None) -> None:
     """Raise StepDeletedError because of `error` if the step is gone."""
     if _is_gone(step):
         raise StepDeletedError(
@@ -132,6 +133,8 @@ def _refusal(error: BaseException) -> list[str]:
 
 
 def _is_gone(step: Path) -> bool:
+    if isinstance(step, StorePath):
+        return not (step / MARKERS[1]).exists()
     try:
         os.lstat(step)
     except (FileNotFoundError, NotADirectoryError):
@@ -152,14 +155,18 @@ def _damage(folder: Path, reads: Callable[[str], bool] | None) -> list[str]:
         files = {name: sums for name, sums in files.items() if reads(name)}
     damage: dict[str, str] = {}
     refused: dict[str, OSError] = {}
+    in_store = _read_objects(folder, list(files), block) if isinstance(folder, StorePath) else {}
     for name, (size, _) in files.items():
         try:
-            damage[name] = _size_problem(folder / name, size)
+            damage[name] = _size_problem(in_store.get(name, folder / name), size)
         except OSError as error:
             damage[name], refused[name] = "cannot be read", error
     checked = [(name, sums) for name, (_, sums) in files.items() if not damage[name]]
     expected = [(name, i * block, value) for name, sums in checked for i, value in enumerate(sums)]
-    sums = _map([(folder / name, start) for name, start, _ in expected], block)
+    if isinstance(folder, StorePath):
+        sums = [x[1][start // block] for name, start, _ in expected if not isinstance(x := in_store[name], OSError)]
+    else:
+        sums = _map([(folder / name, start) for name, start, _ in expected], block)
     for (name, start, value), got in zip(expected, sums, strict=True):
         if isinstance(got, ABSENT):
             damage[name] = "missing"
@@ -215,6 +222,11 @@ def _marker_problems(folder: Path) -> list[str]:
 
 def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
+    if isinstance(folder, StorePath):
+        found = _read_objects(folder, names, BLOCK)
+        if errors := [f"{folder / name}: {x.strerror}" for name, x in found.items() if isinstance(x, OSError)]:
+            raise OSError("; ".join(errors))
+        return {name: x for name, x in found.items() if not isinstance(x, OSError)}
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
     checksums = _map(blocks, BLOCK)
@@ -227,6 +239,14 @@ def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
         raise OSError("; ".join(unreadable))
     sums = iter(checksums)
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
+
+
+def saved_size(folder: Path) -> int:
+    """The bytes of the files of a step according to its checksums, 0 if they are damaged."""
+    try:
+        return sum(size for size, _ in _decode((folder / CHECKSUMS).read_bytes())[1].values())
+    except (OSError, ValueError):
+        return 0
 
 
 def _encode(block: int, files: Mapping[str, object]) -> bytes:
@@ -253,18 +273,38 @@ def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
     return block, files
 
 
-def _size_problem(path: Path, size: int) -> str:
+def _size_problem(found: Path | _FileSums | OSError, size: int) -> str:
     try:
-        actual = path.stat().st_size
+        if isinstance(found, OSError):
+            raise found
+        actual = found.stat().st_size if isinstance(found, Path) else found[0]
     except ABSENT:
         return "missing"
     return "" if actual == size else f"{actual} bytes, saved with {size}"
 
 
 def files_below(folder: Path) -> Iterator[str]:
+    if isinstance(folder, StorePath):
+        yield from folder.names()
+        return
     for parent, _, names in os.walk(folder):
         for name in names:
             yield (Path(parent) / name).relative_to(folder).as_posix()
+
+
+def _read_objects(folder: StorePath, names: Sequence[str], block: int) -> dict[str, _FileSums | OSError]:
+    """Bytes and checksums of objects, or the error of reading one; each is read by one request."""
+    import xxhash
+
+    def read(name: str) -> _FileSums | OSError:
+        try:
+            data = memoryview((folder / name).read_bytes())
+        except OSError as error:
+            return error
+        return len(data), [xxhash.xxh3_64_intdigest(data[at : at + block]) for at in range(0, len(data), block)]
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
 
 
 def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | OSError]:

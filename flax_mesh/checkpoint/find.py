@@ -10,7 +10,7 @@ from typing import TypeVar
 from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
-from flax_mesh.fields import user_path
+from flax_mesh.store import StorePath, is_present, stored_path
 from flax_mesh.text import at_most
 
 Result = TypeVar("Result")
@@ -34,7 +34,7 @@ def find_steps(path: str | Path) -> list[Path]:
 
     `path` is a run folder, a folder of checkpoints, or the folder of one step. Raises ConfigError for anything else.
     """
-    path = user_path(path).absolute()
+    path = stored_path(path).absolute()
     if is_step(path):
         return [path]
     for folder in (path / CHECKPOINTS, path):
@@ -50,7 +50,7 @@ def find_steps(path: str | Path) -> list[Path]:
 def find_step(path: str | Path, step: int | None = None) -> Path:
     """The folder of `step` at `path`, or of the newest committed one."""
     steps = find_steps(path)
-    if len(steps) == 1 and steps[0] == user_path(path).absolute() and step in (None, step_number(steps[0])):
+    if len(steps) == 1 and steps[0] == stored_path(path).absolute() and step in (None, step_number(steps[0])):
         return steps[0]
     committed = {step_number(folder): folder for folder in steps if STEP.fullmatch(folder.name)}
     if not committed:
@@ -69,7 +69,7 @@ def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Pa
     UnreadableError if the system refuses to read one: it may be the newest valid one.
     """
     chosen = find_step(path, step)
-    if step is not None or chosen == user_path(path).absolute():
+    if step is not None or chosen == stored_path(path).absolute():
         check_whole(chosen)
         return chosen, {}
     valid, damaged = newest_valid(lambda: [folder for folder in find_steps(path) if STEP.fullmatch(folder.name)])
@@ -105,7 +105,7 @@ def of_newest(read: Callable[[], Result], *paths: str | Path, step: int | None =
         try:
             return read()
         except StepDeletedError:
-            if step is not None or not all(os.path.lexists(user_path(path)) for path in paths):
+            if step is not None or not all(is_present(stored_path(path)) for path in paths):
                 raise
     return read()
 
@@ -117,12 +117,14 @@ def committed_steps(folder: Path) -> list[int]:
 
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
+    if isinstance(folder, StorePath):
+        return [entry for entry in entries(folder) if _is_uncommitted(entry)]
     return [entry for entry in entries(folder) if _LEFTOVER.fullmatch(entry.name)]
 
 
 def find_unfinished(folder: Path) -> list[Path]:
     """Leftovers, and uncommitted steps of Orbax. These steps are not removed: another program may be writing them."""
-    return sorted([*find_leftovers(folder), *filter(_is_uncommitted, entries(folder))])
+    return sorted({*find_leftovers(folder), *filter(_is_uncommitted, entries(folder))})
 
 
 def entries(folder: Path) -> list[Path]:
@@ -181,6 +183,8 @@ def _is_uncommitted(path: Path) -> bool:
     therefore the file is required only where an older step has it.
     """
     record, done = MARKERS
+    if isinstance(path, StorePath):  # a step of flax_mesh is written there in place
+        return bool(STEP.fullmatch(path.name)) and done not in path.names()
     if not STEP.fullmatch(path.name) or os.path.exists(path / done) or os.path.exists(path / CHECKSUMS):
         return False
     try:

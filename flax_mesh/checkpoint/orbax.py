@@ -6,21 +6,29 @@ propagate failures: if one process cannot write, the others would wait in a barr
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
+from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
+
+if TYPE_CHECKING:
+    from tensorstore import Future, TensorStore
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
+_BATCH_BYTES = 2**30  # of arrays that are read from a store at a time
 _STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
 # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
 _STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
@@ -68,10 +76,12 @@ class Storage:
     `host_bytes` limits the bytes of the state on the host at a time; None for no limit. Orbax copies the next arrays to
     the host while it writes the previous ones, so each of the two gets half. `meet(phase)` returns once all processes
     have reached the end of a phase: "folders" in the thread that saves; with several processes also "files" and
-    "commit", in the background.
+    "commit", in the background. `file_bytes` limits the files of arrays, but for one part of an array that is larger.
     """
 
-    def __init__(self, *, compress: bool, host_bytes: int | None, meet: Callable[[str], None]):
+    def __init__(
+        self, *, compress: bool, host_bytes: int | None, meet: Callable[[str], None], file_bytes: int | None = None
+    ):
         def files_written() -> None:
             state.write_part()
             meet("files")
@@ -93,6 +103,7 @@ class Storage:
             multiprocessing_options=together,
         )
         metadata = ocp.JsonCheckpointHandler(multiprocessing_options=together)
+        self._file_bytes = file_bytes
         self._orbax = ocp.AsyncCheckpointer(
             _Step(
                 composite_options=ocp.CompositeOptions(multiprocessing_options=together, async_options=in_background),
@@ -105,7 +116,8 @@ class Storage:
 
     def save(self, step: Path, arrays: Iterable[tuple[str, object]], metadata: dict[str, object]) -> None:
         """Start writing; returns once the arrays in memory may change."""
-        args = {STATE: _StateArgs(nest(arrays)), METADATA: ocp.args.JsonSave(metadata)}
+        state = _StateArgs(nest(arrays), ocdbt_target_data_file_size=self._file_bytes)
+        args = {STATE: state, METADATA: ocp.args.JsonSave(metadata)}
         self._orbax.save(step, args=_StepArgs(**args))
 
     def wait(self) -> None:
@@ -129,8 +141,21 @@ def stored_arrays(step: Path) -> dict[str, Shaped]:
         raise CheckpointCorruptedError(
             [f"{step}: its tree cannot be read:", *lines, "flax-mesh checkpoint verify reports all damage"]
         )
-    with reading(step):
-        return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(step / STATE)).tree))
+    with reading(step), _index(step) as state:
+        return dict(named_leaves(ocp.PyTreeCheckpointHandler().metadata(_path(state)).tree))
+
+
+@contextlib.contextmanager
+def _index(step: Path) -> Iterator[Path]:
+    """The item "state" with all that describes the arrays; of a step in a store, a copy on this machine."""
+    if not isinstance(step, StorePath):
+        yield step / STATE
+        return
+    with tempfile.TemporaryDirectory(prefix="flax_mesh-") as folder:
+        for name in filter(_is_index, step.names()):
+            (copy := Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((step / name).read_bytes())
+        yield Path(folder) / STATE
 
 
 def _is_index(name: str) -> bool:
@@ -139,12 +164,56 @@ def _is_index(name: str) -> bool:
 
 def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
     """The arrays at the paths of `target`, with its shardings and dtypes."""
+    if isinstance(step, StorePath):
+        with reading(step):
+            return dict(_read_objects(step, target))
     item = nest(target.items())
     args = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
     with reading(step):
         return dict(named_leaves(ocp.PyTreeCheckpointHandler().restore(_path(step / STATE), args=args)))
+
+
+def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Array]]:
+    """As `read_arrays`, of a step in a store, which Orbax cannot read; each process reads only its parts of arrays."""
+    import tensorstore
+
+    kvstore = {"driver": "ocdbt", "base": (step / STATE).objects().spec().to_json()}
+    for paths in _batches(target):
+        specs = [{"driver": "zarr", "kvstore": {**kvstore, "path": f"{path.replace('/', '.')}/"}} for path in paths]
+        opened = [tensorstore.open(spec, open=True, context=context()) for spec in specs]
+        read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
+        for path, parts in zip(paths, read, strict=True):
+            values = {where: step.ask(lambda: part).astype(target[path].dtype) for where, part in parts.items()}  # noqa: B023
+            yield path, _assembled(target[path], values)
+
+
+def _start(array: "TensorStore", leaf: jax.ShapeDtypeStruct) -> "dict[str, Future[np.ndarray]]":
+    """Start to read the parts of an array that are on devices of this process, by the text of their index."""
+    if array.shape != leaf.shape:
+        raise ValueError(f"an array of shape {array.shape} was found, expected {leaf.shape}")
+    whole = (slice(None),) * len(leaf.shape)
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values() if leaf.sharding else [whole]
+    return {where: array[index].read() for where, index in {str(index): index for index in indices}.items()}
+
+
+def _assembled(leaf: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.Array:
+    if leaf.sharding is None:  # as Orbax: an array of NumPy
+        return next(iter(parts.values()))  # pyright: ignore[reportReturnType]
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: parts[str(index)], dtype=leaf.dtype)
+
+
+def _batches(target: Target) -> Iterator[list[str]]:
+    """The paths in order, in lists of arrays that together need a limited memory on the host, or single ones."""
+    batch, size = [], 0
+    for path, leaf in target.items():
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if batch and size + nbytes > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch, size = [*batch, path], size + nbytes
+    yield batch
 
 
 def _path(path: Path) -> Any:

@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flax_mesh.checkpoint.base import stored_arrays
-from flax_mesh.checkpoint.checksums import MARKERS, RECORD, find_damage, find_other_step, read_metadata
+from flax_mesh.checkpoint.checksums import (
+    MARKERS,
+    RECORD,
+    find_damage,
+    find_other_step,
+    read_metadata,
+    saved_size,
+)
 from flax_mesh.checkpoint.find import STEP, step_number
 from flax_mesh.checkpoint.retention import MOST, has_finite_numbers
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
+from flax_mesh.store import StorePath
 from flax_mesh.text import one_line
 
 Record = Mapping[str, Any]  # the metadata of a step, all sections included
@@ -136,7 +144,9 @@ def _saved_at(step: Path) -> str | None:
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
-    """(number of files, bytes) below a folder; links are not followed."""
+    """(number of files, bytes) below a folder; links are not followed. In a store: the bytes when it was saved."""
+    if isinstance(folder, StorePath):
+        return len(folder.names()), saved_size(folder)
     sizes = []
     for parent, _, names in os.walk(folder):
         for name in names:

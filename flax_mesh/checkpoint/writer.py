@@ -7,19 +7,24 @@ at the end of "commit"; a save that fails before leaves only files that the next
 import os
 import re
 import shutil
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from flax_mesh.checkpoint.checksums import SYSTEM_ERROR
+from flax_mesh.checkpoint.checksums import BLOCK, MARKERS, SYSTEM_ERROR, files_below
 from flax_mesh.checkpoint.find import committed_steps, find_leftovers
 from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
+from flax_mesh.store import StorePath, is_present
 
+_UPLOADS = 8  # at a time
 # The storage reports the end of "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 
@@ -32,12 +37,13 @@ class Writer:
 
     def __init__(self, folder: Path, retained: Callable[[], set[int]], *, host_bytes: int | None, compress: bool):
         self._folder, self._retained = folder, retained
+        self._place = _Store(folder) if isinstance(folder, StorePath) else _Folder(folder)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
         self._has_failed = False  # whether the last save did: threads of the storage may still write its files
-        self._inode: int | None = None  # of the folder, as found or created by the first save
         self._saving: int | None = None  # the step being saved
+        self._upload: Future[None] | None = None  # of this step, to a store
         self._phases: Any = None  # of the last save
         self._deleting: threading.Thread | None = None
 
@@ -46,10 +52,14 @@ class Writer:
 
         Raises ConfigError if `step` exists and is not damaged. The previous save must have ended.
         """
+        in_store = isinstance(self._folder, StorePath)
+        if in_store and jax.process_count() > 1:
+            raise ConfigError(f"{self._folder}: several processes cannot save to a store; use a folder that they share")
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
             committed = step in committed_steps(self._folder)
-            exists = step not in damaged and os.path.lexists(self._path(step))
+            # In a store, objects without a marker are a leftover, which `_tidy` removes.
+            exists = step not in damaged and (committed if in_store else is_present(self._folder / str(step)))
         if exists:
             existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
             problem = f"{self._folder} already contains {existing}; nothing was overwritten."
@@ -65,14 +75,21 @@ class Writer:
         """Write the step that `begin` has started; returns once the arrays may change."""
         with self._as_save_error(step):
             self._saving = step
-            self._storage.save(self._path(step), arrays, metadata)
+            self._storage.save(self._place.written(step), arrays, metadata)
             self._phases.passed("start")
+            if isinstance(self._place, _Store):
+                pool = ThreadPoolExecutor(1)
+                self._upload = pool.submit(self._commit, self._place, step)
+                pool.shutdown(wait=False)
 
     def wait(self) -> None:
         """Return once the step being written is durable and old steps are being deleted; SaveError if that failed."""
         if self._saving is not None:
             with self._as_save_error(self._saving):
-                self._storage.wait()
+                if self._upload is None:
+                    self._storage.wait()
+                else:
+                    self._upload.result()
                 if not self._phases.together:
                     self._meet("commit")
             self._saving = None
@@ -87,16 +104,20 @@ class Writer:
         if self._storage is not None:
             self._storage.close()
             self._storage = None
+        self._place.close()
 
     def clear_leftovers(self) -> None:
         """Remove the leftovers of interrupted saves and deletions."""
-        for path in find_leftovers(self._folder):
-            shutil.rmtree(path, ignore_errors=True)
+        self._place.remove(find_leftovers(self._folder))
+
+    def _commit(self, store: "_Store", step: int) -> None:
+        self._storage.wait()
+        store.commit(step)
 
     def _meet(self, phase: str) -> None:
         """Wait for all processes at the end of a phase, in the thread that reached it."""
         if phase == "commit" and self._clears:
-            self._check_folder()
+            self._place.check()
             if self._saving not in committed_steps(self._folder):
                 raise OSError("its folder is gone")
         self._phases.passed(phase)
@@ -131,24 +152,17 @@ class Writer:
         """Whether this process renames and deletes; of several only process 0 does."""
         return jax.process_index() == 0
 
-    def _path(self, step: int) -> Path:
-        return self._folder / str(step)
-
     def _open(self) -> None:
         from flax_mesh.checkpoint.orbax import Storage
 
-        self._check_folder()
+        self._place.check()
         if self._storage is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._inode = self._folder.stat().st_ino
-            self._storage = Storage(compress=self._compress, host_bytes=self._host_bytes, meet=self._meet)
+            self._place.open()
+            file_bytes = BLOCK if isinstance(self._folder, StorePath) else None
+            self._storage = Storage(
+                compress=self._compress, host_bytes=self._host_bytes, meet=self._meet, file_bytes=file_bytes
+            )
             self._is_tidy = False
-
-    def _check_folder(self) -> None:
-        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
-        inode = self._folder.stat().st_ino if self._folder.is_dir() else None
-        if self._inode is not None and inode != self._inode:
-            raise OSError("the folder is gone")
 
     def _give_up(self) -> None:
         """Remove a failed save: the errors that the storage still reports and its files, for the disk may be full."""
@@ -159,8 +173,8 @@ class Writer:
         self._remove_unfinished()
 
     def _remove_unfinished(self) -> None:
-        for path in self._folder.glob("*.orbax-checkpoint-tmp*") if self._clears else ():
-            shutil.rmtree(path, ignore_errors=True)
+        if self._clears:
+            self._place.remove_unfinished()
 
     def _tidy(self, damaged: Collection[int]) -> None:
         """Remove the leftovers of earlier saves, and quarantine damaged steps by renaming them."""
@@ -171,19 +185,112 @@ class Writer:
         self._is_tidy = True
         for step in damaged if self._clears else ():
             names = (f"{step}.damaged" + (f"-{i}" if i > 1 else "") for i in range(1, 10_000))
-            paths = (self._folder / name for name in names)
-            os.rename(self._path(step), next(path for path in paths if not path.exists()))
+            self._place.rename(step, next(name for name in names if not is_present(self._folder / name)))
 
     def _delete(self, steps: Iterable[int]) -> None:
-        """Rename now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
-        renamed = [self._folder / f"{step}.deleted" for step in steps]
-        for path in renamed:
-            os.rename(path.with_suffix(""), path)
+        """Withdraw now, so that no partly deleted checkpoint is ever seen, and delete in the background."""
+        renamed = [self._place.withdraw(step) for step in steps]
         if self._deleting is not None:
             self._deleting.join()
         # Files that cannot be deleted are leftovers, which the next run removes.
-        self._deleting = threading.Thread(target=lambda: [shutil.rmtree(path, ignore_errors=True) for path in renamed])
+        self._deleting = threading.Thread(target=lambda: self._place.remove(renamed))
         self._deleting.start()
+
+
+class _Folder:
+    """The folder of the steps on this machine. Orbax writes there under a temporary name, and commits by a rename."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._inode: int | None = None  # of the folder, as found or created by the first save
+
+    def open(self) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._inode = self._path.stat().st_ino
+
+    def check(self) -> None:
+        """Raise OSError if the folder was removed. One that was created again meanwhile may be on another disk."""
+        inode = self._path.stat().st_ino if self._path.is_dir() else None
+        if self._inode is not None and inode != self._inode:
+            raise OSError("the folder is gone")
+
+    def written(self, step: int) -> Path:
+        """Where Orbax writes a step."""
+        return self._path / str(step)
+
+    def remove_unfinished(self) -> None:
+        self.remove(self._path.glob("*.orbax-checkpoint-tmp*"))
+
+    def rename(self, step: int, name: str) -> None:
+        os.rename(self._path / str(step), self._path / name)
+
+    def withdraw(self, step: int) -> Path:
+        """Make a step invisible at once. Returns the path to delete."""
+        self.rename(step, f"{step}.deleted")
+        return self._path / f"{step}.deleted"
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Store(_Folder):
+    """A folder of steps in a store. A step exists there from the creation of its marker until the marker is deleted.
+
+    A store cannot rename, so Orbax writes to a temporary folder of this machine, from which the files are uploaded.
+    """
+
+    def __init__(self, path: StorePath):
+        super().__init__(path)
+        self._here = ""  # the temporary folder
+
+    def open(self) -> None:
+        self.close()
+        self._here = tempfile.mkdtemp(prefix="flax_mesh-")
+
+    def check(self) -> None:
+        """A store has no folder that could be gone."""
+
+    def written(self, step: int) -> Path:
+        return Path(self._here) / str(step)
+
+    def commit(self, step: int) -> None:
+        """Upload a step that Orbax has written; its marker is created last, by a conditional request."""
+        folder, target = self.written(step), self._path / str(step)
+        names = {*files_below(folder)} - {MARKERS[1]}
+        with ThreadPoolExecutor(_UPLOADS) as pool:
+            list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
+        marker = target / MARKERS[1]
+        assert isinstance(marker, StorePath)
+        if not marker.create(f"Checkpoint commit was successful to {target} ({uuid.uuid4()})".encode()):
+            raise OSError("another process has saved this step")
+        shutil.rmtree(folder)
+
+    def remove_unfinished(self) -> None:
+        self.close()
+        with suppress(UnreadableError):  # the next save removes what cannot be removed now
+            self.remove(find_leftovers(self._path))
+
+    def rename(self, step: int, name: str) -> None:
+        for file in files_below(old := self._path / str(step)):
+            (self._path / name / file).write_bytes((old / file).read_bytes())
+        self.remove([self.withdraw(step)])
+
+    def withdraw(self, step: int) -> Path:
+        (self._path / str(step) / MARKERS[1]).unlink()
+        return self._path / str(step)
+
+    def remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            assert isinstance(path, StorePath)
+            with suppress(OSError):
+                path.remove()
+
+    def close(self) -> None:
+        shutil.rmtree(self._here, ignore_errors=True)
 
 
 def _reason(error: BaseException) -> str:

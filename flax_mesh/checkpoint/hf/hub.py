@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem, user_path
+from flax_mesh.store import is_present, stored_path
 from flax_mesh.text import one_line
 
 MODEL, DATASET = "model", "dataset"
@@ -33,8 +34,8 @@ def model_folder(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     A path that exists comes first. A text that cannot be an id is a path too, whether it exists or not. ConfigError for
     an id that cannot be loaded. `kind` may be DATASET.
     """
-    path = user_path(source)
-    if os.path.lexists(path) or (match := _ID.fullmatch(os.fspath(source))) is None:
+    path = stored_path(source)
+    if is_present(path) or (match := _ID.fullmatch(str(source))) is None:
         return path
     return _snapshot(match["name"], match["revision"], kind)
 
@@ -45,7 +46,7 @@ def with_commit(source: str, earlier: str = "", kind: str = MODEL) -> str:
     An id that already has a commit, a path, and an id that cannot be loaded are returned unchanged.
     """
     before, match = commit_of(earlier), _ID.fullmatch(source)
-    if path_problem(source) or os.path.lexists(user_path(source)) or match is None or commit_of(source):
+    if match is None or path_problem(source) or os.path.lexists(user_path(source)) or commit_of(source):
         return source
     if before and before[0] == match["name"]:
         return earlier

@@ -12,7 +12,7 @@ from flax_mesh.checkpoint.hf.families import Json
 from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import user_path
+from flax_mesh.store import StorePath, stored_path
 
 KEPT = "huggingface"
 CONFIG = "config.json"
@@ -119,6 +119,8 @@ def _settings_of(kept: Json) -> Json:
 
 
 def is_huggingface(folder: str) -> bool:
-    """Whether `folder` is the id of a model of the hub, or a folder with safetensors."""
+    """Whether `folder` is the id of a model of the hub, or a folder of this machine with safetensors."""
     path = model_folder(folder)
-    return path.is_dir() and (path != user_path(folder) or any(path.glob("*.safetensors")))
+    if isinstance(path, StorePath):
+        return False
+    return path.is_dir() and (path != stored_path(folder) or any(path.glob("*.safetensors")))

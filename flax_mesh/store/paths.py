@@ -1,0 +1,191 @@
+"""Paths in object stores: s3://bucket/run, gs://bucket/run.
+
+A `StorePath` is a Path, so that the code that reads a checkpoint takes either. It has the methods of Path below; any
+other use of it, such as `open`, raises TypeError, since an object is no file of this machine. There are no folders in
+a store: a path exists if an object has its name, or a name below it. Requests go through the key-value stores of
+tensorstore, which find the credentials as other programs of the cloud do.
+"""
+
+import errno
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, TypeVar
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.fields import user_path
+from flax_mesh.text import shortened
+
+if TYPE_CHECKING:  # imported in functions: programs without stores do not need it
+    import tensorstore
+
+Result = TypeVar("Result")
+
+# Scheme of an address -> driver of tensorstore. After a "+" the address begins with a server: s3+http://host:port/bucket
+DRIVERS = {"s3": "s3", "s3+http": "s3", "s3+https": "s3", "gs": "gcs"}
+_RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}  # 32 seconds, of answers such as 500 and 503
+_DEADLINE, _SLOWEST = 30.0, 2**20  # seconds that an answer may need, and bytes per second of its content
+_CODE, _STATUS = re.compile(r"<Code>(\w+)</Code>"), re.compile(r"\[http_response_code='(\d+)'\]")
+
+
+class StorePath(PosixPath):
+    """A path in an object store, such as s3://bucket/run or, of an own server, s3+http://host:port/bucket/run."""
+
+    listed: list[str] | None = None  # names below, of a path that `iterdir` returns
+
+    def __str__(self) -> str:
+        return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self} is in an object store, not a file of this machine")
+
+    def absolute(self) -> "StorePath":
+        return self
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return bool(self.names())
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._read() is not None
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def iterdir(self) -> Iterator["StorePath"]:
+        """The paths one level below, from one list of all objects; each keeps its part of it for its own `names`."""
+        below: dict[str, list[str]] = {}
+        for name in self.names():
+            first, _, rest = name.partition("/")
+            below.setdefault(first, []).extend([rest] if rest else [])
+        for first, names in below.items():
+            path = self / first
+            path.listed = names
+            yield path
+
+    def glob(self, pattern: str, **options: object) -> Iterator["StorePath"]:
+        raise TypeError(f"{self} is in an object store, whose names have no patterns")  # Path would find nothing
+
+    def names(self) -> list[str]:
+        """The names of all objects below, relative to this path; for a path of `iterdir`, when that was called."""
+        if self.listed is not None:
+            return self.listed
+        store = self.objects()
+        return sorted(name.decode() for name in self.ask(lambda: store.list()))
+
+    def read_bytes(self) -> bytes:
+        value = self._read()
+        if value is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
+        return value
+
+    def write_bytes(self, data: bytes) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Write the object, or replace it."""
+        self.ask(lambda: self._bucket.write(self._key, data), len(data))
+        return len(data)
+
+    def create(self, data: bytes) -> bool:
+        """Write the object if there is none of its name, by a conditional request; whether it contains `data` then."""
+        found = self.ask(lambda: self._bucket.read(self._key))
+        if found.state == "missing":
+            self.ask(lambda: self._bucket.write(self._key, data, if_equal=found.stamp.generation))
+        return self._read() == data  # of a request that was repeated, the first may have written it
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        self.ask(lambda: self._bucket.write(self._key, None))
+
+    def remove(self) -> None:
+        """Delete all objects below."""
+        import tensorstore
+
+        store = self.objects()
+        self.ask(lambda: store.delete_range(tensorstore.KvStore.KeyRange()))
+
+    def objects(self) -> "tensorstore.KvStore":
+        """The objects below this path as a key-value store of tensorstore."""
+        return self._bucket / f"{self._key}/" if self._key else self._bucket
+
+    def ask(self, request: "Callable[[], tensorstore.Future[Result]]", size: int = 2**26) -> Result:
+        """The answer to a request. OSError if there is none; its text has no part of a request or of credentials."""
+        seconds = _DEADLINE + size / _SLOWEST
+        try:
+            with suppress(TimeoutError):  # of the first of two attempts
+                return request().result(timeout=seconds)
+            return request().result(timeout=seconds)
+        except TimeoutError:
+            text = f"the store did not answer within {2 * seconds:.0f} seconds"
+            raise OSError(errno.ETIMEDOUT, text, str(self)) from None
+        except (ValueError, RuntimeError) as error:
+            if not (text := _answer(f"{error}")):
+                raise
+            raise OSError(errno.EIO, f"the store {text}", str(self)) from None
+
+    @property
+    def _at(self) -> tuple[str, ...]:
+        """The parts of the path that name the bucket."""
+        return self.parts[: 3 if "+" in self.parts[0] else 2]
+
+    @property
+    def _key(self) -> str:
+        return "/".join(self.parts[len(self._at) :])
+
+    @property
+    def _bucket(self) -> "tensorstore.KvStore":
+        return _bucket(*self._at)
+
+    def _read(self) -> bytes | None:
+        found = self.ask(lambda: self._bucket.read(self._key))
+        return None if found.state == "missing" else found.value
+
+
+def stored_path(path: str | os.PathLike[str]) -> Path:
+    """`user_path`, but also of an address in a store. ConfigError for an address that cannot be one."""
+    text = str(path)
+    scheme, _, rest = text.partition(":/")
+    if scheme not in DRIVERS:
+        return user_path(path)
+    found = StorePath(f"{scheme}:", *rest.split("/"))
+    try:
+        if ".." in found.parts or {"\0", "\n"} & {*text}:
+            raise ValueError("it must be SCHEME://BUCKET/NAME")
+        _bucket(*found._at)
+    except ValueError as error:
+        raise ConfigError(f"{shortened(text, 80)!r} is not an address of a store: {error}") from error
+    return found
+
+
+def is_present(path: Path) -> bool:
+    """Whether something has this name: a file, a folder, a link, an object, or objects below it."""
+    return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
+
+
+def context() -> "tensorstore.Context":
+    """The context of tensorstore in which requests are repeated as long as `_RETRIES` says."""
+    import tensorstore
+
+    return tensorstore.Context({f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")})
+
+
+@cache
+def _bucket(scheme: str, *rest: str) -> "tensorstore.KvStore":
+    import tensorstore
+
+    if len(rest) != 1 + ("+" in scheme):
+        raise ValueError(f"it must be {scheme}//{'HOST:PORT/' * ('+' in scheme)}BUCKET/NAME")
+    scheme = scheme.removesuffix(":")
+    server = {"endpoint": f"{scheme.partition('+')[2]}://{rest[0]}"} if "+" in scheme else {}
+    spec = {"driver": DRIVERS[scheme], "bucket": rest[-1], **server}
+    return tensorstore.KvStore.open(spec, context=context()).result()
+
+
+def _answer(text: str) -> str:
+    """An error of tensorstore, "" if it is not of a request; without the answer, which may name a key of the user."""
+    if status := _STATUS.search(text):
+        code = _CODE.search(text)
+        return f"answered {status[1]}{f' ({code[1]})' if code else ''}"
+    return f"cannot be reached: {text.partition(' [')[0][:200]}" if "[curl_code=" in text else ""
