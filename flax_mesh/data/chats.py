@@ -170,5 +170,3 @@ def read_rows(
         raise ConfigError(Problem("data.source", ", ".join(["has no row to train on", *notes]), value=path))
     text = f"{path}: {count_text(len(rows), 'row')} of {' and '.join(encoder.names)}"
     return rows, ", ".join([text, *notes])
-
-

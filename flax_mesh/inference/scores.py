@@ -16,7 +16,7 @@ from flax_mesh.axes import num_parts
 from flax_mesh.inference.evaluate import fitted, window_length
 from flax_mesh.mesh.context import in_mesh
 from flax_mesh.models import Decoder
-from flax_mesh.models.decoder import scores_at
+from flax_mesh.models.loss import scores_at
 from flax_mesh.step.batch import put_batch
 
 

@@ -32,7 +32,7 @@ class KVCache:
     """Keys, after the rotation, and values of a batch.
 
     Attributes:
-        keys: One array (B, T, K, C) for each layer, or for a scanned stack of layers one array (L, B, T, K, C).
+        keys: One array (B, T, K, C) for each layer, or one array (L, B, T, K, C) for each scanned stack of layers.
         values: As `keys`.
         lengths_B: Number of tokens in the prompt of each row, int32.
         prompt: P, the slot of the first generated token, int32.

@@ -1,12 +1,8 @@
 """DecoderConfig: sizes and options of a decoder, and the values derived from them for a layer."""
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis, num_parts
@@ -18,8 +14,9 @@ from flax_mesh.models.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
-from flax_mesh.models.pattern import LayerKind, parse_pattern, pattern_problem
+from flax_mesh.models.pattern import LayerKind, parse_pattern
 from flax_mesh.models.remat import remat_problems
+from flax_mesh.models.switches import NEEDS_EXPERTS, switch_problems
 from flax_mesh.text import axes_text
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
@@ -72,6 +69,9 @@ class DecoderConfig:
     - `rope_kind` and the settings after it: `RopeScaling`.
     - `local_rope_theta`: rotary base of local layers, which then have no scaling; 0 is the base of all (Gemma 3).
     - `router_scores`, `normalize_router`: `ops.router.Routing`.
+    - `router_groups`, `router_top_groups`, `router_scale`: `ops.router.Routing` (DeepSeek).
+    - `router_balance`: a bias of the choice of experts that has no gradient (DeepSeek-V3, GLM-4.5; `models.moe`).
+    - `dense_layers`: the first layers, which have an MLP of `dense_mlp_size` instead of experts (DeepSeek).
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
@@ -127,6 +127,12 @@ class DecoderConfig:
     normalize_router: bool = field(default=True, metadata=ADDED)
     shared_expert_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     shared_expert_gate: bool = field(default=False, metadata=ADDED)
+    router_groups: int = field(default=1, metadata=ADDED | _SIZE)
+    router_top_groups: int = field(default=1, metadata=ADDED | _SIZE)
+    router_scale: float = field(default=1.0, metadata=_ABOVE_0)
+    router_balance: bool = field(default=False, metadata=ADDED)
+    dense_layers: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    dense_mlp_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
@@ -146,7 +152,14 @@ class DecoderConfig:
 
     @property
     def routing(self) -> Routing:
-        return Routing(self.router_scores, self.normalize_router)
+        groups = self.router_groups, self.router_top_groups
+        return Routing(self.router_scores, self.normalize_router, *groups, self.router_scale)
+
+    @property
+    def of_dense_layers(self) -> "DecoderConfig":
+        """The config of the first `dense_layers` layers, without the settings of experts."""
+        names = [*NEEDS_EXPERTS, "num_experts", "dense_layers", "dense_mlp_size", "shared_expert_gate"]
+        return replace(self, mlp_size=self.dense_mlp_size, **{name: getattr(type(self), name) for name in names})
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -172,6 +185,7 @@ class DecoderConfig:
             ("model.num_kv_heads", "kv_heads", self.num_kv_heads),
             ("model.mlp_size", "mlp", self.mlp_size),
         ]
+        dims += [("model.dense_mlp_size", "mlp", self.dense_mlp_size)] if self.dense_layers else []
         return [*dims, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else dims
 
     def remat_names(self) -> tuple[str, ...]:
@@ -187,6 +201,7 @@ class DecoderConfig:
         """`optimizer.matrices`: every projection except the embedding, the head and the router."""
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
         mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
+        mlp += "; dense_layers/.*mlp/.*/kernel" if self.dense_layers else ""
         return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
 
     def problems(self) -> list[Problem]:
@@ -206,40 +221,10 @@ class DecoderConfig:
         if 0 < self.num_experts < self.experts_per_token:
             text = f"must be at most model.num_experts={self.num_experts}"
             problems.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
-        problems += self._switch_problems()
+        problems += switch_problems(self)
         if self.attention in ("cudnn", "splash"):
             problems += map(as_problem, problem_lines(self.attention, self._call()))
         return [*problems, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
-
-    def _switch_problems(self) -> list[Problem]:
-        problems = []
-        if self.layer_pattern and (problem := pattern_problem(self.layer_pattern)):
-            problems.append(Problem("model.layer_pattern", problem))
-        elif any(kind.local for kind in self.kinds) and not self.sliding_window:
-            text = "has local layers, which need a model.sliding_window above 0"
-            problems.append(Problem("model.layer_pattern", text, value=self.layer_pattern))
-        if self.rotary_dims % 2 or self.rotary_dims > self.head_dim:
-            text = f"must be even and at most model.head_dim={self.head_dim}"
-            problems.append(Problem("model.rotary_dims", text, value=self.rotary_dims))
-        if self.rope_kind == "yarn" and self.rope_theta == 1:
-            problems.append(Problem("model.rope_theta", "must not be 1 with model.rope_kind=yarn"))
-        rotated = (self.rotary_dims or self.head_dim) // 2
-        for name in ("rope_short_factors", "rope_long_factors"):
-            factors = getattr(self, name)
-            if factors and self.rope_kind != "longrope":
-                problems.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
-            elif self.rope_kind == "longrope" and [0 < x < math.inf for x in factors] != [True] * rotated:
-                text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
-                problems.append(Problem(f"model.{name}", text))
-        without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
-        needs_experts = {"shared_expert_size": 0, "router_scores": "softmax", "normalize_router": True}
-        without_effect |= {name: "num_experts" for name, off in needs_experts.items() if getattr(self, name) != off}
-        for name, needed in without_effect.items():
-            if getattr(self, name) != getattr(type(self), name) and not getattr(self, needed):
-                problems.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
-        if self.swiglu_limit and self.activation != "silu":
-            problems.append(Problem("model.swiglu_limit", "needs model.activation=silu"))
-        return problems
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""
@@ -301,36 +286,3 @@ class DecoderConfig:
     def _call(self, **known: Any) -> Call:
         names = ("attention_softcap", "attention_sinks")
         return Call(self.dtype, self.head_dim, self.axes, scores=tuple(x for x in names if getattr(self, x)), **known)
-
-
-class ZeroCenteredNorm(nnx.Module):
-    """RMSNorm over the last dim, with the weights 1 + scale."""
-
-    def __init__(self, size: int, *, epsilon: float, dtype: jnp.dtype, param_dtype: jnp.dtype):
-        self.epsilon, self.dtype = epsilon, dtype
-        self.scale = nnx.Param(jnp.zeros(size, param_dtype))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
-        return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
-
-
-def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm | ZeroCenteredNorm:
-    size = size or config.hidden_size
-    if config.zero_centered:
-        return ZeroCenteredNorm(size, epsilon=config.norm_epsilon, **dtypes(config))
-    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
-
-
-def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
-    return {"use_bias": False, "rngs": rngs, **dtypes(config)}
-
-
-def dtypes(config: DecoderConfig) -> dict[str, Any]:
-    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
-
-
-def token_dims(mode: Mode) -> tuple[str, str]:
-    """Logical axes of the dims (B, S) of activations: in "decode" S is one token, which no mesh axis splits."""
-    return "batch", "query_sequence" if mode == "decode" else "sequence"

@@ -10,11 +10,12 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.models.attention import Attention
-from flax_mesh.models.config import MLP_NAMES, DecoderConfig, dtypes, linear_options, norm, token_dims
+from flax_mesh.models.config import MLP_NAMES, DecoderConfig
 from flax_mesh.models.moe import MoE
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.router import Aux
+from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.pattern import LayerKind
 from flax_mesh.models.remat import named
 from flax_mesh.sharding.constrain import constrain
@@ -54,7 +55,8 @@ class DecoderLayer(nnx.Module):
         if config.num_experts:
             sizes = (config.hidden_size, config.mlp_size, config.num_experts, config.experts_per_token)
             options: dict[str, Any] = {"routing": config.routing, "bias": config.mlp_bias, **dtypes(config)}
-            options |= {"activation": config.activation, "swiglu_limit": config.swiglu_limit}
+            options["balance"] = config.router_balance
+            options |= {name: getattr(config, name) for name in ("activation", "swiglu_limit")}
             self.moe = MoE(*sizes, axes=config.axes, rngs=rngs, **options)
             if config.shared_expert_size:
                 self.shared_mlp = MLP(config, config.shared_expert_size, rngs=rngs)

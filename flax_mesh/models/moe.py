@@ -22,10 +22,10 @@ from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
-from flax_mesh.models.config import token_dims
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.grouped import grouped_dot
 from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route
+from flax_mesh.models.parts import token_dims
 from flax_mesh.text import axes_text
 
 _NOT_SPLIT = PartitionSpec()
@@ -43,7 +43,8 @@ class MoE(nnx.Module):
     """(B, S, D) -> (B, S, D) and statistics of the router; each token is routed to `experts_per_token` experts.
 
     The router computes in float32: by default softmax over all experts, the K largest, their probabilities divided by
-    their sum. With `bias` the router and the experts have biases; the other options are options of `DecoderConfig`.
+    their sum. With `bias` the router and the experts have biases, with `balance` the choice of experts has a bias that
+    is no `nnx.Param`; the other options are options of `DecoderConfig`.
     The second result is a dict with "experts" (B, S, K) int32, and sums over all tokens, or over those of a mask that a
     call is given: "expert_tokens" (E,) int32, "router_probability" (E,) and "router_z" (). `router_losses` computes
     losses from it.
@@ -67,6 +68,7 @@ class MoE(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         routing: Routing = Routing(),  # noqa: B008
         bias: bool = False,
+        balance: bool = False,
         activation: str = "silu",
         swiglu_limit: float = 0.0,
         rngs: nnx.Rngs,
@@ -79,6 +81,8 @@ class MoE(nnx.Module):
         self.activation, self.swiglu_limit = activation, swiglu_limit
         kernel = lambda *shape: Kernel(shape, param_dtype, bias, rngs=rngs)  # noqa: E731
         self.router = kernel(hidden_size, num_experts)
+        if balance:
+            self.balance = Balance(jnp.zeros(num_experts, jnp.float32))
         self.gate = kernel(num_experts, hidden_size, mlp_size)
         self.up = kernel(num_experts, hidden_size, mlp_size)
         self.down = kernel(num_experts, mlp_size, hidden_size)
@@ -94,20 +98,26 @@ class MoE(nnx.Module):
         activate = lambda x: activated(x, self.activation, self.swiglu_limit)  # noqa: E731
         local = _Local(activate, partial(shifted, limit=self.swiglu_limit), platform_of(current_mesh()))
         run = partial(_run_on_device, k=self.experts_per_token, routing=self.routing, local=local, layout=layout)
-        router: tuple[jax.Array, ...] = (self.router.kernel[...].astype(jnp.float32),)
+        router = {"router_DE": self.router.kernel[...].astype(jnp.float32)}
         if self.bias:
-            router += (self.router.bias[...].astype(jnp.float32),)
+            router["bias_E"] = self.router.bias[...].astype(jnp.float32)
+        if hasattr(self, "balance"):
+            router["balance_E"] = self.balance[...]
         if layout.mesh is None:
             return run(x_BSD, counted_BS, router, kernels)
-        tokens = PartitionSpec(layout.batch, layout.sequence)
+        tokens, of_kernel = PartitionSpec(layout.batch, layout.sequence), {"router_DE": layout.router}
         aux = {"experts": tokens} | dict.fromkeys(("expert_tokens", "router_probability", "router_z"), _NOT_SPLIT)
         return jax.shard_map(
             run,
             mesh=layout.mesh,
-            in_specs=(tokens, tokens, (layout.router, _NOT_SPLIT)[: len(router)], layout.specs(self.bias)),
+            in_specs=(tokens, tokens, dict.fromkeys(router, _NOT_SPLIT) | of_kernel, layout.specs(self.bias)),
             out_specs=(tokens, aux),
             axis_names=layout.manual,
         )(x_BSD, counted_BS, router, kernels)
+
+
+class Balance(nnx.Variable):
+    """A bias of the choice of experts: it has no gradient, and balances them without a loss."""
 
 
 class Kernel(nnx.Module):
@@ -204,7 +214,7 @@ def find_layout(axes: PartitionAxis, shape: tuple[int, ...], num_experts: int, m
 def _run_on_device(
     x_BSD: jax.Array,
     counted_BS: jax.Array | None,
-    router: tuple[jax.Array, ...],
+    router: dict[str, jax.Array],
     arrays: tuple[jax.Array, ...],
     *,
     k: int,
@@ -216,10 +226,10 @@ def _run_on_device(
     x_TD, counted_T = x_BSD.reshape(-1, x_BSD.shape[-1]), None if counted_BS is None else counted_BS.reshape(-1)
     shared = tuple(axis for axis in layout.mlp if axis in layout.tokens)  # unusual axes, but valid
     split = tuple(axis for axis in layout.mlp if axis not in shared)
-    router_DE = _gather(router[0], layout.router, layout)
-    specs = layout.specs(bias=len(router) > 1)
+    router = router | {"router_DE": _gather(router["router_DE"], layout.router, layout)}
+    specs = layout.specs(bias="bias_E" in router)
     kernels = Kernels(*(_gather(w, dims, layout) for w, dims in zip(arrays, specs, strict=True)))
-    weights_TK, experts_TK, sums = route(x_TD, router_DE, k, routing, *router[1:], counted_T=counted_T)
+    weights_TK, experts_TK, sums = route(x_TD, k=k, routing=routing, counted_T=counted_T, **router)
     if (
         kernels.down_bias is not None and split
     ):  # each device has a part of the sum over F, to which one of them adds the bias

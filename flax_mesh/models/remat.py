@@ -18,6 +18,7 @@ A scanned stack stays one stack: each run is a scan over its part of it.
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 import jax
@@ -162,6 +163,17 @@ def call_layers(
     if scan:
         return x, _concatenated(each)
     return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def remat_parts(text: str, num_layers: int, first: int) -> list[str]:
+    """The texts for the first layers and for the others; the text itself if `first` is 0."""
+    if not first:
+        return [text]
+    runs = parse_remat(text)
+    left = num_layers - sum(run.layers or 0 for run in runs)
+    kinds = [run.kind for run in runs for _ in range(left if run.layers is None else run.layers)]
+    runs_of = lambda kinds: [f"{kind}:{len(list(run))}" for kind, run in groupby(kinds)]  # noqa: E731
+    return [",".join(runs_of(kinds[:first])), ",".join(runs_of(kinds[first:]))]
 
 
 def scan_layers(

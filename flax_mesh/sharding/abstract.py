@@ -87,13 +87,16 @@ def partition_rules(model: object) -> PartitionRules:
             "@partitioned(rules=[...])."
         )
     axes = getattr(model, "axes", None)
-    return as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
+    rules = as_rules(rules, axes if isinstance(axes, PartitionAxis) else None)
+    layers = model_layers(model)
+    return rules if layers == rules.layers else PartitionRules(rules.table, rules.axes, layers)
 
 
 def model_layers(model: object) -> tuple[str, ...]:
-    """Paths of the layer lists and scanned stacks in the model's own table; () if it has none."""
+    """Paths of the layer lists and scanned stacks in the model's own table, without empty lists; () without a table."""
     rules = getattr(model, ATTRIBUTE, None)
-    return () if rules is None else as_rules(rules).layers
+    layers = () if rules is None else as_rules(rules).layers
+    return tuple(path for path in layers if not isinstance(part := getattr(model, path, None), nnx.List) or len(part))
 
 
 def model_axes(model: object) -> PartitionAxis:

@@ -25,7 +25,7 @@ from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
 from flax_mesh.models import DecoderConfig, make_decoder
-from flax_mesh.models.decoder import next_token_loss
+from flax_mesh.models.loss import next_token_loss
 from flax_mesh.sharding.initialize import run
 from flax_mesh.train import init_train_state, make_train_step
 from tests.benchmarks.common.report import options, print_json, print_table, use_cpu

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, WITHOUT_EFFECT, Family, Json, Key
+from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION, WITHOUT_EFFECT, Family, Json, Key
 from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
@@ -23,6 +23,7 @@ from flax_mesh.fields import check_types
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
+_OFF: dict[str, object] = {"dense_mlp_size": 0, "sliding_window": 0, "layer_pattern": ""}
 OTHER_NAME = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 # The switches of the decoder and their defaults: a family must have them, or set them, to have these models.
 SWITCHES: dict[str, object] = {
@@ -31,7 +32,8 @@ SWITCHES: dict[str, object] = {
     **{"attention_sinks": False, "embedding_scale": 1.0, "residual_scale": 1.0, "logits_scaling": 1.0},
     **{"output_bias": False, "mlp_bias": False, "activation": "silu", "swiglu_limit": 0.0, "rotary_dims": 0},
     **{"rope_interleaved": False, "local_rope_theta": 0.0, "router_scores": "softmax", "normalize_router": True},
-    **{"shared_expert_size": 0, "shared_expert_gate": False},
+    **{"shared_expert_size": 0, "shared_expert_gate": False, "router_groups": 1, "router_top_groups": 1},
+    **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0},
 }
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
@@ -56,6 +58,7 @@ class DecoderFolder(NamedTuple):
         They are found without building the model.
         """
         layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
+        layers -= self.settings.get("dense_layers", 0)
         problems, stored = [], open_safetensors(self.path)
         # A config.json that asks for a billion layers must fail before a model of that size is traced.
         if layers * experts > len(stored):
@@ -85,7 +88,10 @@ class DecoderFolder(NamedTuple):
     def load(self, abstract: Tree) -> Tree:
         """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
         tied = (_TIED_HEAD,) if self.settings["tied"] else ()
-        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied)
+        # The layer after the last one predicts the token after the next; transformers does not read it either.
+        has_more = PREDICTION.keys() <= OF_FAMILY.get(self.model_type, {}).keys()
+        more = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
+        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *more)
         return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
 
 
@@ -159,6 +165,8 @@ def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[
     problems += _unsupported(config, family)
     if problems:
         raise ConfigError(sorted(problems), head=f"The decoder does not support this {config['model_type']}:")
+    joined = {target.settings[0]: target.join for target in family.keys.values() if target.join}
+    settings |= {name: join(settings[name], settings) for name, join in joined.items()}
     return settings | {name: value(settings) for name, value in family.settings.items() if callable(value)}
 
 
@@ -179,7 +187,7 @@ def huggingface_config(
         >>> config["model_type"], config["num_hidden_layers"], config["eos_token_id"]
         ('llama', 3, 2)
     """
-    settings = {**SWITCHES, **ROPE_OFF, "sliding_window": 0, "layer_pattern": "", **settings}
+    settings = {**SWITCHES, **ROPE_OFF, **_OFF, **settings}
     settings |= parsed_factors(settings)
     differences = {name: _differences(family, settings) for name, family in FAMILIES.items()}
     fitting = [name for name, lacking in differences.items() if not lacking]
@@ -191,7 +199,7 @@ def huggingface_config(
     model_type = model_type if model_type in fitting else fitting[0]
     family = FAMILIES[model_type]
     config: dict[str, object] = {"architectures": [family.architecture], "model_type": model_type}
-    config |= {key: target.write(settings[target.settings[0]]) for key, target in family.keys.items()}
+    config |= {key: target.value(settings) for key, target in family.keys.items()}
     config |= {key: value for key, value in family.must.items() if key not in _NOT_WRITTEN}
     config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}
     if max_position_embeddings is not None:
@@ -210,6 +218,8 @@ def _differences(family: Family, settings: Json) -> list[str]:
     if "num_experts" in free and not settings["num_experts"]:
         lacking.append("num_experts=0")
     for target in family.keys.values():
+        if target.part and target.part(settings[target.settings[0]], settings) is None:
+            lacking.append(f"{target.settings[0]}={settings[target.settings[0]]!r}")
         several = [settings[name] for name in target.settings if len(target.settings) > 1]
         if len({*several}) > 1:
             lacking.append(" and ".join(f"{name}={settings[name]!r}" for name in target.settings))

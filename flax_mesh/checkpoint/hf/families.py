@@ -12,7 +12,8 @@ Json = Mapping[str, Any]  # of a config.json, or the settings that follow from o
 class Key(NamedTuple):
     """A key of config.json and the settings that have its value, converted by `read`; `write` is the inverse.
 
-    `null` is the setting for null in config.json, None if the key must not be null.
+    `null` is the setting for null in config.json, None if the key must not be null. `join(value, settings)` is the
+    setting if it depends on others too, and `part(setting, settings)` the inverse, None where there is none.
     """
 
     settings: tuple[str, ...]
@@ -20,6 +21,13 @@ class Key(NamedTuple):
     read: Callable[[Any], object] = lambda value: value
     write: Callable[[Any], object] = lambda value: value
     null: object = None
+    join: Callable[[Any, Json], object] | None = None
+    part: Callable[[Any, Json], object] | None = None
+
+    def value(self, settings: Json) -> object:
+        """The value of the key for all settings."""
+        setting = settings[self.settings[0]]
+        return self.write(self.part(setting, settings) if self.part else setting)
 
 
 class Family(NamedTuple):
@@ -90,6 +98,24 @@ _QWEN_MOE_KEYS = {
     "moe_intermediate_size": Key(("mlp_size",)),
     "norm_topk_prob": Key(("normalize_router",), bool),
 }
+_BALANCED_KEYS = {
+    **{key: value for key, value in KEYS.items() if key != "intermediate_size"},
+    **_EXPERT_KEYS,
+    "intermediate_size": Key(("dense_mlp_size",)),
+    "moe_intermediate_size": Key(("mlp_size",)),
+    "n_routed_experts": Key(("num_experts",)),
+    "n_shared_experts": Key(
+        ("shared_expert_size",),
+        null=0,
+        join=lambda count, settings: count * settings["mlp_size"],
+        part=lambda size, settings: None if size % settings["mlp_size"] else size // settings["mlp_size"],
+    ),
+    "n_group": Key(("router_groups",), null=1),
+    "topk_group": Key(("router_top_groups",), null=1),
+    "routed_scaling_factor": Key(("router_scale",), float),
+    "norm_topk_prob": Key(("normalize_router",), bool),
+    "first_k_dense_replace": Key(("dense_layers",)),
+}
 _GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attention_bias": _BIAS,
@@ -142,6 +168,8 @@ _GEMMA_MUST = _MUST | {"use_bidirectional_attention": False}
 
 _PHI_MUST = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "mlp_bias": False, "lm_head_bias": False}
 _PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
+_BALANCED = {"router_scores": "sigmoid", "router_balance": True}
+_BALANCED_ABSENT = ABSENT | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
@@ -163,7 +191,9 @@ WITHOUT_EFFECT = {
 _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk_size", "conv_bias", "proj_bias")
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
+PREDICTION = {"num_nextn_predict_layers": "of a layer that predicts the token after the next, which is not read"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
+    "glm4_moe": PREDICTION,
     "gemma2": _OF_GEMMA | {"sliding_window_size": "an older name of sliding_window"},
     "gemma3_text": _OF_GEMMA,
     "gemma": _OF_GEMMA_1,
@@ -312,5 +342,14 @@ FAMILIES = {
         {**_MUST, "num_local_experts": 0, "normalization_function": "rmsnorm"},
         _NO_EXPERTS,
         "global",
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        _BALANCED_KEYS | {"attention_bias": Key(("qkv_bias",), bool), "use_qk_norm": Key(("qk_norm",), bool)},
+        {**_BALANCED_ABSENT, "rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False}
+        | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+        _NO_ROTARY,
+        _BALANCED,
+        rotary=0.5,
     ),
 }

@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from flax_mesh.errors import ConfigError
@@ -35,12 +35,16 @@ class ParamMapping(NamedTuple):
     Several parameters may be one array in the files, whose lines follow each other: with `joined="concatenated"` along
     its first dim (the projections of Phi-3), with "alternating" along its last one, an element of each in turn (the
     experts of gpt-oss).
+
+    `after` is the path of another list or stack whose layers come first in the files: `{i}` in the name is then the
+    number of those layers plus `{i}` in the path. A state must contain both.
     """
 
     path: str
     name: str
     dims: str
     joined: str = ""
+    after: str = ""
 
 
 class MappedArray(NamedTuple):
@@ -80,10 +84,10 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam
         raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
     paths = Counter(path for path, _ in named)
     problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
-    lines = []
+    lines, counts = [], {line.after: _num_layers(line.after, named) for line in table if line.after}
     for path, value in named:
         try:
-            param, line = _map_param(path, value, table)
+            param, line = _map_param(path, value, table, counts)
         except ConfigError as error:
             problems += error.problems
         else:
@@ -120,7 +124,19 @@ def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[Par
     ]
 
 
-def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> tuple[MappedParam, ParamMapping]:
+def _num_layers(stack: str, named: Iterable[tuple[str, Any]]) -> int:
+    """Number of layers of a list, a scanned stack or the parts of one."""
+    count = 0
+    for path, value in named:
+        base, start = path_and_start(path)
+        if match := re.match(rf"{re.escape(stack)}/(?:({NUMBER})/)?", base):
+            count = max(count, int(match[1]) + 1 if match[1] else start + value.shape[0])
+    return count
+
+
+def _map_param(
+    path: str, value: Shaped, table: Sequence[ParamMapping], num_layers: Mapping[str, int]
+) -> tuple[MappedParam, ParamMapping]:
     base, start = path_and_start(path)
     matches = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
     if len(matches) != 1:
@@ -129,6 +145,7 @@ def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> tuple
     line, match = matches[0]
     name, dims = line.name, line.dims
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
+    first = dict.fromkeys([*match.groupdict()][:1], num_layers.get(line.after, 0))
     layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
     groups, here = _parse(dims)
     flat = [letter for group in groups for letter in group]
@@ -147,6 +164,7 @@ def _map_param(path: str, value: Shaped, table: Sequence[ParamMapping]) -> tuple
     for at in itertools.product(*over.values()):
         where = numbers | dict(zip(over, at, strict=True))
         where |= {key: where[key] + start for key in layers}
+        where |= {key: where[key] + count for key, count in first.items()}
         arrays.append(MappedArray(name.format(**where), at, shape, split, order))
     return MappedParam(path, value, bool(layers), tuple(arrays)), line
 

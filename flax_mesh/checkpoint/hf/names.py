@@ -14,6 +14,14 @@ def _lines(rows: Mapping[str, tuple[str, str]], joined: str = "") -> tuple[Param
     )
 
 
+def _dense_first(
+    rows: tuple[ParamMapping, ...], dense: tuple[ParamMapping, ...], experts: tuple[ParamMapping, ...]
+) -> tuple[ParamMapping, ...]:
+    """Rows of all layers, of the first ones, which are dense, and of those with experts."""
+    first = tuple(line._replace(path=f"dense_{line.path}") for line in rows + dense)
+    return first + tuple(line._replace(after="dense_layers") for line in rows + experts)
+
+
 _ENDS = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
     ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
@@ -103,6 +111,9 @@ _GPT_OSS += _lines(
         "attention/sinks": ("self_attn.sinks", "h -> h"),
     }
 )
+_BALANCED_EXPERTS = _QWEN_EXPERTS + _lines(
+    {**_mlp("shared_mlp", "mlp.shared_experts"), "moe/balance": ("mlp.gate.e_score_correction_bias", "e -> e")}
+)
 _SHARED_NORMS = _ENDS + _lines(_PROJECTIONS | _OUTPUT)
 # model_type -> its table. A table may have lines for parameters that a model lacks.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
@@ -125,4 +136,5 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "glm4": _SHARED_NORMS + _lines(_GLM_NORMS) + _FUSED_DENSE,
     "granite": ATTENTION + _DENSE,
     "granitemoehybrid": ATTENTION + _GRANITE_DENSE,
+    "glm4_moe": _ENDS + _dense_first(_lines(_BEFORE | _PROJECTIONS | _OUTPUT), _DENSE, _BALANCED_EXPERTS),
 }

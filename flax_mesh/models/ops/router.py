@@ -1,6 +1,6 @@
 """The router of a mixture of experts: scores of the experts, the K best of each token, and their weights.
 
-Shape letters: T tokens, D hidden, E experts, K experts per token, L experts of a device.
+Shape letters: T tokens, D hidden, E experts, K experts per token, L experts of a device or of a group, G groups.
 """
 
 import math
@@ -18,10 +18,15 @@ class Routing(NamedTuple):
 
     scores: the scores of the experts, "softmax" over all of them or a "sigmoid" of each
     normalize: whether the weights are the scores divided by their sum over the chosen experts, or the scores
+    groups: consecutive experts form that many groups, and a token is routed to experts of its `top_groups` best ones
+    scale: a factor of all weights
     """
 
     scores: str = "softmax"
     normalize: bool = True
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
 
 def route(
@@ -31,15 +36,23 @@ def route(
     routing: Routing = Routing(),  # noqa: B008
     bias_E: jax.Array | None = None,
     counted_T: jax.Array | None = None,
+    balance_E: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, Aux]:
-    """Weights (T, K) float32, experts (T, K) int32 by descending weight, and sums over the tokens of a mask, or all."""
+    """Weights (T, K) float32, experts (T, K) int32 by descending score, and sums over the tokens of a mask, or all.
+
+    `balance_E` is added to the scores for the choice of the experts, not for their weights (DeepSeek-V3).
+    """
     # Full float32 on every backend, since one bit can change which expert a token is routed to.
     logits_TE = jnp.dot(x_TD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
     if bias_E is not None:
         logits_TE = logits_TE + bias_E
     probability_TE = jax.nn.softmax(logits_TE)
     scores_TE = probability_TE if routing.scores == "softmax" else jax.nn.sigmoid(logits_TE)
-    top_TK, experts_TK = jax.lax.top_k(scores_TE, k)
+    if balance_E is None and routing.groups == 1:
+        top_TK, experts_TK = jax.lax.top_k(scores_TE, k)
+    else:
+        experts_TK = jax.lax.top_k(_choice(jax.lax.stop_gradient(scores_TE), routing, balance_E), k)[1]
+        top_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=1)
     counted_T1 = None if counted_T is None else counted_T[:, None]
     assigned_A = None if counted_T is None else jnp.repeat(counted_T.astype(jnp.int32), k)
     sums = {
@@ -48,8 +61,23 @@ def route(
         "router_z": jnp.sum(jax.nn.logsumexp(logits_TE, axis=-1) ** 2, where=counted_T),
     }
     if routing.normalize:
-        top_TK = top_TK / jnp.sum(top_TK, axis=-1, keepdims=True)
-    return top_TK, experts_TK, sums
+        top_TK = top_TK / (jnp.sum(top_TK, axis=-1, keepdims=True) + 1e-20)
+    return top_TK if routing.scale == 1 else top_TK * routing.scale, experts_TK, sums
+
+
+def _choice(scores_TE: jax.Array, routing: Routing, balance_E: jax.Array | None) -> jax.Array:
+    """The scores by which experts are chosen; -inf outside of the best groups.
+
+    The score of a group is its largest score, or with a balancing bias the sum of its two largest ones (DeepSeek).
+    """
+    scores_TE = scores_TE if balance_E is None else scores_TE + balance_E
+    if routing.groups == 1:
+        return scores_TE
+    scores_TGL = scores_TE.reshape(len(scores_TE), routing.groups, -1)
+    best_TG = jnp.sum(jax.lax.top_k(scores_TGL, 1 if balance_E is None else 2)[0], axis=-1)
+    groups_TN = jax.lax.top_k(best_TG, routing.top_groups)[1]
+    is_best_TG = jnp.any(groups_TN[..., None] == jnp.arange(routing.groups), axis=1)
+    return jnp.where(is_best_TG[..., None], scores_TGL, -jnp.inf).reshape(scores_TE.shape)
 
 
 def router_losses(aux: Aux) -> dict[str, jax.Array]:

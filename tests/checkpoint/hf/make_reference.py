@@ -39,6 +39,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 4.0]}
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+BALANCED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
+BALANCED |= {"routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 TWO_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 12}
 GRANITE = {"embedding_multiplier": 3, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2}
@@ -98,7 +100,12 @@ CASES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4, **GRANITE},
     },
 }
+CASES["glm4_moe"] = {
+    **{"model_type": "glm4_moe", "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True, **BALANCED},
+    **{"attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "n_shared_experts": 2, "first_k_dense_replace": 1},
+}
 SHARDED = {"llama": "10KB"}  # cases of several files
+SEEDS = {"glm4_moe": 1}  # where the text of seed 0 repeats one token
 LENGTH = 24
 PROMPT, GENERATED = 7, 64  # tokens
 
@@ -137,6 +144,9 @@ def randomize(
             spread = scale * (0.2 if "norm" in name else 0.4)
             value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + norm * ("norm" in name)
             parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # no parameter
+                buffer.copy_(torch.from_numpy(rng.standard_normal(tuple(buffer.shape), dtype=np.float32) * 0.2))
 
 
 def tokens_of(rng: np.random.Generator) -> np.ndarray:
@@ -173,7 +183,7 @@ def main() -> None:
     for case in sys.argv[1:] or CASES:
         shutil.rmtree(DATA / case, ignore_errors=True)
         (DATA / case).mkdir(parents=True)
-        write_reference(case, DATA / case)
+        write_reference(case, DATA / case, seed=SEEDS.get(case, 0))
         write_generated(DATA / case)
 
 

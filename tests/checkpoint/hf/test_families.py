@@ -73,7 +73,7 @@ def check(config, folder, shape=ONE, **change):
     assert np.abs(ours - logits).max() < TOLERANCE * np.abs(logits).max()
     assert abs(float(found) - loss) < TOLERANCE * loss
     expected, _ = load_decoder(folder / "gradients", mesh, dtype="float32", **change)
-    expected = dict(named_leaves(nnx.state(expected)))
+    expected = dict(named_leaves(nnx.state(expected, nnx.Param)))
     assert expected.keys() == dict(named_leaves(gradients)).keys()
     for path, value in named_leaves(gradients):
         want = np.asarray(expected[path])

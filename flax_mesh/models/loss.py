@@ -1,0 +1,144 @@
+"""The loss of a decoder on the next tokens, its log-probabilities, and its FLOPs.
+
+Shape letters: B batch, S sequence, D hidden, V vocab.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from flax_mesh.errors import ConfigError
+from flax_mesh.models.config import DecoderConfig
+from flax_mesh.models.cross_entropy import cross_entropy, project, token_losses
+from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.ops.router import Aux, router_losses
+from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.models.parts import token_dims
+from flax_mesh.sharding.constrain import constrain
+from flax_mesh.sharding.explicit import on_auto_axes
+from flax_mesh.text import array_text
+from flax_mesh.tree import PyTree
+
+
+def _tokens_of(batch: object, function: str) -> tuple[jax.Array, jax.Array]:
+    """Inputs and targets; ConfigError if a recipe's own batches do not have them."""
+    arrays = batch if isinstance(batch, Mapping) else {}
+    tokens = [arrays.get(name) for name in ("inputs", "targets")]
+    if any(x is None or x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.integer) for x in tokens):
+        names = {name: array_text(x) for name, x in arrays.items() if hasattr(x, "dtype")} or type(batch).__name__
+        raise ConfigError(
+            f"{function} takes a batch with 'inputs' and 'targets', integers of shape (batch, sequence), got {names}; "
+            "write a loss_fn for other batches"
+        )
+    return tokens[0], tokens[1]  # pyright: ignore[reportReturnType] (neither is None)
+
+
+def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree, ...]:
+    """(summed cross-entropy in nats, number of tokens) of targets (B, S).
+
+    Negative targets do not count, whether -1, -100 or another number. A target at or above the size of the vocabulary
+    makes the loss NaN, as an input does.
+
+    If the batch has "segment_ids", integers (B, S), tokens attend only to tokens with the same id: documents that are
+    packed into one row do not see each other. The target of the last token of a document is then best set to -1. The id
+    of padding is 0.
+
+    With experts (loss_sum, weight, metrics):
+
+        loss_sum = cross-entropy sum + weight * sum over layers of (a load_balance_loss + z router_z_loss)
+
+    with the coefficients a and z of these names in the config, and the values of `router_losses`. Divided by the summed
+    weight of all microbatches it is the mean over microbatches, weighted by their number of targets. The metrics are
+    weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
+    layer. Tokens without a target count in the losses of the router, padding (segment 0) does not.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+        >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
+        >>> tokens = jnp.zeros((2, 8), int)
+        >>> loss_sum, weight = next_token_loss(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
+        >>> int(weight)  # negative targets do not count
+        8
+    """
+    config, (loss, targets_BS, aux) = model.config, _of_targets(cross_entropy, model, batch, "next_token_loss")
+    weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
+    if not aux:
+        return loss, weight
+    losses = router_losses(aux)
+    metrics = {"cross_entropy": loss}
+    for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
+        metrics[name] = weight * combine(losses[name])
+    for name in ("load_balance_loss", "router_z_loss"):
+        loss = loss + weight * getattr(config, name) * jnp.sum(losses[name])
+    return loss, weight, metrics
+
+
+def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
+    """Logarithms of the probabilities of the targets, (B, S) float32; 0 where the target is negative.
+
+    The batch is as for `next_token_loss`, and minus the sum is its cross-entropy. Losses of whole completions are made
+    from it, such as the loss of recipes/dpo.py. With `model.loss_chunk`, only the logits of that many tokens per device
+    exist at a time; the backward pass computes them again. The losses of routers are not part of it.
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, make_decoder, token_log_probs
+        >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))
+        >>> tokens = jnp.zeros((2, 8), int)
+        >>> log_probs = token_log_probs(model, {"inputs": tokens, "targets": tokens.at[0].set(-1)})
+        >>> log_probs.shape, (log_probs < 0).sum(axis=1).tolist()
+        ((2, 8), [0, 8])
+    """
+    return -_of_targets(token_losses, model, batch, "token_log_probs")[0]
+
+
+def scores_at(
+    model: Decoder, tokens_BS: jax.Array, positions_BT: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probabilities (B, T) float32 of targets after the tokens at positions, and whether they are the largest."""
+    axes, dims = model.config.axes, token_dims("decode")  # no mesh axis splits the second one
+
+    def scores(x_BSD: jax.Array, weights_DV: jax.Array, positions_BT: jax.Array, targets_BT: jax.Array) -> PyTree:
+        x_BTD = jnp.take_along_axis(x_BSD, positions_BT[..., None], axis=1)
+        x_BTD = constrain(x_BTD, (*dims, "hidden"), axes=axes, mode="decode")
+        logits_BTV = soft_cap(project(x_BTD, weights_DV, axes, "decode"), model.config.logit_softcap)
+        is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+        log_probs_BT = jnp.sum(logits_BTV, axis=-1, where=is_target_BTV) - jax.nn.logsumexp(logits_BTV, axis=-1)
+        return log_probs_BT, jnp.argmax(logits_BTV, axis=-1) == targets_BT
+
+    arrays = *model.hidden(tokens_BS)[:2], positions_BT, targets_BT
+    return on_auto_axes(scores, *arrays, out=[dims, dims], axes=axes, mode="decode")
+
+
+def _of_targets(
+    losses: Callable[..., jax.Array], model: Decoder, batch: dict[str, jax.Array], name: str
+) -> tuple[jax.Array, jax.Array, Aux]:
+    """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
+    inputs_BS, targets_BS = _tokens_of(batch, name)
+    # Not passed as None, since a subclass may not take them.
+    packed: dict[str, Any] = {key: batch[key] for key in ("segment_ids",) if key in batch}
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
+    config = model.config
+    options = {"axes": config.axes, "chunk": config.loss_chunk, "cap": config.logit_softcap}
+    return losses(x_BSD, weights_DV, targets_BS, **options), targets_BS, aux
+
+
+def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:
+    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, with causal attention.
+
+    N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
+    experts that the token is not routed to. S is the sequence length, D = heads * head_dim. Recomputation is not
+    counted: this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, flops_per_token
+        >>> f"{flops_per_token(DecoderConfig(), num_parameters=1_000_000, sequence_length=128):.2e}"
+        '6.79e+06'
+    """
+    idle = 0 if config.tied else config.vocab_size * config.hidden_size
+    if config.num_experts:
+        expert = 3 * config.hidden_size * config.mlp_size
+        idle += (config.num_layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
+    attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length
+    return 6.0 * (num_parameters - idle) + attention

@@ -1,0 +1,43 @@
+"""The norms of a decoder, and the options of its linear layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from flax_mesh.axes import Mode
+from flax_mesh.models.config import DecoderConfig
+
+
+class ZeroCenteredNorm(nnx.Module):
+    """RMSNorm over the last dim, with the weights 1 + scale."""
+
+    def __init__(self, size: int, *, epsilon: float, dtype: jnp.dtype, param_dtype: jnp.dtype):
+        self.epsilon, self.dtype = epsilon, dtype
+        self.scale = nnx.Param(jnp.zeros(size, param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
+        return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
+
+
+def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm | ZeroCenteredNorm:
+    size = size or config.hidden_size
+    if config.zero_centered:
+        return ZeroCenteredNorm(size, epsilon=config.norm_epsilon, **dtypes(config))
+    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
+
+
+def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:
+    return {"use_bias": False, "rngs": rngs, **dtypes(config)}
+
+
+def dtypes(config: DecoderConfig) -> dict[str, Any]:
+    return {"dtype": jnp.dtype(config.dtype), "param_dtype": jnp.dtype(config.param_dtype)}
+
+
+def token_dims(mode: Mode) -> tuple[str, str]:
+    """Logical axes of the dims (B, S) of activations: in "decode" S is one token, which no mesh axis splits."""
+    return "batch", "query_sequence" if mode == "decode" else "sequence"

@@ -1,0 +1,69 @@
+"""Checks of the settings of a decoder that are switches of families."""
+
+import math
+from typing import TYPE_CHECKING
+
+from flax_mesh.errors import Problem
+from flax_mesh.models.pattern import pattern_problem
+
+if TYPE_CHECKING:
+    from flax_mesh.models.config import DecoderConfig
+
+NEEDS_EXPERTS = (
+    *("shared_expert_size", "router_scores", "normalize_router", "router_groups", "router_top_groups"),
+    *("router_scale", "router_balance", "dense_layers"),
+)
+
+
+def switch_problems(config: "DecoderConfig") -> list[Problem]:
+    """Invalid values of the switches of families, and switches without effect."""
+    problems = []
+    if config.layer_pattern and (problem := pattern_problem(config.layer_pattern)):
+        problems.append(Problem("model.layer_pattern", problem))
+    elif any(kind.local for kind in config.kinds) and not config.sliding_window:
+        text = "has local layers, which need a model.sliding_window above 0"
+        problems.append(Problem("model.layer_pattern", text, value=config.layer_pattern))
+    if config.rotary_dims % 2 or config.rotary_dims > config.head_dim:
+        text = f"must be even and at most model.head_dim={config.head_dim}"
+        problems.append(Problem("model.rotary_dims", text, value=config.rotary_dims))
+    if config.rope_kind == "yarn" and config.rope_theta == 1:
+        problems.append(Problem("model.rope_theta", "must not be 1 with model.rope_kind=yarn"))
+    rotated = (config.rotary_dims or config.head_dim) // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(config, name)
+        if factors and config.rope_kind != "longrope":
+            problems.append(Problem(f"model.{name}", "needs model.rope_kind=longrope"))
+        elif config.rope_kind == "longrope" and [0 < x < math.inf for x in factors] != [True] * rotated:
+            text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
+            problems.append(Problem(f"model.{name}", text))
+    without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
+    without_effect |= dict.fromkeys(NEEDS_EXPERTS, "num_experts")
+    for name, needed in without_effect.items():
+        if getattr(config, name) != getattr(type(config), name) and not getattr(config, needed):
+            problems.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
+    problems += _group_problems(config)
+    if config.dense_layers and not config.dense_mlp_size:
+        problems.append(Problem("model.dense_mlp_size", "must be above 0 with model.dense_layers"))
+    if 0 < config.num_layers <= config.dense_layers:
+        text = f"must be below model.num_layers={config.num_layers}; for no experts at all set model.num_experts=0"
+        problems.append(Problem("model.dense_layers", text, value=config.dense_layers))
+    if config.swiglu_limit and config.activation != "silu":
+        problems.append(Problem("model.swiglu_limit", "needs model.activation=silu"))
+    return problems
+
+
+def _group_problems(config: "DecoderConfig") -> list[Problem]:
+    groups, experts = config.router_groups, config.num_experts
+    if groups <= 1 or not experts:
+        return []
+    if experts % groups:
+        text = f"must divide model.num_experts={experts} into groups of equal size"
+        return [Problem("model.router_groups", text, value=groups)]
+    if not 1 <= config.router_top_groups <= groups:
+        text = f"must be from 1 to model.router_groups={groups}"
+        return [Problem("model.router_top_groups", text, value=config.router_top_groups)]
+    size, smallest = experts // groups, 2 if config.router_balance else 1
+    if size < smallest or size * config.router_top_groups < config.experts_per_token:
+        text = f"must leave {smallest} experts in a group, and model.experts_per_token in the best groups"
+        return [Problem("model.router_groups", text, value=groups)]
+    return []
