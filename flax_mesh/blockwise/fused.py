@@ -2,6 +2,7 @@
 
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 import math
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.blockwise.formula import FEATURE, NoFormulaError, Operand, Role, formula_of
+from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
+from flax_mesh.blockwise.mask import NoFormulaError
 from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
 from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.blockwise.visits import Static
@@ -111,12 +113,12 @@ class Fused:
         """Queries, keys and values as (B, S, heads, C), ids of documents as (B, S)."""
         formula = self.formula
         features = [[*formula.heads, *formula.groups], [*formula.heads], [*formula.heads]]
-        found: list[jax.Array] = []
+        arranged: list[jax.Array] = []
         for n, (x, operand) in enumerate(zip(values, formula.operands, strict=True)):
             dims = [[*formula.rows], [formula.at[0 if n in (0, 3) else 1]]]
             dims += [features[n], [FEATURE]] if n < 3 else []
-            found.append(_grouped(x, operand.roles, dims))
-        return [*found[:3], *(x.astype(jnp.int32) for x in found[3:])]
+            arranged.append(_grouped(x, operand.roles, dims))
+        return [*arranged[:3], *(x.astype(jnp.int32) for x in arranged[3:])]
 
     def _as_written(self, out: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
         formula = self.formula

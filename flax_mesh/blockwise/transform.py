@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
-from flax_mesh.blockwise.formula import NoFormulaError
 from flax_mesh.blockwise.fused import Fused
+from flax_mesh.blockwise.mask import NoFormulaError
 from flax_mesh.blockwise.place import follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
@@ -350,6 +350,6 @@ def _elsewhere(
     """The choices of auto on the devices that have kernels, where the platform is not known."""
     for name, kernel in KERNELS.items():
         with kernels_without_devices():
-            found = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
-        lines = [*found.lines, *(line for line in found.unfit if line not in found.lines)]
+            other = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
+        lines = [*other.lines, *(line for line in other.unfit if line not in other.lines)]
         yield from (f"on {kernel.platform.upper()}s: {line}" for line in lines)
