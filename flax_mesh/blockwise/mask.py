@@ -30,7 +30,11 @@ Fixed: TypeAlias = Mapping[Key, float]
 
 
 class NoFormulaError(Exception):
-    """Why the equations of an attention are not the formula."""
+    """The equations of an attention are not the formula of a kernel, for a reason."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
 
 
 def needed_steps(steps: Sequence[Step], wanted: Key, without: Fixed) -> list[Step]:

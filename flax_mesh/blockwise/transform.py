@@ -7,7 +7,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -35,6 +35,7 @@ from flax_mesh.tree import num_bytes
 
 BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
 MODES = ("auto", "kernel", "blockwise", "as_written")
+LayoutOf: TypeAlias = Callable[[object], Layout | None]  # of an array that a function closes over
 SMALL = f"it has fewer than {FEWEST} queries or keys, or fewer scores than a block"
 
 
@@ -129,7 +130,7 @@ class Rewritten(NamedTuple):
 def rewrite(
     program: Program,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     block: int | None = None,
     kernel: str = "",
     limit: int = -1,
@@ -156,7 +157,7 @@ def rewrite(
             if kernel:
                 fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform())
         except NoFormulaError as error:
-            reasons[id(product)] = str(error)
+            reasons[id(product)] = error.reason
         if id(product) not in fused:
             blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
     saved = _saved(blocks.values())
@@ -313,7 +314,7 @@ def choose(
     program: Program,
     attention: str,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     limit: int,
     platform: str,
 ) -> Choice:
@@ -344,7 +345,7 @@ def choose(
 def _elsewhere(
     program: Program,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     limit: int,
 ) -> Iterable[str]:
     """The choices of auto on the devices that have kernels, where the platform is not known."""

@@ -220,7 +220,7 @@ def test_a_line_has_the_property_that_the_kernel_lacks():
 
 def test_a_mistake_in_the_band_is_found_by_the_check_of_the_mask(monkeypatch):
     """The band is read from the first and the last query; all others are checked."""
-    fn = with_scores(one_more(lambda d: d >= 0))  # noqa: E731
+    fn = with_scores(one_more(lambda d: d >= 0))
     monkeypatch.setattr(mask._Mask, "check", lambda *_: None)
     assert "causal" in rewritten(fn, cast(operands(), jnp.bfloat16), "cudnn").lines[0]
 
