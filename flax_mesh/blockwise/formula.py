@@ -6,7 +6,7 @@ The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`, plus numbe
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -61,8 +61,8 @@ class Formula:
         return ", ".join([*texts, "within documents"] if self.segments else texts)
 
 
-def formula_of(region: Region, static: Static) -> Formula:
-    """Raises NoFormulaError."""
+def formula_of(region: Region, static: Static, bands: dict[Hashable, Band | str]) -> Formula:
+    """Raises NoFormulaError. `bands` as in `band_of`."""
     if region.extra:
         raise NoFormulaError("its scores have further columns (sinks)")
     scores = _follow_scores(region, static)
@@ -85,7 +85,7 @@ def formula_of(region: Region, static: Static) -> Formula:
     rows = {*segments[0].roles} - {None, at[0]} if segments else {*(common[:-1] or common)}
     if not rows <= of_k:
         raise NoFormulaError("its documents differ between heads of the same keys")
-    band = band_of(region, static, product.output, fixed)
+    band = band_of(region, static, product.output, fixed, bands)
     cap = scores.outer if scores.is_capped else 0.0
     ordered = [d for d in range(len(eqn.outvars[0].aval.shape)) if d in of_q]
     return Formula(

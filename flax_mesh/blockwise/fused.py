@@ -5,7 +5,7 @@
 # pyright: reportUnknownLambdaType=false
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.blockwise.visits import Static
 from flax_mesh.kernels import (
     KERNELS,
+    Band,
     Need,
     cudnn_attention,
     misfit,
@@ -31,14 +32,22 @@ from flax_mesh.tree import PyTree
 class Fused:
     """An attention that the kernel `name` computes; of the devices of `platform`, or by its reference.
 
-    Raises NoFormulaError if the kernel does not compute it.
+    Raises NoFormulaError if the kernel does not compute it. `bands` as in `mask.band_of`.
     """
 
     saved = 0  # bytes of scores
 
-    def __init__(self, region: Region, static: Static, placement: Placement | None, name: str, platform: str):
+    def __init__(
+        self,
+        region: Region,
+        static: Static,
+        placement: Placement | None,
+        name: str,
+        platform: str,
+        bands: dict[Hashable, Band | str],
+    ):
         self.region, self.placement, self.name = region, placement, name
-        self.formula = formula = formula_of(region, static)
+        self.formula = formula = formula_of(region, static, bands)
         self.is_reference = platform != KERNELS[name].platform
         self.leaves = [x.value for x in formula.operands]
         self.dtype = formula.v.value.aval.dtype

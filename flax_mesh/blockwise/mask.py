@@ -9,7 +9,7 @@ arithmetic says this of all elements are not evaluated.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
 import jax
@@ -47,16 +47,21 @@ def needed_steps(steps: Sequence[Step], wanted: Key, without: Fixed) -> list[Ste
     return computed[::-1]
 
 
-def band_of(region: Region, static: Static, product: Key, conditions: Sequence[Key]) -> Band:
-    """The keys that each query sees where the `conditions` hold, if it sees none where they do not."""
+def band_of(
+    region: Region, static: Static, product: Key, conditions: Sequence[Key], known: dict[Hashable, Band | str]
+) -> Band:
+    """The keys that each query sees where the `conditions` hold, if it sees none where they do not.
+
+    Every layer has the same mask: `known` are the bands, or the reasons why there is none, of masks that are checked.
+    """
     mask = _Mask(region, static, product, conditions)
-    queries, keys = region.shape[region.q], region.shape[region.k]
-    first, last = (mask.evaluated(i, 1, 0, keys, holds=True)[0].nonzero()[0] for i in (0, queries - 1))
-    if not (first.size and last.size):
-        raise NoFormulaError("a query sees no key")
-    left, right = queries - 1 - int(last[0]), int(first[-1])
-    band = (None if last[0] == 0 else left), (None if right == keys - 1 else right)
-    mask.check(band)
+    if (key := mask.key) not in known:
+        try:
+            known[key] = mask.band
+        except NoFormulaError as error:
+            known[key] = error.reason
+    if isinstance(band := known[key], str):
+        raise NoFormulaError(band)
     return band
 
 
@@ -94,6 +99,29 @@ class _Mask:
                     sizes.setdefault(label, set()).add(size)
         # One element of every other dim is enough, unless dims are split or merged.
         self.parts = {} if any(len(x) > 1 for x in sizes.values()) else {d: max(x) for d, x in sizes.items()}
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for masks that are computed in the same way."""
+        numbers: dict[Key, int] = {x: n for n, x in enumerate((self.product, *self.conditions, *self.leaves))}
+        rows: list[Hashable] = [(x.shape, x.tobytes(), self.region.leaves[key][1]) for key, x in self.leaves.items()]
+        for step in self.steps:
+            inputs = [str(x.value) if isinstance(x, Literal) else numbers[x] for x in step.inputs]
+            out = step.op.outputs[0].aval
+            rows.append((step.op.name, str(step.op.params), out.shape, str(out.dtype), step.labels, *inputs))
+            numbers[step.output] = len(numbers)
+        return self.region.shape, self.region.q, self.region.k, *rows
+
+    @property
+    def band(self) -> Band:
+        queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
+        first, last = (self.evaluated(i, 1, 0, keys, holds=True)[0].nonzero()[0] for i in (0, queries - 1))
+        if not (first.size and last.size):
+            raise NoFormulaError("a query sees no key")
+        left, right = queries - 1 - int(last[0]), int(first[-1])
+        band = (None if last[0] == 0 else left), (None if right == keys - 1 else right)
+        self.check(band)
+        return band
 
     def _fixed(self, product: float, *, holds: bool) -> dict[Key, float]:
         return {self.product: product, **dict.fromkeys(self.conditions, float(holds))}

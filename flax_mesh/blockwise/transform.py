@@ -6,7 +6,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -27,7 +27,7 @@ from flax_mesh.blockwise.traced.region import Region, region_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import kernels_without_devices, source_line
-from flax_mesh.kernels import KERNELS, OF_PLATFORM
+from flax_mesh.kernels import KERNELS, OF_PLATFORM, Band
 from flax_mesh.modes import traced_call
 from flax_mesh.program.program import Program, program_of
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
@@ -150,12 +150,13 @@ def rewrite(
     fused: dict[int, Fused] = {}
     blocks: dict[int, Attention] = {}
     reasons: dict[int, str] = {}
+    bands: dict[Hashable, Band | str] = {}
     for region in regions:
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
         try:
             if kernel:
-                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform())
+                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform(), bands)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
         if id(product) not in fused:
