@@ -118,7 +118,9 @@ def cudnn_attention(
     )
 
 
-def splash_attention(kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments) -> jax.Array:
+def splash_attention(
+    kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments: jax.Array
+) -> jax.Array:
     """Attention of scaled queries by a `splash_kernel`, on one device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 

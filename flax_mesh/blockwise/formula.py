@@ -1,40 +1,28 @@
 """The formula of an attention, read from its equations: softmax(scores, in a band and within documents) @ values.
 
-The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`. Which of their elements a mask leaves is computed:
-the scores are evaluated with 0 and with 1 in the place of every product. An element that is 0 and then positive is a
-score; one that is below LOWEST is masked; every other one, such as a bias, has no formula. Blocks of which interval
-arithmetic says this of all elements are not evaluated.
+The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`, plus numbers that `mask` decides about.
 """
 
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.bounds import Bound, bound_leaf, bound_scores, unknown
-from flax_mesh.blockwise.traced.dims import VIEWS, Block, Labels, Order, dim_map, evaluate_block, order_after, order_of
+from flax_mesh.blockwise.mask import NoFormulaError, band_of, needed_steps
+from flax_mesh.blockwise.traced.dims import VIEWS, Labels, Order, dim_map, order_after, order_of
 from flax_mesh.blockwise.traced.find import is_view
 from flax_mesh.blockwise.traced.graph import Atom, Literal, Op, Value, source
 from flax_mesh.blockwise.traced.region import Key, Region, Step
-from flax_mesh.blockwise.visits import Blocks, Static
+from flax_mesh.blockwise.visits import Static
 from flax_mesh.kernels import EVERY, Band
 
-LOWEST = -6e4  # a finite mask is from here on as good as -inf; the lowest float16 is -65504
-_BLOCK = 512
 FEATURE = -1  # the role of the dim that a product of queries and keys contracts, and of its counterpart in values
 Role: TypeAlias = int | None  # the dim of the product of queries and keys, or FEATURE; None for dims of size 1
-Fixed: TypeAlias = Mapping[Key, float]
-
-
-class NoFormulaError(Exception):
-    """Why the equations of an attention are not the formula."""
 
 
 class Operand(NamedTuple):
@@ -73,8 +61,8 @@ class Formula:
         return ", ".join([*texts, "within documents"] if self.segments else texts)
 
 
-def formula_of(region: Region, static: Static) -> Formula:
-    """Raises NoFormulaError."""
+def formula_of(region: Region, static: Static, bands: dict[Hashable, Band | str]) -> Formula:
+    """Raises NoFormulaError. `bands` as in `band_of`."""
     if region.extra:
         raise NoFormulaError("its scores have further columns (sinks)")
     scores = _follow_scores(region, static)
@@ -97,7 +85,7 @@ def formula_of(region: Region, static: Static) -> Formula:
     rows = {*segments[0].roles} - {None, at[0]} if segments else {*(common[:-1] or common)}
     if not rows <= of_k:
         raise NoFormulaError("its documents differ between heads of the same keys")
-    band = _band(region, static, product.output, fixed)
+    band = band_of(region, static, product.output, fixed, bands)
     cap = scores.outer if scores.is_capped else 0.0
     ordered = [d for d in range(len(eqn.outvars[0].aval.shape)) if d in of_q]
     return Formula(
@@ -132,7 +120,7 @@ class _Scores(NamedTuple):
 
 def _follow_scores(region: Region, static: Static) -> _Scores:
     known: dict[Key, _Scores | float | None] = {key: _number(static.get(key)) for key in region.leaves}
-    for step in _needed(region.score_steps, region.scores, {}):
+    for step in needed_steps(region.score_steps, region.scores, {}):
         args = [_number(_rounded(x.value, x)) if isinstance(x, Literal) else known[x] for x in step.inputs]
         scored = [n for n, x in enumerate(args) if isinstance(x, _Scores)]
         if step.op.name == "dot_general":
@@ -146,10 +134,10 @@ def _follow_scores(region: Region, static: Static) -> _Scores:
         else:
             is_number = is_view(step.op) and isinstance(args[0], float)
             known[step.output] = _number(_rounded(args[0], step.op.outputs[0])) if is_number else None
-    found = known.get(region.scores)
-    if not isinstance(found, _Scores):
+    scores = known.get(region.scores)
+    if not isinstance(scores, _Scores):
         raise NoFormulaError("its scores are no product")
-    return found
+    return scores
 
 
 def _after(op: Op, at: int, args: Sequence[_Scores | float | None]) -> _Scores:
@@ -182,16 +170,6 @@ def _number(x: np.ndarray | None) -> float | None:
 
 def _rounded(x: object, like: Atom) -> np.ndarray:
     return np.asarray(x).astype(like.aval.dtype)
-
-
-def _needed(steps: Sequence[Step], wanted: Key, without: Fixed) -> list[Step]:
-    """The steps that a value is computed by, if the values of `without` are given."""
-    needed, found = {wanted}, list[Step]()
-    for step in reversed(steps):
-        if step.output in needed and step.output not in without:
-            needed |= {*step.inputs}
-            found.append(step)
-    return found[::-1]
 
 
 # Dims
@@ -277,16 +255,16 @@ def _segments(
 ) -> tuple[tuple[Operand, Operand] | None, list[Key]]:
     """The ids of documents, whose equality of queries and keys is the only condition on data, and this condition."""
     given = {key for key in region.leaves if static.get(key) is None}
-    found: list[tuple[Step, Operand, Operand]] = []
+    pairs: list[tuple[Step, Operand, Operand]] = []
     for step in region.score_steps:
         if step.op.name == "eq" and all(key in given for key in step.inputs):
-            pair = [_ids(region, key, roles) for key in step.inputs]
-            found += [(step, *(pair if region.q in pair[0].labels else pair[::-1]))]
-    if not found:
+            left, right = (_ids(region, key, roles) for key in step.inputs)
+            pairs.append((step, left, right) if region.q in left.labels else (step, right, left))
+    if not pairs:
         return None, []
-    step, q, k = found[0]
+    step, q, k = pairs[0]
     same = [_origin(x.value, x.labels, {region.q, region.k}) for x in (q, k)]
-    if len(found) > 1 or region.q not in q.labels or region.k not in k.labels or None in same or same[0] != same[1]:
+    if len(pairs) > 1 or region.q not in q.labels or region.k not in k.labels or None in same or same[0] != same[1]:
         raise NoFormulaError("its mask compares different arrays")
     return (q, k), [step.output]
 
@@ -313,123 +291,3 @@ def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object
         return None
     of = {dim[0][0]: "both" if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
     return id(x), tuple(of.get(d) for d in range(len(x.shape)))
-
-
-def _band(region: Region, static: Static, product: Key, conditions: Sequence[Key]) -> Band:
-    """The keys that each query sees where the `conditions` hold, if it sees none where they do not."""
-    mask = _Mask(region, static, product, conditions)
-    queries, keys = region.shape[region.q], region.shape[region.k]
-    first, last = (mask.evaluated(i, 1, 0, keys, holds=True)[0].nonzero()[0] for i in (0, queries - 1))
-    if not (first.size and last.size):
-        raise NoFormulaError("a query sees no key")
-    left, right = queries - 1 - int(last[0]), int(first[-1])
-    band = (None if last[0] == 0 else left), (None if right == keys - 1 else right)
-    mask.check(band)
-    return band
-
-
-class _Mask:
-    def __init__(self, region: Region, static: Static, product: Key, conditions: Sequence[Key]):
-        self.region, self.product, self.conditions = region, product, conditions
-        fixed = self._fixed(0.0, holds=True)
-        self.steps = _needed(region.score_steps, region.scores, fixed)
-        inputs = {x for step in self.steps for x in step.inputs if not isinstance(x, Literal)}
-        leaves = [key for key in region.leaves if key in inputs]
-        for key in leaves:
-            if static.get(key) is None:
-                dtype = region.leaves[key][0].aval.dtype
-                kind = "an array is added, which may need a gradient" if jnp.issubdtype(dtype, jnp.floating) else ""
-                raise NoFormulaError(kind or "its mask depends on data other than ids of documents")
-        if any(step.op.name == "random_bits" for step in self.steps):
-            raise NoFormulaError("its scores have dropout")
-        self.leaves = {key: np.asarray(static[key]) for key in leaves}
-        both = {region.q, region.k}
-        depends = {
-            label
-            for key, x in self.leaves.items()
-            for d, label in enumerate(region.leaves[key][1])
-            if (x != x.take([0], d)).any()
-        }
-        depends |= {step.labels[step.op.params["dimension"]] for step in self.steps if step.op.name == "iota"}
-        if depends - both - {None}:
-            raise NoFormulaError("its mask differs between rows or heads")
-        shapes = [(step.op.outputs[0].shape, step.labels) for step in self.steps]
-        shapes.append((region.shape, tuple(range(len(region.shape)))))
-        sizes: dict[int, set[int]] = {}
-        for shape, labels in shapes:
-            for size, label in zip(shape, labels, strict=True):
-                if label is not None and label not in both:
-                    sizes.setdefault(label, set()).add(size)
-        # One element of every other dim is enough, unless dims are split or merged.
-        self.parts = {} if any(len(x) > 1 for x in sizes.values()) else {d: max(x) for d, x in sizes.items()}
-
-    def _fixed(self, product: float, *, holds: bool) -> dict[Key, float]:
-        return {self.product: product, **dict.fromkeys(self.conditions, float(holds))}
-
-    def _scores(self, i: int, rows: int, j: int, columns: int, fixed: Fixed) -> np.ndarray:
-        region = self.region
-        starts, sizes = {region.q: i, region.k: j}, {region.q: rows, region.k: columns}
-        block = Block(sizes, starts, self.parts, {})
-        with jax.ensure_compile_time_eval():
-            env: dict[Key, jax.Array] = {}
-            for key, x in self.leaves.items():
-                for d, label in enumerate(region.leaves[key][1]):
-                    if label in self.parts:
-                        x = x.take([0], d)
-                    elif label in sizes:
-                        x = x.take(np.minimum(starts[label] + np.arange(sizes[label]), x.shape[d] - 1), d)
-                env[key] = jnp.asarray(x)
-            for step in region.score_steps:
-                if step.output in fixed:
-                    out = step.op.outputs[0]
-                    shape = block.shape(out.shape, step.labels)
-                    env[step.output] = jnp.full(shape, fixed[step.output], out.aval.dtype)
-            for step in self.steps:
-                args = [jnp.asarray(x.value, x.aval.dtype) if isinstance(x, Literal) else env[x] for x in step.inputs]
-                env[step.output] = evaluate_block(step.op, step.labels, args, block)
-            x = jnp.asarray(env[region.scores], jnp.float32)
-            x = jnp.moveaxis(x, (region.q, region.k), (-2, -1))
-            return np.asarray(x).reshape(-1, *x.shape[-2:])
-
-    def evaluated(self, i: int, rows: int, j: int, columns: int, *, holds: bool) -> np.ndarray:
-        """Which scores of a block are seen."""
-        at_0, at_1 = (self._scores(i, rows, j, columns, self._fixed(x, holds=holds)) for x in (0.0, 1.0))
-        seen = (at_0 == 0) & (at_1 > 0)
-        if not (seen | (at_0 <= LOWEST)).all() or (seen != seen[:1]).any():
-            raise NoFormulaError("numbers are added to its scores")
-        return seen[0]
-
-    def _bounds(self, cuts: Mapping[int, tuple[np.ndarray, int, int]], fixed: Fixed) -> Bound:
-        region = self.region
-        leaves = {key: unknown(len(labels)) for key, (_, labels) in region.leaves.items()}
-        leaves |= {key: bound_leaf(x, region.leaves[key][1], cuts) for key, x in self.leaves.items()}
-        others = tuple(d for d in range(len(region.shape)) if d not in (region.q, region.k))
-        low, high = bound_scores(region, leaves, cuts, math.inf, fixed)
-        shape = tuple(len(cuts[d][0]) for d in (region.q, region.k))
-        low, high = np.asarray(low).min(others), np.asarray(high).max(others)
-        low, high = (x.T if region.q > region.k else x for x in (low, high))
-        return np.broadcast_to(low, shape), np.broadcast_to(high, shape)
-
-    def check(self, band: Band) -> None:
-        """Raises NoFormulaError if an element is seen that the band does not have, or the other way round."""
-        queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
-        blocks = Blocks(queries, keys, min(_BLOCK, queries), min(_BLOCK, keys), 1)
-        cuts = blocks.cuts(self.region)
-        at_0, at_1 = (self._bounds(cuts, self._fixed(x, holds=True)) for x in (0.0, 1.0))
-        seen, masked = (at_0[0] == 0) & (at_0[1] == 0) & (at_1[0] > 0), at_0[1] <= LOWEST
-        i, j = np.arange(blocks.num_q)[:, None] * blocks.q_size, np.arange(blocks.num_k) * blocks.k_size
-        low = j - np.minimum(i + blocks.q_size, queries) + 1  # of position of key - position of query
-        high = np.minimum(j + blocks.k_size, keys) - 1 - i
-        left, right = (math.inf if x is None else x for x in band)
-        every, none = (low >= -left) & (high <= right), (high < -left) | (low > right)
-        is_wrong = bool((seen & ~every | masked & ~none).any())
-        for at in np.argwhere(~(seen | masked)):
-            i, j = (int(n) * size for n, size in zip(at, (blocks.q_size, blocks.k_size), strict=True))
-            rows, columns = np.arange(i, i + blocks.q_size), np.arange(j, j + blocks.k_size)
-            distance = np.minimum(columns, keys - 1) - np.minimum(rows, queries - 1)[:, None]
-            found = self.evaluated(i, len(rows), j, len(columns), holds=True)
-            is_wrong |= bool((found != (distance >= -left) & (distance <= right)).any())
-        if is_wrong:
-            raise NoFormulaError("its mask is neither causal nor a window")
-        if self.conditions and not (self._bounds(cuts, self._fixed(0.0, holds=False))[1] <= LOWEST).all():
-            raise NoFormulaError("its mask depends on data other than ids of documents")

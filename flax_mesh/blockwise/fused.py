@@ -2,20 +2,23 @@
 
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh.blockwise.formula import FEATURE, NoFormulaError, Operand, Role, formula_of
+from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
+from flax_mesh.blockwise.mask import NoFormulaError
 from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
 from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.blockwise.visits import Static
 from flax_mesh.kernels import (
     KERNELS,
+    Band,
     Need,
     cudnn_attention,
     misfit,
@@ -29,14 +32,22 @@ from flax_mesh.tree import PyTree
 class Fused:
     """An attention that the kernel `name` computes; of the devices of `platform`, or by its reference.
 
-    Raises NoFormulaError if the kernel does not compute it.
+    Raises NoFormulaError if the kernel does not compute it. `bands` as in `mask.band_of`.
     """
 
     saved = 0  # bytes of scores
 
-    def __init__(self, region: Region, static: Static, placement: Placement | None, name: str, platform: str):
+    def __init__(
+        self,
+        region: Region,
+        static: Static,
+        placement: Placement | None,
+        name: str,
+        platform: str,
+        bands: dict[Hashable, Band | str],
+    ):
         self.region, self.placement, self.name = region, placement, name
-        self.formula = formula = formula_of(region, static)
+        self.formula = formula = formula_of(region, static, bands)
         self.is_reference = platform != KERNELS[name].platform
         self.leaves = [x.value for x in formula.operands]
         self.dtype = formula.v.value.aval.dtype
@@ -111,12 +122,12 @@ class Fused:
         """Queries, keys and values as (B, S, heads, C), ids of documents as (B, S)."""
         formula = self.formula
         features = [[*formula.heads, *formula.groups], [*formula.heads], [*formula.heads]]
-        found: list[jax.Array] = []
+        arranged: list[jax.Array] = []
         for n, (x, operand) in enumerate(zip(values, formula.operands, strict=True)):
             dims = [[*formula.rows], [formula.at[0 if n in (0, 3) else 1]]]
             dims += [features[n], [FEATURE]] if n < 3 else []
-            found.append(_grouped(x, operand.roles, dims))
-        return [*found[:3], *(x.astype(jnp.int32) for x in found[3:])]
+            arranged.append(_grouped(x, operand.roles, dims))
+        return [*arranged[:3], *(x.astype(jnp.int32) for x in arranged[3:])]
 
     def _as_written(self, out: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
         formula = self.formula

@@ -4,6 +4,9 @@ On Explicit axes the types of the values state them. On Auto axes the layout of 
 program. A wrong guess costs time only: the operands are moved to the layout that is chosen here.
 """
 
+# JAX has no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar

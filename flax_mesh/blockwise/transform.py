@@ -6,8 +6,8 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
-from flax_mesh.blockwise.formula import NoFormulaError
 from flax_mesh.blockwise.fused import Fused
+from flax_mesh.blockwise.mask import NoFormulaError
 from flax_mesh.blockwise.place import follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
@@ -27,7 +27,7 @@ from flax_mesh.blockwise.traced.region import Region, region_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import kernels_without_devices, source_line
-from flax_mesh.kernels import KERNELS, OF_PLATFORM
+from flax_mesh.kernels import KERNELS, OF_PLATFORM, Band
 from flax_mesh.modes import traced_call
 from flax_mesh.program.program import Program, program_of
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
@@ -35,6 +35,7 @@ from flax_mesh.tree import num_bytes
 
 BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
 MODES = ("auto", "kernel", "blockwise", "as_written")
+LayoutOf: TypeAlias = Callable[[object], Layout | None]  # of an array that a function closes over
 SMALL = f"it has fewer than {FEWEST} queries or keys, or fewer scores than a block"
 
 
@@ -129,7 +130,7 @@ class Rewritten(NamedTuple):
 def rewrite(
     program: Program,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     block: int | None = None,
     kernel: str = "",
     limit: int = -1,
@@ -149,14 +150,15 @@ def rewrite(
     fused: dict[int, Fused] = {}
     blocks: dict[int, Attention] = {}
     reasons: dict[int, str] = {}
+    bands: dict[Hashable, Band | str] = {}
     for region in regions:
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
         try:
             if kernel:
-                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform())
+                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform(), bands)
         except NoFormulaError as error:
-            reasons[id(product)] = str(error)
+            reasons[id(product)] = error.reason
         if id(product) not in fused:
             blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
     saved = _saved(blocks.values())
@@ -313,7 +315,7 @@ def choose(
     program: Program,
     attention: str,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     limit: int,
     platform: str,
 ) -> Choice:
@@ -344,12 +346,12 @@ def choose(
 def _elsewhere(
     program: Program,
     layouts: Sequence[Layout | None],
-    of_const: Callable[[Any], Layout | None],
+    of_const: LayoutOf,
     limit: int,
 ) -> Iterable[str]:
     """The choices of auto on the devices that have kernels, where the platform is not known."""
     for name, kernel in KERNELS.items():
         with kernels_without_devices():
-            found = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
-        lines = [*found.lines, *(line for line in found.unfit if line not in found.lines)]
+            other = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
+        lines = [*other.lines, *(line for line in other.unfit if line not in other.lines)]
         yield from (f"on {kernel.platform.upper()}s: {line}" for line in lines)

@@ -130,8 +130,7 @@ class AttentionOption:
 
         def chosen(program: Program) -> Callable[..., list[jax.Array]] | None:
             layouts, platform = list(inputs), platform_of(self.mesh)
-            of_const = lambda const: others.get(id(const))  # noqa: E731
-            choice = choose(program, self.attention, layouts, of_const, self.limit, platform)
+            choice = choose(program, self.attention, layouts, lambda const: others.get(id(const)), self.limit, platform)
             self.lines = choice.lines
             return choice.call
 

@@ -1,6 +1,8 @@
 """Which attentions a kernel computes, by their equations; its results on CPUs; the calls for GPUs and TPUs."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import flax_mesh as fm
 from flax_mesh import jax_compat
-from flax_mesh.blockwise import formula
+from flax_mesh.blockwise import mask
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import KERNELS
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -42,9 +44,13 @@ def distance(s):
     return jnp.arange(s.shape[-2])[:, None] - jnp.arange(s.shape[-1])
 
 
-def masked(see, low=-1e30):
+def masked(see: Callable[..., Any], low: float = -1e30) -> Callable[[Any], Any]:
     """The function of scores that hides the keys that a query does not see, by its distance to them."""
     return lambda s: jnp.where(see(distance(s)), s, low)
+
+
+def with_scores(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda q, k, v: by_hand(q, k, v, change)
 
 
 def documents(q, k, v, ids):
@@ -63,11 +69,19 @@ IDS = np.asarray([[0] * 50 + [1] * 78, [3] * 100 + [1] * 28])
 # name -> (the function of queries, keys, values, ..., its arguments, the mask in the line)
 CASES = {
     "every key": (by_hand, operands(), "every key"),
-    "causal": (lambda *x: by_hand(*x, masked(lambda d: d >= 0)), operands(), "causal"),
-    "window": (lambda *x: by_hand(*x, masked(lambda d: (d >= 0) & (d < 20))), operands(), "causal in a window of 20"),
-    "both sides": (lambda *x: by_hand(*x, masked(lambda d: abs(d) < 9)), operands(), "keys 8 before to 8 after"),
+    "causal": (with_scores(masked(lambda d: d >= 0)), operands(), "causal"),
+    "window": (
+        with_scores(masked(lambda d: (d >= 0) & (d < 20))),
+        operands(),
+        "causal in a window of 20",
+    ),
+    "both sides": (
+        with_scores(masked(lambda d: abs(d) < 9)),
+        operands(),
+        "keys 8 before to 8 after",
+    ),
     "soft cap": (
-        lambda *x: by_hand(*x, lambda s: masked(lambda d: d >= 0)(5 * jnp.tanh(s / 5))),
+        with_scores(lambda s: masked(lambda d: d >= 0)(5 * jnp.tanh(s / 5))),
         operands(),
         "causal, capped at 5",
     ),
@@ -85,10 +99,10 @@ OF_PROGRAMS = """full causal window additive_mask grouped_queries grouped_querie
     ("kernel", "name"), [x if x in FAST else pytest.param(*x, marks=pytest.mark.slow) for x in OF_BOTH]
 )
 def test_a_kernel_is_as_near_to_float64_as_the_program_as_written(kernel, name):
-    fn, args, mask = CASES[name]
+    fn, args, seen = CASES[name]
     args = cast(args, jnp.bfloat16)
     (line,) = rewritten(fn, args, kernel).lines
-    assert f", {KERNELS[kernel].title}, {mask}, probabilities in" in line
+    assert f", {KERNELS[kernel].title}, {seen}, probabilities in" in line
     assert_near(fn, with_kernel(fn, kernel), args)
 
 
@@ -106,7 +120,7 @@ def assert_near(fn, kernel, args):
     assert apart(found, exact) <= 2 * apart(written, exact)
 
 
-def one_more(see):
+def one_more(see: Callable[..., Any]) -> Callable[[Any], Any]:
     """A mask with one element more than the keys that a query sees."""
     return lambda s: jnp.where(
         see(distance(s)) | ((jnp.arange(s.shape[-2])[:, None] == 70) & (jnp.arange(s.shape[-1]) == 101)), s, -1e30
@@ -147,7 +161,7 @@ NO_KERNEL = {
 @pytest.mark.parametrize("name", NO_KERNEL)
 def test_other_equations_are_no_kernel_and_the_line_has_the_reason(name, kernel):
     change, reason = NO_KERNEL[name]
-    (line,) = rewritten(lambda *x: by_hand(*x, change), cast(operands(), jnp.bfloat16), kernel).lines
+    (line,) = rewritten(with_scores(change), cast(operands(), jnp.bfloat16), kernel).lines
     assert line.endswith(f" blocks; no kernel: {reason}")
 
 
@@ -206,8 +220,8 @@ def test_a_line_has_the_property_that_the_kernel_lacks():
 
 def test_a_mistake_in_the_band_is_found_by_the_check_of_the_mask(monkeypatch):
     """The band is read from the first and the last query; all others are checked."""
-    fn = lambda *x: by_hand(*x, one_more(lambda d: d >= 0))  # noqa: E731
-    monkeypatch.setattr(formula._Mask, "check", lambda *_: None)
+    fn = with_scores(one_more(lambda d: d >= 0))
+    monkeypatch.setattr(mask._Mask, "check", lambda *_: None)
     assert "causal" in rewritten(fn, cast(operands(), jnp.bfloat16), "cudnn").lines[0]
 
 
@@ -227,8 +241,8 @@ def test_the_program_for_gpus_has_calls_of_cudnn_with_the_mask(name, call):
     fn, args, _ = CASES[name]
     args, mesh = cast(args, jnp.bfloat16), mesh_of("gpu", dp=1)
     with jax.sharding.use_abstract_mesh(mesh), jax_compat.kernels_without_devices():
-        fused = rewritten(fn, args, "cudnn", platform="gpu")
-        loss = lambda *x: fused.call(*x)[0].astype(jnp.float32).sum()  # noqa: E731
+        fused = with_kernel(fn, "cudnn", platform="gpu")
+        loss = lambda *x: fused(*x).astype(jnp.float32).sum()  # noqa: E731
         traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*args)
     text = jax_compat.lower_without_devices(traced, "cuda").as_text()
     found = re.findall(rf'@{jax_compat.ATTENTION}.*backend_config = "([^"]*)"', text)
@@ -275,7 +289,7 @@ def test_kernel_is_an_error_for_an_attention_that_has_none():
         traced_step("gpu", {"dp": 1}, attention="kernel")
 
 
-def decoder_step(platform, sequence=1024, step="auto", **settings):
+def decoder_step(platform, sequence=1024, step: Any = "auto", **settings: Any):
     sizes = {"hidden_size": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "sliding_window": 300}
     config = DecoderConfig(**sizes, dtype="bfloat16", **settings)
 

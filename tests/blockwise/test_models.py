@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from flax_mesh.blockwise import find, transform
+from flax_mesh.blockwise import transform
+from flax_mesh.blockwise.traced import find
 from tests.blockwise.compare import difference
 from tests.mpmd.zoo.models import BY_NAME
 from tests.sharding.foreign.styles import BY_NAME as STYLES
