@@ -55,7 +55,7 @@ PURE |= {"__init__.py": set(), "cli/text/arguments.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.
 WHERE_USED = {"orbax", "tensorstore", "rich", "xxhash", "tensorboardX", "tokenizers", "transformers", "jinja2", "grain"}
-WHERE_USED |= {"ray", "huggingface_hub", "pyarrow", "datasets", "lm_eval"}
+WHERE_USED |= {"ray", "huggingface_hub", "pyarrow", "datasets", "wandb", "trackio", "lm_eval"}
 PALLAS = "jax.experimental.pallas"  # a quarter of the time to import flax_mesh.models, for kernels of TPUs alone
 ORBAX = f"{NAME}.checkpoint.orbax"  # it subclasses classes of Orbax, which it imports at its head
 LM = f"{NAME}.inference.lm"  # it subclasses a class of lm_eval

@@ -133,8 +133,8 @@ class RunConfig:
             over up to 64 recent steps, from the 18th step on. 0: no limit.
         hardware: A TOML file with the figures of the chip, for the MFU and for plans; see
             `flax_mesh.hardware.load_chip`. "": the table of known chips.
-        hooks: Functions to call with every row of metrics, comma-separated: "tensorboard", or dotted paths of functions
-            `make_hook(folder, config, start) -> hook` (see docs/watching.md).
+        hooks: Functions to call with every row of metrics, comma-separated: "tensorboard", "wandb", "trackio", or
+            dotted paths of functions `make_hook(folder, config, start) -> hook` (see docs/watching.md).
         profile: Number of steps that jax.profiler records, from the third step of this run on. 0: none.
         compilation_cache: Whether `flax-mesh train` keeps compiled programs in RUN_FOLDER/compiled, so that a resumed
             run does not compile them again. A cache that JAX is configured with is used instead.

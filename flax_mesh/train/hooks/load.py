@@ -16,9 +16,23 @@ _Result = TypeVar("_Result")
 Row = dict[str, Any]  # of metrics
 Hook = Callable[[Row], object]
 Factory = Callable[[Path, Any, int], Hook]
-NAMES = {"tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook"}
+NAMES = {
+    "tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook",
+    "wandb": "flax_mesh.train.hooks.trackers:wandb_hook",
+    "trackio": "flax_mesh.train.hooks.trackers:trackio_hook",
+}
 FAILED = object()  # in place of the value of a function that raised an exception
-REQUIRED = {"tensorboard": "tensorboardX"}  # the package of the extra with the name of the hook
+REQUIRED = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "trackio": "trackio",
+}  # the package of the extra with the name of the hook
+
+
+def numbers(row: Row) -> dict[str, int | float]:
+    """The numbers of a row, without its step."""
+    kinds = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
+    return {name: value for name, value in kinds.items() if not isinstance(value, bool)}
 
 
 def find_hooks(text: str, of_recipe: Sequence[Any]) -> list[tuple[str, Factory]]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flax_mesh.train.hooks.load import Hook, Row
+from flax_mesh.train.hooks.load import Hook, Row, numbers
 
 FOLDER = "tensorboard"
 
@@ -18,9 +18,8 @@ class _Writer:
         )
 
     def __call__(self, row: Row) -> None:
-        for name, value in row.items():
-            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
-                self._writer.add_scalar(name, value, row["step"])
+        for name, value in numbers(row).items():
+            self._writer.add_scalar(name, value, row["step"])
         self._writer.flush()  # a row that metrics.jsonl contains is not lost here either
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.train import apply_overrides
-from flax_mesh.train.hooks import load
+from flax_mesh.train.hooks import load, trackers
 from flax_mesh.train.hooks.load import find_hooks
 from tests.train.bigram import recipe
 from tests.train.support.runs import rows_of, run
@@ -135,6 +135,81 @@ def test_tensorboard_has_the_numbers_of_metrics_after_a_kill_too(config, tmp_pat
     found = {(row["step"], name): value for row in rows for name, value in row.items() if name != "step"}
     expected = {key: value for key, value in found.items() if isinstance(value, int | float)}
     assert values == pytest.approx(expected, rel=1e-6) and len(rows) == 4
+
+
+# --- wandb and trackio ---
+
+
+@pytest.mark.parametrize(("first", "sent"), [(0, [1, 2, 3, 4]), (2, [2, 3, 4]), (3, [3, 4]), (5, [])])
+def test_a_tracker_gets_the_rows_that_it_lacks_once(first, sent, tmp_path):
+    rows = [{"step": i, "loss": i / 2, "eval_loss": None, "is_on": True} for i in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))  # 3 is the first row
+    found = []
+    tracker = trackers._Tracker(tmp_path, 2, first, lambda values, step: found.append((step, values)), lambda: None)
+    for row in rows[2:]:  # as `Hooks` calls it
+        tracker(row)
+    assert found == [(i, {"loss": i / 2}) for i in sent]
+
+
+def killed_and_resumed(tmp_path, text, name):
+    """The rows of a run that saves steps 2 and 4 and is killed at 3, and then resumed; its folder."""
+    configs = [config_of(tmp_path, text, "checkpoint.every=2", f"run.hooks={name}", steps=n) for n in (4, 4, 5)]
+    run(configs[0], kill_at=3)
+    for config in configs[1:]:
+        ran = run(config)
+        assert ran.result.status == "finished" and not [line for line in ran.lines if line.startswith("warning")]
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 5
+    return {row["step"]: load.numbers(row) for row in rows}, tmp_path / "run"
+
+
+def read_wandb(file):
+    """The rows of a .wandb file: records of protobuf in blocks of 32 KiB, as in the logs of LevelDB."""
+    from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
+
+    data, rows, record = file.read_bytes(), [], b""
+    at = 7  # the header of the file
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+        size, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            parsed, record = wandb_internal_pb2.Record.FromString(record), b""
+            if parsed.HasField("history"):
+                items = parsed.history.item
+                rows.append({x.key or "/".join(x.nested_key): json.loads(x.value_json) for x in items})
+    return rows
+
+
+@pytest.mark.slow
+def test_wandb_has_every_row_once_after_a_kill_and_a_resume(tmp_path, text, monkeypatch):
+    pytest.importorskip("wandb", reason="comes with the extra wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    expected, folder = killed_and_resumed(tmp_path, text, "wandb")
+    found = read_wandb(next((folder / "wandb" / "latest-run").glob("*.wandb")))
+    assert [row["_step"] for row in found] == [1, 2, 3, 4, 5]
+    for row in found:
+        assert {name: row[name] for name in expected[row["_step"]]} == expected[row["_step"]]
+    names = {path.name.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")}
+    assert names == {(folder / "wandb.id").read_text()}
+
+
+@pytest.mark.slow
+def test_trackio_has_every_row_once_after_a_kill_and_a_resume(tmp_path, text, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio", reason="comes with the extra trackio")
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    expected, folder = killed_and_resumed(tmp_path, text, "trackio")
+    name = f"run-{(folder / 'trackio.id').read_text()}"
+    (found,) = [x for x in trackio.Api().runs(trackers.PROJECT) if x.name == name]
+    rows = SQLiteStorage.get_logs(trackers.PROJECT, name, run_id=found.id)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and found.config["checkpoint.every"] == "2"
+    for row in rows:
+        row_of_run = expected[row["step"]]
+        assert row["loss"] == row_of_run["loss"] and row_of_run.keys() <= row.keys()
 
 
 # --- profiles ---
