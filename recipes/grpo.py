@@ -109,8 +109,9 @@ def rollouts(config) -> Rollouts:
         problems.append(f"data.batch_size={data.batch_size} must be a multiple of data.group_size={size}")
     if problems:
         raise fm.ConfigError(problems)
+    rewards = read_rewards(data.rewards)
     prompts = read_prompts(data, config.checkpoint.start_from, config.model.vocab_size, max_tokens=data.max_tokens)
-    rewards, stops = read_rewards(data.rewards), [] if prompts.end_token is None else [prompts.end_token]
+    stops = [] if prompts.end_token is None else [prompts.end_token]
     choose = array_batches({"row": np.arange(len(prompts.rows))}, batch_size=data.batch_size // size, seed=seed)
     options = {"axes": config.model.axes, "parts": config.pipeline.num_microbatches}
     sizes = {"max_tokens": data.max_tokens, "sampling": Sampling(data.temperature), "stop_tokens": stops}

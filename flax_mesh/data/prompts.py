@@ -1,10 +1,12 @@
 """Prompts of a JSONL file, of which a model makes completions, and the functions that reward these."""
 
+# pyright: reportUnknownMemberType=false (of NumPy)
+
 import json
 import math
 import runpy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,7 +34,7 @@ class Prompts(NamedTuple):
         description: A line about the file.
     """
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, object]]
     tokens: Sequence[np.ndarray]
     end_token: int | None
     decode: Callable[[Sequence[int]], str]
@@ -52,7 +54,8 @@ def read_prompts(config: ChatConfig, folder: str, vocab_size: int, *, max_tokens
     beginning of an answer, as the chat template renders it. A prompt and its completion of `max_tokens` must fit in
     data.sequence_length + 1 tokens. Raises a ConfigError with a line for every row with a mistake or a longer prompt.
     """
-    most, rows = config.sequence_length + 1 - max_tokens, []
+    most = config.sequence_length + 1 - max_tokens
+    rows: list[Mapping[str, object]] = []
     encoders: list[Encoder] = []  # one, for all rows
     if most < 1:
         text = f"must be at most data.sequence_length={config.sequence_length}, for prompts of a token"
@@ -76,11 +79,11 @@ def read_prompts(config: ChatConfig, folder: str, vocab_size: int, *, max_tokens
 class Rewards(NamedTuple):
     """Functions and their weights by name, as `read_rewards` returns them."""
 
-    functions: Mapping[str, Callable[..., Any]]
+    functions: Mapping[str, Callable[..., object]]
     weights: Mapping[str, float]
 
     def __call__(
-        self, prompts: Sequence[object], completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, prompts: Sequence[object], completions: Sequence[str], rows: Sequence[Mapping[str, object]]
     ) -> dict[str, np.ndarray]:
         """The rewards of all completions by the name of the function, (N,) float32.
 
@@ -130,7 +133,7 @@ def read_rewards(text: str) -> Rewards:
         raise ConfigError(Problem(SETTING, reason, value=text or "''"))
     with user_code(SETTING, str(path)):
         module = runpy.run_path(str(path))
-    functions: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., object]] = {}
     weights: dict[str, float] = {}
     problems: list[str] = []
     for part in names.split(","):

@@ -1,5 +1,9 @@
 """Batches that a run makes with its own model, such as completions of prompts with their rewards."""
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false, reportMissingTypeArgument=false
+
 import hashlib
 import io
 from collections.abc import Callable, Sequence
@@ -76,9 +80,9 @@ class Rollouts:
         is_used = step % self._updates and self._number == step // self._updates
         return _bytes(jax.tree.leaves(self._batch)) if is_used else b""
 
-    def resume(self, step: int, state: bytes) -> None:
+    def resume(self, step: int, state: object) -> None:
         """Continue with the batch of `step`, from the state of its checkpoint."""
-        if state:
+        if isinstance(state, bytes) and state:
             with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
                 leaves = [arrays[name] for name in arrays.files]
             self._batch = jax.tree.unflatten(jax.tree.structure(self.flax_mesh_shapes), leaves)

@@ -164,7 +164,8 @@ def for_generation(model: Decoder, shape: str = "") -> Decoder:
         >>> from flax_mesh.inference import for_generation
         >>> from flax_mesh.models import DecoderConfig, make_decoder
         >>> config = DecoderConfig(num_layers=1, num_heads=2, num_kv_heads=2)
-        >>> model = fm.init_model(lambda: make_decoder(config, nnx.Rngs(0)), fm.create_mesh("fsdp:8"))
+        >>> make = lambda: make_decoder(config, nnx.Rngs(0))
+        >>> model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh("fsdp:8")))
         >>> for_generation(model).embed.embedding[...].sharding.mesh.shape["tp"]
         2
     """

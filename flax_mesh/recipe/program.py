@@ -142,7 +142,7 @@ def train_program(recipe: Recipe) -> TrainProgram:
         pipeline.step,
         pipeline.evaluate,
         pipeline.errors.check,
-        pipeline.model,
+        lambda state: cast(nnx.Module, pipeline.model(state)),
         pipeline,
     )
 

@@ -1,5 +1,9 @@
 """Values of the rows of a batch, such as the log-probabilities of their tokens."""
 
+# JAX and Flax have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownLambdaType=false, reportUnknownParameterType=false, reportMissingTypeArgument=false
+
 from collections.abc import Callable
 from functools import lru_cache
 

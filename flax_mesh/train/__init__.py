@@ -6,8 +6,6 @@ from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
 from flax_mesh.data.preferences import read_preferences as read_preferences
 from flax_mesh.data.process_rows import process_rows as process_rows
-from flax_mesh.data.prompts import Prompts as Prompts
-from flax_mesh.data.prompts import Rewards as Rewards
 from flax_mesh.data.prompts import read_prompts as read_prompts
 from flax_mesh.data.prompts import read_rewards as read_rewards
 from flax_mesh.data.rollouts import Rollouts as Rollouts

@@ -44,7 +44,7 @@ class StandIn:
 
     def decode(self, ids: list[int], **options: Any) -> str:
         names = [*VOCABULARY]
-        return "".join(names[i] for i in ids if names[i] in CHARACTERS)
+        return "".join(names[i] for i in ids if i < len(names) and names[i] in CHARACTERS)
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [self.bos_token_id] * add_special_tokens + ids_of(text)}
