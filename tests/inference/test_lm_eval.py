@@ -193,7 +193,9 @@ def test_mistakes_are_reported_together_lm_eval(run, folder, capsys, monkeypatch
     def unreachable(*args: object, **options: object) -> None:
         raise ConnectionError("Couldn't reach 'org/data' on the Hub")
 
-    (folder / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match="huggingface has no chat template; leave out apply_chat_template, or add"):
+        options: Any = {"include_path": folder, "apply_chat_template": True}
+        evaluate_tasks(open_trained(run, ["mesh.shape=fsdp:1"]), "own_choice", **options)
     monkeypatch.setattr("lm_eval.api.task.datasets.load_dataset", unreachable)
     options = ["--tasks", "own_choice", "--include-path", str(folder), "--data", "stdlib", "--limit", "0"]
     assert main(["evaluate", str(run), *options, "mesh.shape=fsdp:1"]) == 2
