@@ -16,7 +16,7 @@ from flax_mesh.errors import ConfigError, Mistakes, labelled
 from flax_mesh.fields import path_problem
 from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, read_set
 from flax_mesh.inference.source import EVALUATION_LENGTH, Source
-from flax_mesh.inference.tasks import open_tasks, run_tasks
+from flax_mesh.inference.tasks import Tasks, open_tasks, run_tasks
 from flax_mesh.inference.tokenizer import Tokenizer, open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.text import mesh_text, table_text
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _run_tasks(arguments: argparse.Namespace) -> int:
-    mistakes, opened = Mistakes(), list[object]()
+    mistakes, opened = Mistakes(), Tasks([], {})
     tokenizer, stops = None, tuple[int, ...]()
     options = {name: getattr(arguments, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
     with mistakes:

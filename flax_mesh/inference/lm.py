@@ -172,10 +172,11 @@ class TrainedLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: Sequence[object], add_generation_prompt: bool = True) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        chat = self._chat
         try:
-            return str(self._chat.apply_chat_template(chat_history, tokenize=False, return_dict=False, **options))
+            return str(chat.apply_chat_template(chat_history, tokenize=False, return_dict=False, **options))
         except ValueError as error:
-            raise ConfigError(f"the chat template of {self.tokenizer_name} cannot be applied: {error}") from error
+            raise ConfigError(f"the chat template of {chat.path} cannot be applied to a request: {error}") from error
 
     @property
     def tokenizer_name(self) -> str:

@@ -3,11 +3,11 @@
 import importlib.util
 import random
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,13 @@ NO_NETWORK = (
     "run the command where there is a network, once, which keeps the data in ~/.cache/huggingface; copy that folder "
     "here, and set HF_HUB_OFFLINE=1"
 )
+
+
+class Tasks(NamedTuple):
+    """Tasks and groups of lm-eval, and the `generation_kwargs` of the tasks that generate texts."""
+
+    items: list[object]
+    generation: dict[str, Mapping[str, object]]
 
 
 def evaluate_tasks(
@@ -58,14 +65,15 @@ def evaluate_tasks(
     sizes = {"batch_size": batch_size} | ({} if sequence_length is None else {"sequence_length": sequence_length})
     if problems := integer_problems(sizes):
         raise ConfigError(problems)
-    sizes = {"batch_size": batch_size, "max_length": sequence_length}
     with _random_state_kept():
         opened = open_tasks([tasks] if isinstance(tasks, str) else tasks, include_path)
-        return run_tasks(trained, opened, output_path, **sizes, say=say, **options)
+        return run_tasks(
+            trained, opened, output_path, batch_size=batch_size, max_length=sequence_length, say=say, **options
+        )
 
 
-def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> list[object]:
-    """Tasks and groups of lm-eval with their data. One ConfigError has a line for every name that cannot be opened."""
+def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> Tasks:
+    """Read tasks with their data. One ConfigError has a line for every name that cannot be opened."""
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError('tasks require the package lm_eval, which is not installed: pip install "flax-mesh[eval]"')
     from datasets.exceptions import DatasetsError  # pyright: ignore[reportMissingImports]
@@ -76,7 +84,7 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path is not None else None
     if manager is None or not {*names} <= {*manager.all_subtasks}:
         manager = TaskManager(include_path=include_path)  # with the tasks of lm-eval, which takes 10 s
-    problems, opened = [], []
+    problems, opened = list[str](), Tasks([], {})
     for name in names:
         if name not in manager.all_tasks:
             similar = get_close_matches(name, manager.all_tasks) or ["another name"]
@@ -89,12 +97,12 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         except (OSError, DatasetsError, KeyError, TypeError, ValueError) as error:
             problems.append(f"task {name} cannot be read: {error}; repair its files")
         else:
-            opened += [loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values()
-            problems += [
-                f"task {task} runs code that the model writes, or needs images; use another task"
-                for task, value in loaded["tasks"].items()
-                if getattr(value, "UNSAFE_CODE", False) or getattr(value, "MULTIMODAL", False)
-            ]
+            opened.items.extend([loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values())
+            for key, task in loaded["tasks"].items():
+                if task.OUTPUT_TYPE == "generate_until":
+                    opened.generation[key] = task.get_config("generation_kwargs")
+                if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                    problems.append(f"task {key} runs code that the model writes, or needs images; use another task")
     if problems:
         raise ConfigError(problems)
     return opened
@@ -102,7 +110,7 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
 def run_tasks(
     trained: TrainedModel,
-    opened: Sequence[object],
+    opened: Tasks,
     output_path: str | Path | None = None,
     *,
     batch_size: int,
@@ -112,17 +120,15 @@ def run_tasks(
 ) -> dict[str, object]:
     """Evaluate tasks of `open_tasks`; the arguments are as of `evaluate_tasks`."""
     from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
-    from lm_eval.api.group import Group  # pyright: ignore[reportMissingImports]
     from lm_eval.loggers import EvaluationTracker  # pyright: ignore[reportMissingImports]
     from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
     from flax_mesh.inference.lm import TrainedLM
 
     model, mistakes = TrainedLM(trained, batch_size, max_length, say), Mistakes()
-    for task in chain.from_iterable(x.get_all_tasks() if isinstance(x, Group) else [x] for x in opened):
-        if task.OUTPUT_TYPE == "generate_until":
-            with mistakes, labelled(f"task {task.task_name}"):
-                model.options(task.get_config("generation_kwargs"))
+    for name, given in opened.generation.items():
+        with mistakes, labelled(f"task {name}"):
+            model.options(given)
     mistakes.raise_if_any()
     folder, tracker = Path(output_path or "."), None
     if output_path is not None:
@@ -135,7 +141,7 @@ def run_tasks(
     defaults = {"log_samples": False, "torch_random_seed": None, "batch_size": batch_size}
     named = {"model_args": {"pretrained": str(trained.source.path)}, "evaluation_tracker": tracker}
     manager = TaskManager(include_defaults=False)
-    results = simple_evaluate(model, tasks=[*opened], task_manager=manager, **named, **(defaults | options))
+    results = simple_evaluate(model, tasks=opened.items, task_manager=manager, **named, **(defaults | options))
     if tracker is not None:
         samples = results.get("samples") or {}
         tracker.save_results_aggregated({name: value for name, value in results.items() if name != "samples"}, samples)

@@ -152,10 +152,11 @@ def test_the_score_of_a_task_is_counted_by_hand_lm_eval(run, folder, capsys):
         texts = [list((question + choice).encode())[-LENGTH - 1 :] for choice in choices]
         sums = [value for value, _ in plain_scores(one, texts, [len(choice) for choice in choices])]
         hits += sums.index(max(sums)) == answer
-    states, notes = (random.getstate(), np.random.get_state()[1].tolist()), []
+    random_states = lambda: (random.getstate(), str(np.random.get_state()))  # noqa: E731
+    states, notes = random_states(), []
     options = {"include_path": folder, "output_path": folder / "out", "say": notes.append}
     results: Any = evaluate_tasks(trained, ["own_choice", "own_text"], **options, log_samples=True)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+    assert random_states() == states
     assert results["results"]["own_choice"]["acc,none"] == pytest.approx(hits / len(QUESTIONS))
     assert [note.split(" and lose")[0] for note in notes] == [
         "warning: 2 of 7 texts have more than 17 tokens,",
@@ -192,7 +193,9 @@ def test_mistakes_are_reported_together_lm_eval(run, folder, capsys, monkeypatch
     def unreachable(*args: object, **options: object) -> None:
         raise ConnectionError("Couldn't reach 'org/data' on the Hub")
 
-    (folder / "rows.jsonl").unlink()
+    with pytest.raises(ConfigError, match="huggingface has no chat template; leave out apply_chat_template, or add"):
+        options: Any = {"include_path": folder, "apply_chat_template": True}
+        evaluate_tasks(open_trained(run, ["mesh.shape=fsdp:1"]), "own_choice", **options)
     monkeypatch.setattr("lm_eval.api.task.datasets.load_dataset", unreachable)
     options = ["--tasks", "own_choice", "--include-path", str(folder), "--data", "stdlib", "--limit", "0"]
     assert main(["evaluate", str(run), *options, "mesh.shape=fsdp:1"]) == 2
@@ -204,8 +207,8 @@ def test_mistakes_are_reported_together_lm_eval(run, folder, capsys, monkeypatch
 @pytest.mark.slow
 def test_texts_end_at_their_ends_in_every_batch_lm_eval(run, monkeypatch):
     trained = open_trained(run, ["mesh.shape=fsdp:1"])
-    prompts, whole = ["hello", "a", "def main"], {"max_tokens": 60}
-    expected = trained.generate(prompts, stop=["\0"], **whole)
+    prompts = ["hello", "a", "def main"]
+    expected = trained.generate(prompts, stop=["\0"], max_tokens=60)
     end = expected[1][9:11]
     arguments = [(prompt, {"until": [end, "never"], "max_gen_toks": 60, "do_sample": False}) for prompt in prompts]
     for batch_size in (1, 2, 3):
