@@ -16,7 +16,6 @@ NAME = PACKAGE.name
 # Lowest first. A file imports only from the same floor and from lower ones; floors in one row do not import each other.
 FLOORS = (
     ("",),  # the files of flax_mesh/ itself
-    ("store",),
     ("mesh.torus", "program"),
     ("mesh", "processes", "hlo"),
     ("sharding.initialize",),
@@ -49,7 +48,7 @@ FLOORS = (
 )
 RANK = {floor: rank for rank, floors in enumerate(FLOORS) for floor in floors}
 # Files without JAX -> the packages that they import besides the standard library, each other and WHERE_USED.
-PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields", "svg", "text")}
+PURE = {f"{name}.py": set() for name in ("errors", "hardware", "html", "fields", "text")}
 PURE |= {"__init__.py": set(), "cli/text/arguments.py": set()}
 PURE |= {"mesh/torus/*.py": {"numpy"}, "mpmd/schedules/*.py": set()}
 # Heavy or optional: imported inside functions.

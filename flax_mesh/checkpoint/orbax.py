@@ -181,7 +181,7 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
 
 def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Array]]:
     """As `read_arrays`, of a step in a store, which Orbax cannot read; each process reads only its parts of arrays."""
-    base, shared = (step / STATE).objects().spec().to_json(), context()
+    base, shared = (step / STATE).objects().spec().to_json(), tensorstore.Context(context())
     kvstore = {"driver": "ocdbt", "base": base, **_JOINED}
     for paths in _batches(target):
         specs = [{"driver": "zarr", "kvstore": {**kvstore, "path": f"{path.replace('/', '.')}/"}} for path in paths]

@@ -6,9 +6,9 @@ from functools import partial
 import numpy as np
 from jax.sharding import Mesh
 
+from flax_mesh.html import element, hex_colour, svg_document, svg_text
 from flax_mesh.mesh.describe import MeshLayout, device_panels, place_texts, read_layout
 from flax_mesh.mesh.shape import format_mesh_shape
-from flax_mesh.svg import element, hex_colour, svg_document, svg_text
 
 CELL, GAP, PANEL_GAP, MARGIN, LINE = 44, 12, 36, 24, 18  # pixels
 _PANELS_PER_ROW = 4

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from flax_mesh.fields import check_types
+from flax_mesh.html import element, hex_colour, svg_document, svg_text, ticks
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule
 from flax_mesh.mpmd.schedules.simulate import Costs, Simulation, StageCost, simulate
 from flax_mesh.mpmd.schedules.text import heading, summary, time_text
-from flax_mesh.svg import element, hex_colour, svg_document, svg_text, ticks
 
 Event = tuple[int, Action, float, float]  # group, action, start, end
 

@@ -9,11 +9,11 @@ tensorstore, which find the credentials as other programs of the cloud do.
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PosixPath
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import user_path
@@ -82,7 +82,7 @@ class StorePath(PosixPath):
     def is_symlink(self) -> bool:
         return False
 
-    def iterdir(self) -> Iterator["StorePath"]:
+    def iterdir(self) -> Generator["StorePath", None, None]:
         """The paths one level below, from one list of all objects; each keeps its part of it for its own `names`."""
         below: dict[str, list[str]] = {}
         for name in self.names():
@@ -93,7 +93,7 @@ class StorePath(PosixPath):
             path.listed = names
             yield path
 
-    def glob(self, pattern: str, **options: object) -> Iterator["StorePath"]:
+    def glob(self, pattern: str, **options: object) -> Generator["StorePath", None, None]:
         raise TypeError(f"{self} is in an object store, whose names have no patterns")  # Path would find nothing
 
     def names(self) -> list[str]:
@@ -151,17 +151,17 @@ class StorePath(PosixPath):
             raise OSError(errno.EIO, f"the store {text}", str(self)) from None
 
     @property
-    def _at(self) -> tuple[str, ...]:
+    def place(self) -> tuple[str, ...]:
         """The parts of the path that name the bucket."""
         return self.parts[: 3 if "+" in self.parts[0] else 2]
 
     @property
     def _key(self) -> str:
-        return "/".join(self.parts[len(self._at) :])
+        return "/".join(self.parts[len(self.place) :])
 
     @property
     def _bucket(self) -> KvStore:
-        return _bucket(*self._at)
+        return _bucket(*self.place)
 
     def _read(self) -> bytes | None:
         value = self.ask(lambda: self._bucket.read(self._key))
@@ -178,7 +178,7 @@ def stored_path(path: str | os.PathLike[str]) -> Path:
     try:
         if ".." in address.parts or {"\0", "\n"} & {*text}:
             raise ValueError("it must be SCHEME://BUCKET/NAME")
-        _bucket(*address._at)
+        _bucket(*address.place)
     except ValueError as error:
         raise ConfigError(f"{shortened(text, 80)!r} is not an address of a store: {error}") from error
     return address
@@ -189,12 +189,10 @@ def is_present(path: Path) -> bool:
     return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
 
-def context() -> object:
-    """A context of tensorstore in which requests are repeated as long as `_RETRIES` says, and indices are kept."""
-    import tensorstore
-
+def context() -> dict[str, object]:
+    """Options of a context of tensorstore: requests are repeated as long as `_RETRIES` says, and indices are kept."""
     retries = {f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")}
-    return tensorstore.Context({**retries, "cache_pool": {"total_bytes_limit": 2**26}})
+    return {**retries, "cache_pool": {"total_bytes_limit": 2**26}}
 
 
 @cache
@@ -206,7 +204,8 @@ def _bucket(scheme: str, *rest: str) -> KvStore:
     scheme = scheme.removesuffix(":")
     server = {"endpoint": f"{scheme.partition('+')[2]}://{rest[0]}"} if "+" in scheme else {}
     spec = {"driver": DRIVERS[scheme], "bucket": rest[-1], **server}
-    return tensorstore.KvStore.open(spec, context=context()).result()
+    # Its types differ in more than these requests.
+    return cast(KvStore, tensorstore.KvStore.open(spec, context=tensorstore.Context(context())).result())
 
 
 def _answer(text: str) -> str:
