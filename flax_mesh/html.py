@@ -1,4 +1,4 @@
-"""HTML pages without external resources: their style sheet, sections, tables, tiles, findings, and SVG pictures."""
+"""HTML pages without external resources (style sheet, sections, tables, tiles, findings), and SVG drawings in them."""
 
 import math
 import re
@@ -55,9 +55,6 @@ def html_findings(findings: Sequence[object]) -> str:
     items = "".join(f"<li>{escape(str(finding))}</li>" for finding in findings)
     title = count_text(len(findings), "finding")
     return f'<section class="findings"><h2>{title}</h2><ul>{items}</ul></section>'
-
-
-# SVG
 
 
 def svg_document(width: float, height: float, parts: Iterable[str], style: str = "") -> str:

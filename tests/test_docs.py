@@ -262,7 +262,7 @@ SLOW_EXAMPLES = """
 """  # 1 to 10 s each
 # Functions that need a tokenizer, Ray, or a text that their pages explain.
 WITHOUT_EXAMPLE = {f"flax_mesh.train.{name}" for name in ("read_chats", "read_preferences", "ray_trainer")}
-WITHOUT_EXAMPLE |= {"flax_mesh.train.read_prompts"}
+WITHOUT_EXAMPLE |= {"flax_mesh.train.read_prompts", "flax_mesh.inference.evaluate_tasks"}
 WITHOUT_EXAMPLE |= {"flax_mesh.plan.parse_topology"}
 
 

@@ -223,10 +223,10 @@ def _marker_problems(folder: Path) -> list[str]:
 def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
     if isinstance(folder, StorePath):
-        found = _read_objects(folder, names, BLOCK)
-        if errors := [f"{folder / name}: {x.strerror}" for name, x in found.items() if isinstance(x, OSError)]:
+        objects = _read_objects(folder, names, BLOCK)
+        if errors := [f"{folder / name}: {x.strerror}" for name, x in objects.items() if isinstance(x, OSError)]:
             raise OSError("; ".join(errors))
-        return {name: x for name, x in found.items() if not isinstance(x, OSError)}
+        return {name: x for name, x in objects.items() if not isinstance(x, OSError)}
     sizes = [(folder / name).stat().st_size for name in names]
     blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
     checksums = _map(blocks, BLOCK)
@@ -273,11 +273,11 @@ def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
     return block, files
 
 
-def _size_problem(found: Path | _FileSums | OSError, size: int) -> str:
+def _size_problem(file: Path | _FileSums | OSError, size: int) -> str:
     try:
-        if isinstance(found, OSError):
-            raise found
-        actual = found.stat().st_size if isinstance(found, Path) else found[0]
+        if isinstance(file, OSError):
+            raise file
+        actual = file.stat().st_size if isinstance(file, Path) else file[0]
     except ABSENT:
         return "missing"
     return "" if actual == size else f"{actual} bytes, saved with {size}"

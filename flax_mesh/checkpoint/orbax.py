@@ -10,11 +10,12 @@ import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray, Target
@@ -23,12 +24,15 @@ from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
 
-if TYPE_CHECKING:
-    from tensorstore import Future, TensorStore
-
 STATE, METADATA = "state", "metadata"  # the two items of a step
 PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
 _BATCH_BYTES = 2**30  # of arrays that are read from a store at a time
+# Parts of a file in a store that are at most a megabyte apart are read by one request, if they are asked for together.
+_JOINED = {
+    "experimental_read_coalescing_threshold_bytes": 2**20,
+    "experimental_read_coalescing_merged_bytes": 2**26,
+    "experimental_read_coalescing_interval": "1ms",
+}
 _STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
 # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
 _STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
@@ -177,19 +181,18 @@ def read_arrays(step: Path, target: Target) -> dict[str, jax.Array]:
 
 def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Array]]:
     """As `read_arrays`, of a step in a store, which Orbax cannot read; each process reads only its parts of arrays."""
-    import tensorstore
-
-    kvstore = {"driver": "ocdbt", "base": (step / STATE).objects().spec().to_json()}
+    base, shared = (step / STATE).objects().spec().to_json(), tensorstore.Context(context())
+    kvstore = {"driver": "ocdbt", "base": base, **_JOINED}
     for paths in _batches(target):
         specs = [{"driver": "zarr", "kvstore": {**kvstore, "path": f"{path.replace('/', '.')}/"}} for path in paths]
-        opened = [tensorstore.open(spec, open=True, context=context()) for spec in specs]
+        opened = [tensorstore.open(spec, open=True, context=shared) for spec in specs]
         read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
         for path, parts in zip(paths, read, strict=True):
             values = {where: step.ask(lambda: part).astype(target[path].dtype) for where, part in parts.items()}  # noqa: B023
             yield path, _assembled(target[path], values)
 
 
-def _start(array: "TensorStore", leaf: jax.ShapeDtypeStruct) -> "dict[str, Future[np.ndarray]]":
+def _start(array: tensorstore.TensorStore, leaf: jax.ShapeDtypeStruct) -> dict[str, tensorstore.Future[np.ndarray]]:
     """Start to read the parts of an array that are on devices of this process, by the text of their index."""
     if array.shape != leaf.shape:
         raise ValueError(f"an array of shape {array.shape} was found, expected {leaf.shape}")

@@ -9,26 +9,51 @@ tensorstore, which find the credentials as other programs of the cloud do.
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path, PosixPath
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import user_path
 from flax_mesh.text import shortened
 
-if TYPE_CHECKING:  # imported in functions: programs without stores do not need it
-    import tensorstore
-
 Result = TypeVar("Result")
+Answer = TypeVar("Answer", covariant=True)
 
 # Scheme of an address -> driver of tensorstore. After a "+" the address begins with a server: s3+http://host:port/bucket
 DRIVERS = {"s3": "s3", "s3+http": "s3", "s3+https": "s3", "gs": "gcs"}
 _RETRIES = {"max_retries": 8, "initial_delay": "250ms", "max_delay": "8s"}  # 32 seconds, of answers such as 500 and 503
 _DEADLINE, _SLOWEST = 30.0, 2**20  # seconds that an answer may need, and bytes per second of its content
 _CODE, _STATUS = re.compile(r"<Code>(\w+)</Code>"), re.compile(r"\[http_response_code='(\d+)'\]")
+
+
+class Future(Protocol[Answer]):
+    """An answer of tensorstore."""
+
+    def result(self, timeout: float | None = None) -> Answer: ...
+
+
+class _Value(Protocol):
+    """An object, or its absence; `stamp.generation` is the condition of a write that expects either."""
+
+    state: str
+    value: bytes
+    stamp: "_Value"
+    generation: bytes
+
+
+class KvStore(Protocol):
+    """The requests to a key-value store of tensorstore."""
+
+    def __truediv__(self, prefix: str) -> "KvStore": ...
+    def list(self) -> Future[list[bytes]]: ...
+    def read(self, key: str) -> Future[_Value]: ...
+    def write(self, key: str, value: bytes | None, *, if_equal: bytes | None = None) -> Future[object]: ...
+    def delete_range(self, range: object) -> Future[None]: ...
+    def spec(self) -> "KvStore": ...
+    def to_json(self) -> dict[str, object]: ...
 
 
 class StorePath(PosixPath):
@@ -57,7 +82,7 @@ class StorePath(PosixPath):
     def is_symlink(self) -> bool:
         return False
 
-    def iterdir(self) -> Iterator["StorePath"]:
+    def iterdir(self) -> Generator["StorePath", None, None]:
         """The paths one level below, from one list of all objects; each keeps its part of it for its own `names`."""
         below: dict[str, list[str]] = {}
         for name in self.names():
@@ -68,7 +93,7 @@ class StorePath(PosixPath):
             path.listed = names
             yield path
 
-    def glob(self, pattern: str, **options: object) -> Iterator["StorePath"]:
+    def glob(self, pattern: str, **options: object) -> Generator["StorePath", None, None]:
         raise TypeError(f"{self} is in an object store, whose names have no patterns")  # Path would find nothing
 
     def names(self) -> list[str]:
@@ -91,9 +116,9 @@ class StorePath(PosixPath):
 
     def create(self, data: bytes) -> bool:
         """Write the object if there is none of its name, by a conditional request; whether it contains `data` then."""
-        found = self.ask(lambda: self._bucket.read(self._key))
-        if found.state == "missing":
-            self.ask(lambda: self._bucket.write(self._key, data, if_equal=found.stamp.generation))
+        value = self.ask(lambda: self._bucket.read(self._key))
+        if value.state == "missing":
+            self.ask(lambda: self._bucket.write(self._key, data, if_equal=value.stamp.generation))
         return self._read() == data  # of a request that was repeated, the first may have written it
 
     def unlink(self, missing_ok: bool = True) -> None:
@@ -106,11 +131,11 @@ class StorePath(PosixPath):
         store = self.objects()
         self.ask(lambda: store.delete_range(tensorstore.KvStore.KeyRange()))
 
-    def objects(self) -> "tensorstore.KvStore":
+    def objects(self) -> KvStore:
         """The objects below this path as a key-value store of tensorstore."""
         return self._bucket / f"{self._key}/" if self._key else self._bucket
 
-    def ask(self, request: "Callable[[], tensorstore.Future[Result]]", size: int = 2**26) -> Result:
+    def ask(self, request: Callable[[], Future[Result]], size: int = 2**26) -> Result:
         """The answer to a request. OSError if there is none; its text has no part of a request or of credentials."""
         seconds = _DEADLINE + size / _SLOWEST
         try:
@@ -126,21 +151,21 @@ class StorePath(PosixPath):
             raise OSError(errno.EIO, f"the store {text}", str(self)) from None
 
     @property
-    def _at(self) -> tuple[str, ...]:
+    def place(self) -> tuple[str, ...]:
         """The parts of the path that name the bucket."""
         return self.parts[: 3 if "+" in self.parts[0] else 2]
 
     @property
     def _key(self) -> str:
-        return "/".join(self.parts[len(self._at) :])
+        return "/".join(self.parts[len(self.place) :])
 
     @property
-    def _bucket(self) -> "tensorstore.KvStore":
-        return _bucket(*self._at)
+    def _bucket(self) -> KvStore:
+        return _bucket(*self.place)
 
     def _read(self) -> bytes | None:
-        found = self.ask(lambda: self._bucket.read(self._key))
-        return None if found.state == "missing" else found.value
+        value = self.ask(lambda: self._bucket.read(self._key))
+        return None if value.state == "missing" else value.value
 
 
 def stored_path(path: str | os.PathLike[str]) -> Path:
@@ -149,14 +174,14 @@ def stored_path(path: str | os.PathLike[str]) -> Path:
     scheme, _, rest = text.partition(":/")
     if scheme not in DRIVERS:
         return user_path(path)
-    found = StorePath(f"{scheme}:", *rest.split("/"))
+    address = StorePath(f"{scheme}:", *rest.split("/"))
     try:
-        if ".." in found.parts or {"\0", "\n"} & {*text}:
+        if ".." in address.parts or {"\0", "\n"} & {*text}:
             raise ValueError("it must be SCHEME://BUCKET/NAME")
-        _bucket(*found._at)
+        _bucket(*address.place)
     except ValueError as error:
         raise ConfigError(f"{shortened(text, 80)!r} is not an address of a store: {error}") from error
-    return found
+    return address
 
 
 def is_present(path: Path) -> bool:
@@ -164,15 +189,14 @@ def is_present(path: Path) -> bool:
     return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
 
-def context() -> "tensorstore.Context":
-    """The context of tensorstore in which requests are repeated as long as `_RETRIES` says."""
-    import tensorstore
-
-    return tensorstore.Context({f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")})
+def context() -> dict[str, object]:
+    """Options of a context of tensorstore: requests are repeated as long as `_RETRIES` says, and indices are kept."""
+    retries = {f"{driver}_request_retries": _RETRIES for driver in ("s3", "gcs")}
+    return {**retries, "cache_pool": {"total_bytes_limit": 2**26}}
 
 
 @cache
-def _bucket(scheme: str, *rest: str) -> "tensorstore.KvStore":
+def _bucket(scheme: str, *rest: str) -> KvStore:
     import tensorstore
 
     if len(rest) != 1 + ("+" in scheme):
@@ -180,7 +204,8 @@ def _bucket(scheme: str, *rest: str) -> "tensorstore.KvStore":
     scheme = scheme.removesuffix(":")
     server = {"endpoint": f"{scheme.partition('+')[2]}://{rest[0]}"} if "+" in scheme else {}
     spec = {"driver": DRIVERS[scheme], "bucket": rest[-1], **server}
-    return tensorstore.KvStore.open(spec, context=context()).result()
+    # Its types differ in more than these requests.
+    return cast(KvStore, tensorstore.KvStore.open(spec, context=tensorstore.Context(context())).result())
 
 
 def _answer(text: str) -> str:
