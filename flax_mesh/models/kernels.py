@@ -21,7 +21,7 @@ from flax_mesh.tree import PyTree
 
 _CUDNN_HEAD_DIM = 256  # the most since Hopper; 128 before, the limit of `auto`
 BLOCK = 512  # the largest that is used: its scores in float32 are 1 MiB of the chip's vector memory
-RESIDUALS = "attention"  # the name, for `models.remat`, of the residuals of splash attention
+RESIDUALS = "attention"  # the name, for `models.settings.remat`, of the residuals of splash attention
 _BEST = {"tpu": "splash", "gpu": "cudnn"}  # platform -> the kernel of `auto`
 _INTERPRETED = ("splash", "cpu")
 DEVICES = {"tpu": "TPUs", "gpu": "GPUs", "cpu": "CPUs"}
