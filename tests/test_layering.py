@@ -32,7 +32,7 @@ FLOORS = (
     ("mpmd.runtime",),
     ("checkpoint.hf",),
     ("checkpoint",),
-    ("models.ops",),
+    ("models.ops", "models.settings"),
     ("data.rows", "data.tokenizers"),
     ("models", "data", "lora", "recipe.optimizers"),
     ("models.generation",),

@@ -11,7 +11,7 @@ from flax_mesh.axes import num_parts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
 from flax_mesh.models import DecoderConfig
-from flax_mesh.models.cache import cache_dims, cache_shape, num_copies
+from flax_mesh.models.cache import cache_dims, cache_shape
 from flax_mesh.text import bytes_text, count_text
 
 
@@ -36,10 +36,10 @@ def _cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: 
     """Why a cache of that many rows and slots cannot be allocated, "" if it may fit."""
     if num_slots > MAX_SIZE:
         return f"the cache needs {num_slots:,} slots for a prompt and its text, above the {MAX_SIZE:,} of int32"
-    axes = config.on_mesh(mesh).axes
-    parts = num_parts(axes, mesh.shape, *cache_dims(axes), mode="decode")
-    heads = config.num_kv_heads * num_copies(axes, mesh, config.num_kv_heads, "decode")
-    values = 2 * config.num_layers * num_rows * num_slots * heads * config.head_dim
+    config = config.on_mesh(mesh)
+    heads, numbers = config.cached(mesh)
+    parts = num_parts(config.axes, mesh.shape, *filter(None, cache_dims(config.axes, heads)), mode="decode")
+    values = config.num_layers * num_rows * num_slots * heads * numbers
     needed, limit = values * jnp.dtype(config.dtype).itemsize // parts, _device_bytes(mesh)
     if limit is None or needed <= limit:
         return ""

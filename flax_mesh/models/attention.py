@@ -18,15 +18,15 @@ from flax_mesh.kernels import RESIDUALS
 from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.kernels import split_splash_attention
+from flax_mesh.models.norms import linear_options, norm
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.rotary import rotate
 from flax_mesh.models.ops.scores import causal_mask, plain_attention
-from flax_mesh.models.parts import linear_options, norm
-from flax_mesh.models.pattern import LayerKind
-from flax_mesh.models.remat import named
+from flax_mesh.models.settings.pattern import LayerKind
+from flax_mesh.models.settings.remat import named
 from flax_mesh.sharding.constrain import constrain
 
-_Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
+Q_DIMS = ("batch", "query_sequence", "heads", "head_dim")
 
 
 class Attention(nnx.Module):
@@ -99,7 +99,7 @@ class Attention(nnx.Module):
             y_B1HC = jax.nn.dot_product_attention(
                 q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, scale=self.config.attention_scale or None, implementation="xla"
             )
-        return self.o(constrain(y_B1HC, _Q_DIMS, axes=axes, mode="decode")), keys, values
+        return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
 
     def _project(
         self,
@@ -121,7 +121,7 @@ class Attention(nnx.Module):
             q_BSHC, k_BSKC = self.q_norm(q_BSHC), self.k_norm(k_BSKC)
         if (rope := self.config.rope(kind)) is not None:
             q_BSHC, k_BSKC = (rotate(x, rope, positions, length) for x in (q_BSHC, k_BSKC))
-        q_BSHC = constrain(q_BSHC, _Q_DIMS, axes=axes, mode=mode)
+        q_BSHC = constrain(q_BSHC, Q_DIMS, axes=axes, mode=mode)
         # Every query attends to all keys: under sequence parallelism keys and values are gathered here.
         k_BSKC = split_heads(k_BSKC, axes, mode)
         return q_BSHC, k_BSKC, split_heads(self.v(x_BSD), axes, mode)
@@ -145,7 +145,7 @@ class Attention(nnx.Module):
             y_BSHC = self._plain(q_BSHC, k_BSKC, v_BSKC, causal_mask(q_BSHC.shape[1], window, segment_ids_BS))
         else:
             y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, window, mode)
-        y_BSHC = constrain(y_BSHC, _Q_DIMS, axes=axes, mode=mode)
+        y_BSHC = constrain(y_BSHC, Q_DIMS, axes=axes, mode=mode)
         # Splash attention names its output itself, together with the sums that its backward pass reads.
         return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
 

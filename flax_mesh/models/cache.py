@@ -29,7 +29,7 @@ _SMALLEST_BUCKET = 16  # slots of a prompt
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys, after the rotation, and values of a batch.
+    """Keys, after the rotation, and values of a batch; in latent attention rotated keys of all heads, and latents.
 
     Attributes:
         keys: One array (B, T, K, C) for each layer, or one array (L, B, T, K, C) for each scanned stack of layers.
@@ -72,7 +72,7 @@ class KVCache:
     def with_rows(self, other: "KVCache", rows_R: jax.Array, axes: PartitionAxis) -> "KVCache":
         """This cache with the rows of `other`, which has as many slots, in `rows_R`; a row B is none."""
         stack = ("layers",) * (jax.tree.leaves(self.keys)[0].ndim - 4)
-        dims = (*stack, *cache_dims(axes))
+        dims = (*stack, *cache_dims(axes, jax.tree.leaves(self.keys)[0].shape[-2]))
 
         def put(rows_R: jax.Array, old: PyTree, new: PyTree, used: list[jax.Array]) -> tuple[PyTree, ...]:
             at = (*[slice(None)] * len(stack), rows_R)
@@ -92,8 +92,9 @@ def kv_axis(axes: PartitionAxis) -> str:
     return "kv_heads" if axes.mesh_axes("kv_heads") else "heads"
 
 
-def cache_dims(axes: PartitionAxis) -> tuple[str, ...]:
-    return "batch", "key_sequence", kv_axis(axes), "head_dim"
+def cache_dims(axes: PartitionAxis, heads: int) -> tuple[str | None, ...]:
+    """Of an array with so many heads; a single one, such as the latents of all heads, is not split."""
+    return "batch", "key_sequence", None if heads == 1 else kv_axis(axes), "head_dim"
 
 
 def num_copies(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, num_kv_heads: int, mode: Mode) -> int:
@@ -119,17 +120,16 @@ def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Arr
     """The keys or values of a prompt, with slots for `num_slots` tokens, in the sharding of generation."""
     padding = num_slots - x_BPKC.shape[1]
     x_BTKC = jnp.pad(x_BPKC, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    return constrain(x_BTKC, cache_dims(axes), axes=axes, mode="decode")
+    return constrain(x_BTKC, cache_dims(axes, x_BTKC.shape[2]), axes=axes, mode="decode")
 
 
 def write_slots(
     cache: jax.Array, x_B1KC: jax.Array, slots_B: jax.Array, layer: jax.Array | None, axes: PartitionAxis
 ) -> jax.Array:
     """`cache` with the keys or values of one token of each row; `layer` is the index in a stack, else None."""
-    at = (jnp.arange(len(slots_B), dtype=jnp.int32), slots_B)
-    at, dims = (
-        (at, cache_dims(axes)) if layer is None else ((layer.astype(jnp.int32), *at), ("layers", *cache_dims(axes)))
-    )
+    at, dims = (jnp.arange(len(slots_B), dtype=jnp.int32), slots_B), cache_dims(axes, cache.shape[-2])
+    if layer is not None:
+        at, dims = (layer.astype(jnp.int32), *at), ("layers", *dims)
     x_BKC = x_B1KC[:, 0].astype(cache.dtype)
     cache = cache.at[at].set(x_BKC, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True)
     return constrain(cache, dims, axes=axes, mode="decode")

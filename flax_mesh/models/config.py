@@ -1,6 +1,7 @@
 """DecoderConfig: sizes and options of a decoder, and the values derived from them for a layer."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -10,13 +11,14 @@ from flax_mesh.errors import ConfigError, Problem, as_problem
 from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_problems
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
+from flax_mesh.models.cache import num_copies
 from flax_mesh.models.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
-from flax_mesh.models.pattern import LayerKind, parse_pattern
-from flax_mesh.models.remat import remat_problems
-from flax_mesh.models.switches import NEEDS_EXPERTS, switch_problems
+from flax_mesh.models.settings.pattern import LayerKind, parse_pattern
+from flax_mesh.models.settings.remat import remat_problems
+from flax_mesh.models.settings.switches import NEEDS_EXPERTS, switch_problems
 from flax_mesh.text import axes_text
 
 ATTENTION = ("auto", "xla", "cudnn", "splash")
@@ -38,8 +40,8 @@ class DecoderConfig:
 
     `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
-    layers or for runs of them, "full:16,none". See `models.remat` and `remat_names`. Policies that save dots also save
-    the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of `remat`,
+    layers or for runs of them, "full:16,none". See `models.settings.remat` and `remat_names`. Policies that save dots
+    also save the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of `remat`,
     which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the number of tokens
     per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
@@ -53,7 +55,7 @@ class DecoderConfig:
 
     The settings from `layer_pattern` on are switches of other families, off by default:
 
-    - `layer_pattern`: kinds of layers, such as local:5,global; only local ones have the window (`models.pattern`).
+    - `layer_pattern`: kinds of layers, such as local:5,global; only local ones have the window.
     - `norms`: RMSNorms before each sub-layer, after it (OLMo 2), or both (Gemma 2, GLM-4).
     - `zero_centered`: the weights of norms are 1 + scale (Gemma).
     - `qk_norm_all_heads`: `qk_norm` over all heads together, with a scale for each (OLMo 2).
@@ -71,6 +73,10 @@ class DecoderConfig:
     - `router_scores`, `normalize_router`: `ops.router.Routing`.
     - `router_groups`, `router_top_groups`, `router_scale`: `ops.router.Routing` (DeepSeek).
     - `router_balance`: a bias of the choice of experts that has no gradient (DeepSeek-V3, GLM-4.5; `models.moe`).
+    - `latent_size` above 0: keys and values come from latents of that size, queries from latents of `query_latent_size`
+      if that is above 0; the last `rotary_dims` of `head_dim` are rotated, and `value_head_dim` is the head dim of
+      values, 0 for `head_dim` (DeepSeek; `models.latent`).
+    - `rope_mscale`, `rope_mscale_all_dims`: factors of yarn in latent attention (`RopeScaling`).
     - `dense_layers`: the first layers, which have an MLP of `dense_mlp_size` instead of experts (DeepSeek).
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
@@ -131,6 +137,11 @@ class DecoderConfig:
     router_top_groups: int = field(default=1, metadata=ADDED | _SIZE)
     router_scale: float = field(default=1.0, metadata=_ABOVE_0)
     router_balance: bool = field(default=False, metadata=ADDED)
+    latent_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    query_latent_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    value_head_dim: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    rope_mscale: float = field(default=0.0, metadata=_AT_LEAST_0)
+    rope_mscale_all_dims: float = field(default=0.0, metadata=_AT_LEAST_0)
     dense_layers: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     dense_mlp_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
@@ -148,7 +159,22 @@ class DecoderConfig:
         frequency_factors = self.rope_low_frequency_factor, self.rope_high_frequency_factor
         first = self.rope_factor, *frequency_factors, self.rope_original_length, self.rope_kind
         rest = self.rope_attention_factor, self.rope_truncate, self.rope_short_factors, self.rope_long_factors
-        return RopeScaling(*first, *rest)
+        return RopeScaling(*first, *rest, self.rope_mscale, self.rope_mscale_all_dims)
+
+    @property
+    def value_size(self) -> int:
+        return self.value_head_dim or self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of scores of latent attention."""
+        return self.attention_scale or self.head_dim**-0.5 * self.rope_scaling.score_multiplier()
+
+    def cached(self, mesh: AnyMesh | None) -> tuple[int, int]:
+        """The heads of the cache, with copies, and the numbers that it has for a token and each of them."""
+        if self.latent_size:
+            return 1, self.latent_size + (self.rotary_dims or self.head_dim)
+        return self.num_kv_heads * num_copies(self.axes, mesh, self.num_kv_heads, "decode"), 2 * self.head_dim
 
     @property
     def routing(self) -> Routing:
@@ -182,9 +208,12 @@ class DecoderConfig:
             ("model.vocab_size", "vocab", self.vocab_size),
             ("model.hidden_size", "embed", self.hidden_size),
             ("model.num_heads", "heads", self.num_heads),
-            ("model.num_kv_heads", "kv_heads", self.num_kv_heads),
             ("model.mlp_size", "mlp", self.mlp_size),
         ]
+        if not self.latent_size:
+            dims.insert(3, ("model.num_kv_heads", "kv_heads", self.num_kv_heads))
+        latents = ("latent_size", "query_latent_size")
+        dims += [(f"model.{name}", "embed", size) for name in latents if (size := getattr(self, name))]
         dims += [("model.dense_mlp_size", "mlp", self.dense_mlp_size)] if self.dense_layers else []
         return [*dims, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else dims
 
@@ -202,7 +231,10 @@ class DecoderConfig:
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
         mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
         mlp += "; dense_layers/.*mlp/.*/kernel" if self.dense_layers else ""
-        return f"attention/[qkv]/kernel 0>1,2; attention/o/kernel 0,1>2; {mlp}"
+        qkv = "attention/[qkv]/kernel 0>1,2"
+        if self.latent_size:
+            qkv = "attention/(q|kv)_down/kernel; attention/(q|q_up|kv_up)/kernel 0>1,2"
+        return f"{qkv}; attention/o/kernel 0,1>2; {mlp}"
 
     def problems(self) -> list[Problem]:
         """Invalid values."""
@@ -215,13 +247,13 @@ class DecoderConfig:
         if self.head_dim % 2:
             problems.append(Problem("model.head_dim", f"must be even for rotary positions, got {self.head_dim}"))
         low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
-        if low >= high:
+        if low > high or (low == high and self.rope_kind != "yarn"):
             text = f"must be below model.rope_high_frequency_factor={high}"
             problems.append(Problem("model.rope_low_frequency_factor", text, value=low))
         if 0 < self.num_experts < self.experts_per_token:
             text = f"must be at most model.num_experts={self.num_experts}"
             problems.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
-        problems += switch_problems(self)
+        problems += switch_problems(SimpleNamespace(**vars(self)), {item.name: item.default for item in fields(self)})
         if self.attention in ("cudnn", "splash"):
             problems += map(as_problem, problem_lines(self.attention, self._call()))
         return [*problems, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
@@ -257,7 +289,8 @@ class DecoderConfig:
     def copies_on(self, mesh: AnyMesh) -> str:
         """One line if `mesh` does not divide the key-value heads, "" if it does or if `axes.extra` maps "kv_heads"."""
         names = [name for name in self.axes.mesh_axes("kv_heads") if name in mesh.axis_names]
-        if self.num_kv_heads % num_parts(self.axes, mesh.shape, "kv_heads") == 0 or "kv_heads" in dict(self.axes.extra):
+        parts = num_parts(self.axes, mesh.shape, "kv_heads")
+        if self.latent_size or self.num_kv_heads % parts == 0 or "kv_heads" in dict(self.axes.extra):
             return ""
         problem = f"model.num_kv_heads={self.num_kv_heads} is not divisible by {axes_text(mesh.shape, names)}"
         return f"{problem}, whose devices have copies of the key-value heads; query heads stay split"
@@ -285,4 +318,5 @@ class DecoderConfig:
 
     def _call(self, **known: Any) -> Call:
         names = ("attention_softcap", "attention_sinks")
-        return Call(self.dtype, self.head_dim, self.axes, scores=tuple(x for x in names if getattr(self, x)), **known)
+        width = max(self.head_dim, self.value_size)
+        return Call(self.dtype, width, self.axes, scores=tuple(x for x in names if getattr(self, x)), **known)

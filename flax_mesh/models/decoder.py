@@ -22,12 +22,12 @@ from flax_mesh.models.cache import KVCache, cache_dims
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import project
 from flax_mesh.models.layer import DecoderLayer
+from flax_mesh.models.norms import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.ops.lookup import lookup
 from flax_mesh.models.ops.router import Aux
 from flax_mesh.models.ops.scores import soft_cap
-from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
-from flax_mesh.models.pattern import LayerKind
-from flax_mesh.models.remat import call_layers, remat_parts, scan_layers
+from flax_mesh.models.settings.pattern import LayerKind
+from flax_mesh.models.settings.remat import call_layers, remat_parts, scan_layers
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
@@ -42,6 +42,8 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys a
         (r"embed/embedding$", ("vocab", "embed")),
         (r"attention/q/kernel$", ("embed", "heads", "head_dim")),
         (r"attention/(k|v)/kernel$", ("embed", "kv_heads", "head_dim")),
+        (r"attention/(q|kv)_up/kernel$", ("embed", "heads", "head_dim")),
+        (r"attention/(q|kv)_down/kernel$", ("embed", None)),
         (r"attention/q/bias$", ("heads", "head_dim")),
         (r"attention/(k|v)/bias$", ("kv_heads", "head_dim")),
         (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
@@ -55,7 +57,7 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys a
         (r"moe/down/kernel$", ("experts", "mlp", "embed")),
         (r"moe/down/bias$", ("experts", "embed")),
         (r"shared_gate/kernel$", ("embed", None)),
-        (r"(attention/o|mlp/down|moe/router)/bias$|moe/balance$", ()),
+        (r"(attention/(o|q_down|kv_down)|mlp/down|moe/router)/bias$|moe/balance$", ()),
         (r"head/kernel$", ("embed", "vocab")),
         (r"norm/scale$", ()),
     ],
@@ -171,7 +173,7 @@ class Decoder(nnx.Module):
 
     def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""
-        stored = ("layers",) * self.config.scan + cache_dims(self.config.axes)
+        stored = ("layers",) * self.config.scan + cache_dims(self.config.axes, self.config.cached(current_mesh())[0])
         axes, embed = self.config.axes, None if self.config.tied else "embed"
         out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored
         x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")

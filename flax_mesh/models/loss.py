@@ -15,7 +15,7 @@ from flax_mesh.models.cross_entropy import cross_entropy, project, token_losses
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.models.ops.router import Aux, router_losses
 from flax_mesh.models.ops.scores import soft_cap
-from flax_mesh.models.parts import token_dims
+from flax_mesh.models.norms import token_dims
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text
@@ -128,8 +128,9 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, with causal attention.
 
     N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
-    experts that the token is not routed to. S is the sequence length, D = heads * head_dim. Recomputation is not
-    counted: this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
+    experts that the token is not routed to. S is the sequence length, D = heads * head_dim, the mean of the
+    head dims of keys and values. Recomputation is not counted: this is the numerator of MFU, not of hardware
+    utilization (PaLM, appendix B).
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, flops_per_token
@@ -140,5 +141,6 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     if config.num_experts:
         expert = 3 * config.hidden_size * config.mlp_size
         idle += (config.num_layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
-    attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length
+    width = (config.head_dim + config.value_size) / 2
+    attention = 6 * config.num_layers * config.num_heads * width * sequence_length
     return 6.0 * (num_parameters - idle) + attention

@@ -22,10 +22,10 @@ from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
+from flax_mesh.models.norms import token_dims
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.grouped import grouped_dot
 from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route
-from flax_mesh.models.parts import token_dims
 from flax_mesh.text import axes_text
 
 _NOT_SPLIT = PartitionSpec()

@@ -10,7 +10,7 @@ from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import Decoder, DecoderConfig, next_token_loss
-from flax_mesh.models.remat import RematRun, names_of, parse_remat, split_stack
+from flax_mesh.models.settings.remat import RematRun, names_of, parse_remat, split_stack
 from flax_mesh.plan import plan
 from flax_mesh.tree import named_leaves
 from tests.models.reference import SMALL, small, tokens_of

@@ -19,7 +19,7 @@ from flax_mesh.models import DecoderConfig, generate, make_decoder, next_token_l
 from flax_mesh.models.kernels import choose, misfits
 from flax_mesh.models.ops.rotary import Rope, RopeScaling, rotate
 from flax_mesh.models.ops.router import Routing, route
-from flax_mesh.models.pattern import LayerKind, parse_pattern
+from flax_mesh.models.settings.pattern import LayerKind, parse_pattern
 from flax_mesh.mpmd import split_stages
 from flax_mesh.tree import named_leaves, num_bytes
 from tests.models.reference import NATURAL, SMALL, make_mesh, small, tokens_of

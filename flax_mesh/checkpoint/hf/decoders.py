@@ -33,7 +33,8 @@ SWITCHES: dict[str, object] = {
     **{"output_bias": False, "mlp_bias": False, "activation": "silu", "swiglu_limit": 0.0, "rotary_dims": 0},
     **{"rope_interleaved": False, "local_rope_theta": 0.0, "router_scores": "softmax", "normalize_router": True},
     **{"shared_expert_size": 0, "shared_expert_gate": False, "router_groups": 1, "router_top_groups": 1},
-    **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0},
+    **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0, "latent_size": 0, "query_latent_size": 0},
+    **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0},
 }
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
@@ -200,7 +201,7 @@ def huggingface_config(
     family = FAMILIES[model_type]
     config: dict[str, object] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: target.value(settings) for key, target in family.keys.items()}
-    config |= {key: value for key, value in family.must.items() if key not in _NOT_WRITTEN}
+    config |= {key: value for key, value in family.must_of(config).items() if key not in _NOT_WRITTEN}
     config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}
     if max_position_embeddings is not None:
         config["max_position_embeddings"] = max_position_embeddings
@@ -215,8 +216,9 @@ def _differences(family: Family, settings: Json) -> list[str]:
         wanted = wanted(settings) if callable(wanted) else wanted
         if settings[name] != wanted and name not in free:
             lacking.append(f"{name}={settings[name]!r}")
-    if "num_experts" in free and not settings["num_experts"]:
-        lacking.append("num_experts=0")
+    for name in ("num_experts", "latent_size"):
+        if name in free and not settings[name]:
+            lacking.append(f"{name}=0")
     for target in family.keys.values():
         if target.part and target.part(settings[target.settings[0]], settings) is None:
             lacking.append(f"{target.settings[0]}={settings[target.settings[0]]!r}")
@@ -271,7 +273,7 @@ def _equal(array: np.ndarray | None, other: np.ndarray | None) -> bool:
 
 def _unsupported(config: Json, family: Family) -> list[str]:
     problems = []
-    for key, value in family.must.items():
+    for key, value in family.must_of(config).items():
         given = config.get(key, family.absent.get(key, value))
         is_read = key == QUANTIZATION and isinstance(given, dict) and given.get("quant_method") == (family.packed or ())
         if given != value and (given or value) and not is_read and key not in ROPE_KEYS:

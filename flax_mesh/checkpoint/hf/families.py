@@ -35,7 +35,8 @@ class Family(NamedTuple):
 
     keys: key of config.json -> the settings that it determines
     absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
-    must: key -> the only value that this decoder computes, also the default of the key where `absent` has none
+    must: key -> the only value that this decoder computes, or a function of the config that returns it; also the
+        default of the key where `absent` has none
     settings: settings that all models of the family share, values or functions of the other settings; others have the
         defaults of the decoder
     layers: how the kinds of the layers are read: the key that decides whether tokens attend to the last
@@ -55,10 +56,18 @@ class Family(NamedTuple):
     rotary: float = 0.0
     packed: str = ""  # the quantization of weights that are read as bfloat16
 
+    @property
+    def is_latent(self) -> bool:
+        return any("latent_size" in key.settings for key in self.keys.values())
+
+    def must_of(self, config: Json) -> dict[str, Any]:
+        return {key: value(config) if callable(value) else value for key, value in self.must.items()}
+
     def free(self) -> set[str]:
         """The settings of switches that models of the family may have."""
         settings = {setting for key in self.keys.values() for setting in key.settings}
         settings |= {"local_rope_theta"} if self.local_rope is not None else set()
+        settings |= {"rope_mscale", "rope_mscale_all_dims"} if self.is_latent else set()
         return settings | ({"rotary_dims"} if self.rotary else set())
 
 
@@ -116,6 +125,21 @@ _BALANCED_KEYS = {
     "norm_topk_prob": Key(("normalize_router",), bool),
     "first_k_dense_replace": Key(("dense_layers",)),
 }
+_LATENT_KEYS = {
+    **{key: value for key, value in _BALANCED_KEYS.items() if key not in ("num_key_value_heads", "head_dim")},
+    "num_attention_heads": Key(("num_heads", "num_kv_heads")),
+    "q_lora_rank": Key(("query_latent_size",), write=lambda size: size or None, null=0),
+    "kv_lora_rank": Key(("latent_size",)),
+    "qk_nope_head_dim": Key(
+        ("head_dim",),
+        join=lambda size, settings: size + settings["rotary_dims"],
+        part=lambda size, settings: size - settings["rotary_dims"],
+    ),
+    "qk_rope_head_dim": Key(("rotary_dims",)),
+    "v_head_dim": Key(("value_head_dim",)),
+    "attention_bias": _BIAS,
+    "rope_interleave": Key(("rope_interleaved",), bool),
+}
 _GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attention_bias": _BIAS,
@@ -146,6 +170,30 @@ def _heads(config: Json) -> object:
     return config.get("num_attention_heads")
 
 
+def _method(config: Json) -> str:
+    return "group_limited_greedy" if (config.get("n_group") or 1) > 1 else "greedy"
+
+
+def _count_dense(types: list[str]) -> int:
+    count = types.count("dense")
+    if types != ["dense"] * count + ["sparse"] * (len(types) - count):
+        raise ValueError("must be dense layers, and sparse ones after them")
+    return count
+
+
+_DENSE_FIRST = Key(
+    ("dense_layers",),
+    list,
+    _count_dense,
+    part=lambda count, settings: ["dense"] * count + ["sparse"] * (settings["num_layers"] - count),
+)
+
+
+def _dense_types(config: Json) -> list[str]:
+    layers = config.get("num_hidden_layers")
+    return ["dense"] + ["sparse"] * (layers - 1 if type(layers) is int else 0)
+
+
 WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
 ABSENT = {
     "rms_norm_eps": 1e-6,
@@ -170,6 +218,15 @@ _PHI_MUST = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "mlp_bias": False, "lm_head_
 _PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
 _BALANCED = {"router_scores": "sigmoid", "router_balance": True}
 _BALANCED_ABSENT = ABSENT | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+_LATENT_ABSENT = {key: value for key, value in _BALANCED_ABSENT.items() if key != "head_dim"}
+_LATENT_ABSENT |= {"attention_bias": False, "rope_interleave": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
+_LATENT_ABSENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_LATENT_MUST = _MUST | {
+    "num_key_value_heads": _heads,
+    "head_dim": lambda config: config.get("qk_rope_head_dim", 64),
+    "qk_head_dim": lambda config: config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
+    **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
@@ -192,8 +249,12 @@ _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
 PREDICTION = {"num_nextn_predict_layers": "of a layer that predicts the token after the next, which is not read"}
+_OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "glm4_moe": PREDICTION,
+    "glm4_moe_lite": PREDICTION,
+    "deepseek_v3": PREDICTION | _OF_DEEPSEEK,
+    "deepseek_v2": _OF_DEEPSEEK,
     "gemma2": _OF_GEMMA | {"sliding_window_size": "an older name of sliding_window"},
     "gemma3_text": _OF_GEMMA,
     "gemma": _OF_GEMMA_1,
@@ -351,5 +412,31 @@ FAMILIES = {
         _NO_ROTARY,
         _BALANCED,
         rotary=0.5,
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        _LATENT_KEYS,
+        {**_LATENT_ABSENT, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+        | {"n_shared_experts": 1},
+        _LATENT_MUST,
+        _BALANCED,
+    ),
+    "deepseek_v2": Family(
+        "DeepseekV2ForCausalLM",
+        {key: value for key, value in _LATENT_KEYS.items() if key not in ("norm_topk_prob", "rope_interleave")},
+        {**_LATENT_ABSENT, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False},
+        # transformers ignores norm_topk_prob, and groups if topk_method is greedy.
+        {**_LATENT_MUST, "scoring_func": "softmax", "topk_method": _method, "norm_topk_prob": False, "mlp_bias": False},
+        {"rope_interleaved": True, "normalize_router": False},
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        {key: value for key, value in _LATENT_KEYS.items() if key != "first_k_dense_replace"}
+        | {"mlp_layer_types": _DENSE_FIRST},
+        {**_LATENT_ABSENT, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "n_shared_experts": 1}
+        | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "mlp_layer_types": _dense_types},
+        _LATENT_MUST
+        | {"first_k_dense_replace": lambda config: (config.get("mlp_layer_types") or ["dense"]).count("dense")},
+        _BALANCED,
     ),
 }

@@ -1,6 +1,6 @@
 """The kinds of layers in config.json: windows by layer, and layers without rotary positions.
 
-The setting `layer_pattern` has them as text, `local:5,global`; see `flax_mesh.models.pattern`.
+The setting `layer_pattern` has them as text, `local:5,global`; see `flax_mesh.models.settings.pattern`.
 """
 
 from collections.abc import Sequence

@@ -41,6 +41,17 @@ _PROJECTIONS = {
     "attention/q_norm/scale": ("self_attn.q_norm.weight", "c -> c"),
     "attention/k_norm/scale": ("self_attn.k_norm.weight", "c -> c"),
 }
+_LATENT = {
+    "attention/q/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c"),
+    "attention/q_down/kernel": ("self_attn.q_a_proj.weight", "l d -> d l"),
+    "attention/q_down/bias": ("self_attn.q_a_proj.bias", "l -> l"),
+    "attention/q_norm/scale": ("self_attn.q_a_layernorm.weight", "l -> l"),
+    "attention/q_up/kernel": ("self_attn.q_b_proj.weight", "(h c) l -> l h c"),
+    "attention/kv_down/kernel": ("self_attn.kv_a_proj_with_mqa.weight", "l d -> d l"),
+    "attention/kv_down/bias": ("self_attn.kv_a_proj_with_mqa.bias", "l -> l"),
+    "attention/kv_norm/scale": ("self_attn.kv_a_layernorm.weight", "l -> l"),
+    "attention/kv_up/kernel": ("self_attn.kv_b_proj.weight", "(h c) l -> l h c"),
+}
 _BEFORE = {
     "attention_norm/scale": ("input_layernorm.weight", "d -> d"),
     "mlp_norm/scale": ("post_attention_layernorm.weight", "d -> d"),
@@ -114,6 +125,7 @@ _GPT_OSS += _lines(
 _BALANCED_EXPERTS = _QWEN_EXPERTS + _lines(
     {**_mlp("shared_mlp", "mlp.shared_experts"), "moe/balance": ("mlp.gate.e_score_correction_bias", "e -> e")}
 )
+_LATENT_DECODER = _ENDS + _dense_first(_lines(_BEFORE | _LATENT | _OUTPUT), _DENSE, _BALANCED_EXPERTS)
 _SHARED_NORMS = _ENDS + _lines(_PROJECTIONS | _OUTPUT)
 # model_type -> its table. A table may have lines for parameters that a model lacks.
 DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
@@ -137,4 +149,5 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "granite": ATTENTION + _DENSE,
     "granitemoehybrid": ATTENTION + _GRANITE_DENSE,
     "glm4_moe": _ENDS + _dense_first(_lines(_BEFORE | _PROJECTIONS | _OUTPUT), _DENSE, _BALANCED_EXPERTS),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT_DECODER),
 }

@@ -10,7 +10,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.text import path_lines
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_LINEAR = re.compile(r"(.*_proj|lm_head)\.weight")  # others, such as routers, are parameters of no torch.nn.Linear
+_LINEAR = re.compile(
+    r"(.*_proj(_with_mqa)?|lm_head)\.weight"
+)  # others, such as routers, are parameters of no torch.nn.Linear
 
 
 def adapted_arrays(params: Iterable[MappedParam], adapted: Sequence[str]) -> dict[str, MappedArray]:

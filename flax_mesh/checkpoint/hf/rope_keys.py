@@ -11,8 +11,10 @@ ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_fa
 ROPE_OFF: dict[str, object] = {
     **{"rope_kind": "llama3", "rope_factor": 1.0, "rope_attention_factor": 0.0, "rope_truncate": True},
     **{"rope_short_factors": (), "rope_long_factors": (), "rotary_dims": 0, "local_rope_theta": 0.0},
+    **{"rope_mscale": 0.0, "rope_mscale_all_dims": 0.0},
 }
 _FACTOR, _LENGTH = {"factor": "rope_factor"}, {"original_max_position_embeddings": "rope_original_length"}
+_MSCALES = {"mscale": "rope_mscale", "mscale_all_dim": "rope_mscale_all_dims"}  # in latent attention
 _ATTENTION_FACTOR = {"attention_factor": "rope_attention_factor"}
 _LLAMA3 = {"low_freq_factor": "rope_low_frequency_factor", "high_freq_factor": "rope_high_frequency_factor"}
 _YARN = {"beta_slow": "rope_low_frequency_factor", "beta_fast": "rope_high_frequency_factor"}
@@ -22,7 +24,7 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "default": ({}, {}),
     "linear": (_FACTOR, {}),
     "llama3": (_FACTOR | _LLAMA3 | _LENGTH, {}),
-    "yarn": (_FACTOR | _LENGTH, _YARN | _ATTENTION_FACTOR | {"truncate": "rope_truncate"}),
+    "yarn": (_FACTOR | _LENGTH, _YARN | _ATTENTION_FACTOR | {"truncate": "rope_truncate"} | _MSCALES),
     "longrope": (_LONGROPE | _LENGTH, _FACTOR | _ATTENTION_FACTOR),
 }
 _OLD_KINDS = {"su": "longrope"}
@@ -50,7 +52,7 @@ def read_rope(config: Json, family: Family, settings: Json, problems: list[str])
     theta = given.pop("rope_theta", family.absent["rope_theta"])
     rope = ROPE_OFF | {"rope_theta": theta}
     rope["rotary_dims"] = _rotary_dims(config, given, family, settings, problems)
-    rope |= _read_scaling(config, given, problems)
+    rope |= _read_scaling(config, family, given, problems)
     if family.local_rope is not None:
         rope["local_rope_theta"] = _read_local(config, of_local, family, theta, problems)
     for name, value in rope.items():
@@ -59,7 +61,7 @@ def read_rope(config: Json, family: Family, settings: Json, problems: list[str])
     return rope
 
 
-def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def _read_scaling(config: Json, family: Family, given: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     """The settings of the scaling with the keys `given`."""
     kind = given.pop("rope_type", given.pop("type", "default"))  # the current name and the oldest one
     kind = _OLD_KINDS.get(str(kind), str(kind))
@@ -70,7 +72,7 @@ def _read_scaling(config: Json, given: dict[str, Any], problems: list[str]) -> d
         given = {key: value for key, value in given.items() if value is not None}
     if kind == "longrope" and config.get("original_max_position_embeddings") is not None:
         given["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    required, optional = _KINDS[kind]
+    required, optional = _keys_of(kind, family)
     if not required.keys() <= given.keys() <= (required | optional).keys():
         rest = f" and may have {sorted(optional)}" if optional else ""
         problems.append(f"rope_scaling of type {kind} must have the keys {sorted(required)}{rest}, got {sorted(given)}")
@@ -106,6 +108,8 @@ def _rotary_dims(config: Json, given: dict[str, Any], family: Family, settings: 
     factors = [given.pop("partial_rotary_factor", None), config.get("partial_rotary_factor")]
     factor = next((factor for factor in factors if factor is not None), family.rotary or 1.0)
     head_dim = settings["head_dim"]
+    if family.is_latent and factor == 1:
+        return settings["rotary_dims"]
     if not family.rotary and factor != 1.0:
         problems.append(f"partial_rotary_factor must be 1.0, got {factor!r}")
     if not _is_number(factor) or not 0 < factor <= 1 or type(head_dim) is not int:
@@ -136,17 +140,22 @@ def _shared_keys(family: Family, settings: Json) -> dict[str, Any]:
     kind = settings["rope_kind"]
     if settings["rope_factor"] == 1 and kind != "longrope":
         return keys | ({"rope_scaling": {"rope_type": "default"}} if "rope_scaling" in family.absent else {})
-    required, optional = _KINDS[kind]
+    required, optional = _keys_of(kind, family)
     values = {key: settings[name] for key, name in (required | optional).items()}
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
-    if not values.get("attention_factor", True):
-        del values["attention_factor"]
+    values = {key: value for key, value in values.items() if value or key not in {*_ATTENTION_FACTOR, *_MSCALES}}
     keys["rope_scaling"] = {"rope_type": kind} | values
     if kind == "longrope":
         keys |= {key: values[key] for key in _LENGTH}
     if kind != "linear":
         keys["max_position_embeddings"] = int(settings["rope_factor"] * settings["rope_original_length"])
     return keys
+
+
+def _keys_of(kind: str, family: Family) -> tuple[dict[str, str], dict[str, str]]:
+    """The required and the optional keys of a kind of scaling."""
+    required, optional = _KINDS[kind]
+    return required, {key: name for key, name in optional.items() if family.is_latent or key not in _MSCALES}
 
 
 def parsed_factors(settings: Json) -> dict[str, tuple[float, ...]]:

@@ -25,7 +25,8 @@ class RopeScaling(NamedTuple):
               `original_length` positions, `long_factors` in longer ones (Ding et al. 2024).
 
     yarn and longrope multiply the rotated queries and keys by `attention_factor`; 0 stands for the factor of the
-    papers.
+    papers. With `mscale` and `mscale_all_dims` the factor of yarn is a quotient of two, of which the scores are
+    multiplied by the square of the second (DeepSeek); see `score_multiplier`.
     """
 
     factor: float = 1.0
@@ -37,15 +38,26 @@ class RopeScaling(NamedTuple):
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    mscale: float = 0.0
+    mscale_all_dims: float = 0.0
 
     def multiplier(self) -> float:
         """Of the rotated queries and keys."""
         if self.kind not in ("yarn", "longrope") or self.factor <= 1:
             return self.attention_factor or 1.0
-        of_paper = 0.1 * math.log(self.factor) + 1
+        of_paper = self._yarn(1.0)
+        if self.mscale and self.mscale_all_dims:
+            of_paper = self._yarn(self.mscale) / self._yarn(self.mscale_all_dims)
         if self.kind == "longrope":
             of_paper = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         return self.attention_factor or of_paper
+
+    def score_multiplier(self) -> float:
+        """Of the scores of latent attention, whose keys are rotated in part."""
+        return self._yarn(self.mscale_all_dims) ** 2 if self.factor > 1 else 1.0
+
+    def _yarn(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 class Rope(NamedTuple):

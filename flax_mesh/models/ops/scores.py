@@ -29,14 +29,31 @@ def plain_attention(
     cap: float = 0.0,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Weighted sums of values (B, S, H, C); scores and weights are float32.
+    """Weighted sums of values (B, S, H, V), whose head dim V may differ from C; scores and weights are float32.
 
     A sink is a learned score of no key: it takes a share of the weight of every query of its head (gpt-oss).
     """
+    return weighted_values(head_scores(q_BSHC, k_BTKC), v_BTKC, mask_BST, scale=scale, cap=cap, sinks_H=sinks_H)
+
+
+def head_scores(q_BSHC: jax.Array, k_BTKC: jax.Array) -> jax.Array:
+    """Products (B, K, G, S, T) float32 of queries and the keys of their heads."""
     batch, queries, heads, width = q_BSHC.shape
-    groups = (k_BTKC.shape[2], heads // k_BTKC.shape[2])
-    q_BSKGC = q_BSHC.reshape(batch, queries, *groups, width)
-    scores = jnp.einsum("bskgc,btkc->bkgst", q_BSKGC, k_BTKC, preferred_element_type=jnp.float32) * scale
+    q_BSKGC = q_BSHC.reshape(batch, queries, k_BTKC.shape[2], heads // k_BTKC.shape[2], width)
+    return jnp.einsum("bskgc,btkc->bkgst", q_BSKGC, k_BTKC, preferred_element_type=jnp.float32)
+
+
+def weighted_values(
+    scores: jax.Array,
+    v_BTKC: jax.Array,
+    mask_BST: jax.Array,
+    *,
+    scale: float,
+    cap: float = 0.0,
+    sinks_H: jax.Array | None = None,
+) -> jax.Array:
+    """Sums of values with weights from `head_scores`; see `plain_attention`."""
+    groups, scores = scores.shape[1:3], scores * scale
     scores = jnp.where(mask_BST[:, None, None], soft_cap(scores, cap), jnp.finfo(jnp.float32).min)
     largest = jnp.max(scores, axis=-1, keepdims=True)
     sinks = None if sinks_H is None else sinks_H.astype(jnp.float32).reshape(*groups, 1, 1)
@@ -45,4 +62,4 @@ def plain_attention(
     total = jnp.sum(exp, axis=-1, keepdims=True)
     weights = exp / (total if sinks is None else total + jnp.exp(sinks - largest))
     y_BSKGC = jnp.einsum("bkgst,btkc->bskgc", weights.astype(v_BTKC.dtype), v_BTKC)
-    return y_BSKGC.reshape(q_BSHC.shape)
+    return y_BSKGC.reshape(*y_BSKGC.shape[:2], -1, v_BTKC.shape[-1])

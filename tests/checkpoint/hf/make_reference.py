@@ -39,8 +39,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.5], "long_factor": [1.0, 2.0, 4.0]}
 WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-BALANCED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": True}
-BALANCED |= {"routed_scaling_factor": 1.5, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+BALANCED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 4, "norm_topk_prob": True}
+BALANCED |= {"routed_scaling_factor": 1.5, "n_group": 3, "topk_group": 2, "n_shared_experts": 1}
 TWO_WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True, "query_pre_attn_scalar": 12}
 GRANITE = {"embedding_multiplier": 3, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2}
@@ -100,12 +100,32 @@ CASES: dict[str, dict[str, Any]] = {
         **{"layer_types": ["attention"] * 2, "position_embedding_type": "rope", "mamba_n_heads": 4, **GRANITE},
     },
 }
+LATENT = {"kv_lora_rank": 12, "q_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"head_dim": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, **BALANCED}
+MSCALE_YARN = YARN | {"factor": 32.0, "mscale": 0.8, "mscale_all_dim": 1.2}
+CASES["deepseek_v3"] = {"model_type": "deepseek_v3", **LATENT, "rope_scaling": MSCALE_YARN, "first_k_dense_replace": 1}
+CASES["deepseek_v2"] = {
+    **{
+        "model_type": "deepseek_v2",
+        **LATENT,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": None,
+        "v_head_dim": 12,
+    },
+    **{"topk_method": "group_limited_greedy", "norm_topk_prob": False, "rope_scaling": MSCALE_YARN | {"mscale": 1.2}},
+    "v_head_dim": 12,
+}
+CASES["glm4_moe_lite"] = {
+    **{"model_type": "glm4_moe_lite", **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    **{"attention_bias": True, "mlp_layer_types": ["dense", "sparse"]},
+}
 CASES["glm4_moe"] = {
     **{"model_type": "glm4_moe", "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True, **BALANCED},
     **{"attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
-SEEDS = {"glm4_moe": 1}  # where the text of seed 0 repeats one token
+SEEDS = dict.fromkeys(("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1)  # other texts repeat tokens
 LENGTH = 24
 PROMPT, GENERATED = 7, 64  # tokens
 

@@ -1,26 +1,26 @@
 """Checks of the settings of a decoder that are switches of families."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import SimpleNamespace
 
 from flax_mesh.errors import Problem
-from flax_mesh.models.pattern import pattern_problem
-
-if TYPE_CHECKING:
-    from flax_mesh.models.config import DecoderConfig
+from flax_mesh.models.settings.pattern import parse_pattern, pattern_problem
 
 NEEDS_EXPERTS = (
     *("shared_expert_size", "router_scores", "normalize_router", "router_groups", "router_top_groups"),
     *("router_scale", "router_balance", "dense_layers"),
 )
+_NEEDS_LATENTS = ("query_latent_size", "value_head_dim", "rope_mscale", "rope_mscale_all_dims")
+_NOT_WITH_LATENTS = ("qk_norm", "attention_sinks", "layer_pattern", "sliding_window")
 
 
-def switch_problems(config: "DecoderConfig") -> list[Problem]:
-    """Invalid values of the switches of families, and switches without effect."""
+def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> list[Problem]:
+    """Invalid values of the switches of families, and switches without effect; `config` has all settings."""
     problems = []
     if config.layer_pattern and (problem := pattern_problem(config.layer_pattern)):
         problems.append(Problem("model.layer_pattern", problem))
-    elif any(kind.local for kind in config.kinds) and not config.sliding_window:
+    elif config.layer_pattern and any(x.local for x in parse_pattern(config.layer_pattern)) > config.sliding_window:
         text = "has local layers, which need a model.sliding_window above 0"
         problems.append(Problem("model.layer_pattern", text, value=config.layer_pattern))
     if config.rotary_dims % 2 or config.rotary_dims > config.head_dim:
@@ -37,11 +37,14 @@ def switch_problems(config: "DecoderConfig") -> list[Problem]:
             text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
             problems.append(Problem(f"model.{name}", text))
     without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
-    without_effect |= dict.fromkeys(NEEDS_EXPERTS, "num_experts")
+    without_effect |= dict.fromkeys(NEEDS_EXPERTS, "num_experts") | dict.fromkeys(_NEEDS_LATENTS, "latent_size")
     for name, needed in without_effect.items():
-        if getattr(config, name) != getattr(type(config), name) and not getattr(config, needed):
+        if getattr(config, name) != defaults[name] and not getattr(config, needed):
             problems.append(Problem(f"model.{name}", f"has no effect without model.{needed}"))
     problems += _group_problems(config)
+    for name in _NOT_WITH_LATENTS if config.latent_size else ():
+        if getattr(config, name):
+            problems.append(Problem(f"model.{name}", "has no meaning in latent attention; set model.latent_size=0"))
     if config.dense_layers and not config.dense_mlp_size:
         problems.append(Problem("model.dense_mlp_size", "must be above 0 with model.dense_layers"))
     if 0 < config.num_layers <= config.dense_layers:
@@ -52,7 +55,7 @@ def switch_problems(config: "DecoderConfig") -> list[Problem]:
     return problems
 
 
-def _group_problems(config: "DecoderConfig") -> list[Problem]:
+def _group_problems(config: SimpleNamespace) -> list[Problem]:
     groups, experts = config.router_groups, config.num_experts
     if groups <= 1 or not experts:
         return []

@@ -23,11 +23,13 @@ class ZeroCenteredNorm(nnx.Module):
         return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
 
 
-def norm(config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None) -> nnx.RMSNorm | ZeroCenteredNorm:
-    size = size or config.hidden_size
+def norm(
+    config: DecoderConfig, rngs: nnx.Rngs, size: int | None = None, epsilon: float | None = None
+) -> nnx.RMSNorm | ZeroCenteredNorm:
+    size, epsilon = size or config.hidden_size, config.norm_epsilon if epsilon is None else epsilon
     if config.zero_centered:
-        return ZeroCenteredNorm(size, epsilon=config.norm_epsilon, **dtypes(config))
-    return nnx.RMSNorm(size, epsilon=config.norm_epsilon, rngs=rngs, **dtypes(config))
+        return ZeroCenteredNorm(size, epsilon=epsilon, **dtypes(config))
+    return nnx.RMSNorm(size, epsilon=epsilon, rngs=rngs, **dtypes(config))
 
 
 def linear_options(config: DecoderConfig, rngs: nnx.Rngs) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Settings of a decoder that are texts, and the checks of its switches."""
