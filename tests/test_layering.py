@@ -34,7 +34,7 @@ FLOORS = (
     ("checkpoint.hf",),
     ("checkpoint",),
     ("models.ops", "models.settings"),
-    ("data.rows", "data.tokenizers"),
+    ("data.rows", "data.streams", "data.tokenizers"),
     ("models", "data", "lora", "recipe.optimizers"),
     ("models.generation",),
     ("recipe",),

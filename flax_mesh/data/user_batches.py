@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
 from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, State, StreamBatches, decode, encode
-from flax_mesh.data.process_rows import global_shapes, of_processes, row_digests, state_of_shard
-from flax_mesh.data.rollouts import Rollouts
+from flax_mesh.data.streams.process_rows import global_shapes, of_processes, row_digests, state_of_shard
+from flax_mesh.data.streams.rollouts import Rollouts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.step.batch import ProcessRows, batch_sharding, on_device_dtypes, rows_problems, shapes_of

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder
+from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, path_problem, require_names
@@ -40,7 +40,7 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
         3
     """
     try:
-        path = model_folder(folder) if folder and not path_problem(folder) else None
+        path = model_folder(folder, SETTINGS) if folder and not path_problem(folder) else None
         paths = [path, path / CHECKPOINTS / KEPT] if path else []
         settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):

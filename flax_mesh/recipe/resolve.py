@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from flax_mesh.data.config import DataConfig
 from flax_mesh.data.evaluation import EvalFns
-from flax_mesh.data.process_rows import process_rows
+from flax_mesh.data.streams.process_rows import process_rows
 from flax_mesh.data.user_batches import UserBatches
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types

@@ -7,7 +7,7 @@ import pytest
 
 from flax_mesh import create_mesh
 from flax_mesh.axes import PartitionAxis
-from flax_mesh.data.process_rows import process_rows, rows_of
+from flax_mesh.data.streams.process_rows import process_rows, rows_of
 from flax_mesh.data.user_batches import UserBatches, array_batches
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.batch import ProcessRows, place_batch

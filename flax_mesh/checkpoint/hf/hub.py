@@ -13,13 +13,20 @@ from flax_mesh.store import is_present, stored_path
 from flax_mesh.text import one_line
 
 MODEL, DATASET = "model", "dataset"
-# A file of a model that is in a folder belongs to another format, as do `consolidated` parameters.
-FILES = {
-    MODEL: {
-        "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-        "ignore_patterns": ["*/*", "consolidated*"],
-    },
-    DATASET: {},
+SETTINGS, CARD = "settings", "card"  # of a model and of a dataset: small files, for the commit and for settings
+# What to load -> the kind of repository, and its files. A file of a model that is in a folder belongs to another format,
+# as do `consolidated` parameters.
+FILES: dict[str, tuple[str, dict[str, list[str]]]] = {
+    MODEL: (
+        MODEL,
+        {
+            "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
+            "ignore_patterns": ["*/*", "consolidated*"],
+        },
+    ),
+    DATASET: (DATASET, {}),
+    SETTINGS: (MODEL, {"allow_patterns": ["config.json", "adapter_config.json"]}),
+    CARD: (DATASET, {"allow_patterns": ["README.md"]}),
 }
 _NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _ID, _WITH_COMMIT = (
@@ -32,7 +39,7 @@ def model_folder(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     """The folder at a path, or the folder in the cache of a model of the hub, which is downloaded if it is not there.
 
     A path that exists comes first. A text that cannot be an id is a path too, whether it exists or not. ConfigError for
-    an id that cannot be loaded. `kind` may be DATASET.
+    an id that cannot be loaded. `kind` is a key of FILES; SETTINGS loads no parameters.
     """
     path = stored_path(source)
     if is_present(path) or (match := _ID.fullmatch(str(source))) is None:
@@ -51,7 +58,7 @@ def with_commit(source: str, earlier: str = "", kind: str = MODEL) -> str:
     if before and before[0] == match["name"]:
         return earlier
     try:
-        return f"{match['name']}@{model_folder(source, kind).name}"
+        return f"{match['name']}@{model_folder(source, CARD if kind == DATASET else SETTINGS).name}"
     except ConfigError:
         return source
 
@@ -63,7 +70,8 @@ def commit_of(source: str) -> tuple[str, str] | None:
 
 
 @cache  # one commit for all readers of a program, also if the branch moves
-def _snapshot(name: str, revision: str | None, kind: str) -> Path:
+def _snapshot(name: str, revision: str | None, content: str) -> Path:
+    kind, files = FILES[content]
     given = name + (f"@{revision}" if revision else "")
     both = f"{given} is not a path of this machine, and as a {kind} of the Hugging Face hub"
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -74,7 +82,7 @@ def _snapshot(name: str, revision: str | None, kind: str) -> Path:
     network: type[Exception] = errors.HfHubHTTPError.__bases__[0]  # of its HTTP client, whose name differs by version
     download: Callable[..., str] = getattr(huggingface_hub, "snapshot_download")  # noqa: B009 (its type is not known)
     try:
-        folder = download(name, revision=revision, repo_type=kind, **FILES[kind])
+        folder = download(name, revision=revision, repo_type=kind, **files)
     except errors.GatedRepoError:
         page = f"https://huggingface.co/{'datasets/' * (kind == DATASET)}{name}"
         reason = f"requires access: ask for it at {page}, and log in with: hf auth login"

@@ -4,19 +4,22 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-from flax_mesh.data.iterators import State
+
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.batch import ProcessRows, batch_sharding, rows_problems
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree, path_of
+
+State = dict[str, Any]  # of an iterator, as JSON; {"shards": states} of the iterators of several processes
 
 
 @check_types

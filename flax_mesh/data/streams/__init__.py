@@ -1,0 +1,1 @@
+"""Batches that each process, or the model of the run, makes itself."""
