@@ -5,9 +5,9 @@ from flax_mesh.data.config import ChatConfig as ChatConfig
 from flax_mesh.data.config import DataConfig as DataConfig
 from flax_mesh.data.evaluation import mean_metrics as mean_metrics
 from flax_mesh.data.preferences import read_preferences as read_preferences
-from flax_mesh.data.streams.process_rows import process_rows as process_rows
 from flax_mesh.data.prompts import read_prompts as read_prompts
 from flax_mesh.data.prompts import read_rewards as read_rewards
+from flax_mesh.data.streams.process_rows import process_rows as process_rows
 from flax_mesh.data.streams.rollouts import Rollouts as Rollouts
 from flax_mesh.data.user_batches import array_batches as array_batches
 from flax_mesh.lora.config import LoraConfig as LoraConfig

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
-
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import decide_at_process_0
