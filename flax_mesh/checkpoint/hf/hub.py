@@ -14,8 +14,8 @@ from flax_mesh.text import one_line
 
 MODEL, DATASET = "model", "dataset"
 SETTINGS, CARD = "settings", "card"  # of a model and of a dataset: small files, for the commit and for settings
-# What to load -> the kind of repository, and its files. A file of a model that is in a folder belongs to another format,
-# as do `consolidated` parameters.
+# What to load -> the kind of repository, and its files. A file of a model that is in a folder belongs to another
+# format, as do `consolidated` parameters.
 FILES: dict[str, tuple[str, dict[str, list[str]]]] = {
     MODEL: (
         MODEL,
