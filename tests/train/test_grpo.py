@@ -18,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.inference import for_generation
 from flax_mesh.lora import add_lora
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.train import Rollouts, TrainConfig, apply_overrides, load_recipe
 from tests.data.chat_files import write_rows
 from tests.data.chat_tokenizers import VOCABULARY, StandIn
 from tests.train.support.runs import rows_of, run, state_of
@@ -110,6 +110,30 @@ def test_the_gradient_equals_the_formula_in_float64():
     assert np.abs(mistaken - by_formula).max() > 0.01
     _, _, metrics = loss_fn(model, on_device)
     assert 0 < float(metrics["clip_share"]) < np.sum(targets >= 0) and float(metrics["kl"]) > 0
+
+
+# --- rollouts ---
+
+
+def test_the_state_between_two_updates_has_the_batch_unless_its_shapes_have_changed():
+    made: list[int] = []
+
+    def of_size(size: int) -> Rollouts:
+        def make(model: Any, number: int) -> Any:
+            made.append(number)
+            return {"x": np.full(size, number, np.float32)}
+
+        return Rollouts(make, {"x": jax.ShapeDtypeStruct((size,), np.float32)}, updates=3)
+
+    model, first = lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), of_size(2)
+    assert [first(step, model)["x"][0] for step in range(5)] == [0, 0, 0, 1, 1] and made == [0, 1]
+    state = first.state(5)
+    assert first.state(3) == first.state(6) == b"" != state
+    resumed, other, late = of_size(2), of_size(4), of_size(2)
+    for rollouts, step in ((resumed, 5), (other, 5), (late, 6)):
+        rollouts.resume(step, state)
+    assert resumed(5, model)["x"].tolist() == [1, 1] and made == [0, 1]
+    assert len(other(5, model)["x"]) == 4 and late(6, model)["x"][0] == 2 and made == [0, 1, 1, 2]
 
 
 # --- the layout for generation ---
