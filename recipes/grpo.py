@@ -127,8 +127,8 @@ def rollouts(config) -> Rollouts:
     def make(model, number):
         ids = np.repeat(choose(number)["row"], size)
         random = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
-        decoder = for_generation(model, data.generation_mesh)
-        completions = generate(decoder, [prompts.tokens[i] for i in ids], seed=random, **sizes)
+        given = [prompts.tokens[i] for i in ids]
+        completions = generate(for_generation(model, data.generation_mesh), given, seed=random, **sizes)
         batch = scored(ids, completions)
         tokens = {name: batch[name] for name in ("inputs", "targets", "segment_ids")}
         batch["old"] = map_rows(ADAPTED, model, tokens, **options)

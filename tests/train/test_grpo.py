@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import flax_mesh as fm
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
 from flax_mesh.data import chats
 from flax_mesh.errors import ConfigError
-from flax_mesh.models import DecoderConfig, make_decoder
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.inference import for_generation
+from flax_mesh.lora import add_lora
+from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.train import Rollouts, TrainConfig, apply_overrides, load_recipe
 from tests.data.chat_files import write_rows
 from tests.data.chat_tokenizers import VOCABULARY, StandIn
 from tests.train.support.runs import rows_of, run, state_of
@@ -107,6 +110,47 @@ def test_the_gradient_equals_the_formula_in_float64():
     assert np.abs(mistaken - by_formula).max() > 0.01
     _, _, metrics = loss_fn(model, on_device)
     assert 0 < float(metrics["clip_share"]) < np.sum(targets >= 0) and float(metrics["kl"]) > 0
+
+
+# --- rollouts ---
+
+
+def test_the_state_between_two_updates_has_the_batch_unless_its_shapes_have_changed():
+    made: list[int] = []
+
+    def of_size(size: int) -> Rollouts:
+        def make(model: Any, number: int) -> Any:
+            made.append(number)
+            return {"x": np.full(size, number, np.float32)}
+
+        return Rollouts(make, {"x": jax.ShapeDtypeStruct((size,), np.float32)}, updates=3)
+
+    model, first = lambda: nnx.Linear(1, 1, rngs=nnx.Rngs(0)), of_size(2)
+    assert [first(step, model)["x"][0] for step in range(5)] == [0, 0, 0, 1, 1] and made == [0, 1]
+    state = first.state(5)
+    assert first.state(3) == first.state(6) == b"" != state
+    resumed, other, late = of_size(2), of_size(4), of_size(2)
+    for rollouts, step in ((resumed, 5), (other, 5), (late, 6)):
+        rollouts.resume(step, state)
+    assert resumed(5, model)["x"].tolist() == [1, 1] and made == [0, 1]
+    assert len(other(5, model)["x"]) == 4 and late(6, model)["x"][0] == 2 and made == [0, 1, 1, 2]
+
+
+# --- the layout for generation ---
+
+
+def test_a_model_for_generation_has_merged_adapters_and_shares_equal_arrays_and_the_model_keeps_its_adapters():
+    tokens = {name: jax.ShapeDtypeStruct((4, 8), np.int32) for name in ("inputs", "targets")}
+    make = add_lora(lambda: make_decoder(SMALL, nnx.Rngs(0)), next_token_loss, tokens, rank=2, modules="/q/")
+    model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh("dp:1,fsdp:4,ep:1,tp:2,sp:1")))
+    before = dict(fm.named_leaves(nnx.state(model)))
+    generating = dict(fm.named_leaves(nnx.state(for_generation(model))))
+    assert all(x is before[path] for path, x in fm.named_leaves(nnx.state(model))) and len(before) > len(generating)
+    first = {path: x.addressable_shards[0].data.unsafe_buffer_pointer() for path, x in before.items()}
+    copied = {
+        path for path, x in generating.items() if x.addressable_shards[0].data.unsafe_buffer_pointer() != first[path]
+    }
+    assert copied == {path for path in generating if "/q/" in path}
 
 
 # --- runs ---

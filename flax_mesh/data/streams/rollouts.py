@@ -6,7 +6,7 @@
 
 import hashlib
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -65,8 +65,8 @@ class Rollouts:
         number = step // self._updates
         if number != self._number:
             self._number, self._batch = _NONE, self._make(model(), number)
-            digest = hashlib.sha256(_bytes(jax.tree.leaves(self._batch))).hexdigest()
-            assert_equal(f"rollout {number}", {f"values of rollout {number}": digest})
+            digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(self._batch)))
+            assert_equal(f"rollout {number}", {f"values of rollout {number}": digest.hexdigest()})
             self._number = number
         return self._batch
 
@@ -77,19 +77,21 @@ class Rollouts:
 
     def state(self, step: int) -> bytes:
         """Of the checkpoint of a step: the batch, if the next step trains on it too."""
-        is_used = step % self._updates and self._number == step // self._updates
-        return _bytes(jax.tree.leaves(self._batch)) if is_used else b""
+        if step % self._updates == 0 or self._number != step // self._updates:
+            return b""
+        file = io.BytesIO()
+        np.savez_compressed(file, *jax.tree.leaves(self._batch))
+        return file.getvalue()
 
     def resume(self, step: int, state: object) -> None:
-        """Continue with the batch of `step`, from the state of its checkpoint."""
-        if isinstance(state, bytes) and state:
-            with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
-                leaves = [arrays[name] for name in arrays.files]
-            self._batch = jax.tree.unflatten(jax.tree.structure(self.flax_mesh_shapes), leaves)
-            self._number = step // self._updates
+        """Continue with the batch of `step`, from the state of its checkpoint.
 
-
-def _bytes(leaves: Sequence[np.ndarray]) -> bytes:
-    file = io.BytesIO()
-    np.savez_compressed(file, *leaves)
-    return file.getvalue()
+        A batch of other shapes, of a run that is resumed with other settings, is made again.
+        """
+        if step % self._updates == 0 or not isinstance(state, bytes) or not state:
+            return
+        with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
+            leaves = [arrays[name] for name in arrays.files]
+        wanted, structure = jax.tree.flatten(self.flax_mesh_shapes)
+        if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in wanted]:
+            self._number, self._batch = step // self._updates, jax.tree.unflatten(structure, leaves)
