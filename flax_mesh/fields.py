@@ -342,19 +342,19 @@ def _is_a(value: object, hint: Any) -> bool:
 
 def _expected(hint: Any) -> str:
     """The description of a valid value: `an integer or none`."""
-    return " or ".join(dict.fromkeys(map(_name_of, _kinds_of(hint))))
+    kinds = [option if kind is typing.Literal else kind for kind, option in _kinds_of(hint).items()]
+    return " or ".join(dict.fromkeys(map(_name_of, kinds)))
 
 
 def _name_of(kind: Any) -> str:
-    if kind in _KINDS:
-        return _KINDS[kind].name
-    name = getattr(kind, "__name__", None) or str(kind)
-    return _NAMES.get(kind, f"a {name.lower() if kind in _CONTAINERS else name}")
+    if values := typing.get_args(kind):  # of a Literal
+        return f"one of {', '.join(map(repr, values))}"
+    name = f"a {getattr(kind, '__name__', None) or kind}"
+    return _KINDS[kind].name if kind in _KINDS else _NAMES.get(kind, name.lower() if kind in _CONTAINERS else name)
 
 
 def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    return text if len(text := " ".join(repr(value).split())) <= 80 else f"{text[:80]}..."
 
 
 def _parse_bool(text: str, _: type) -> bool:

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
@@ -17,6 +17,7 @@ from flax_mesh.fields import (
     MAX_NAME_BYTES,
     path_problem,
     read_file,
+    require_types,
     type_problems,
     user_path,
     value_problems,
@@ -301,3 +302,10 @@ def test_an_unknown_option_is_refused_with_the_name_of_the_function_and_near_nam
     text = rf"^{function.__name__}: unknown keywords 'donate', 'learning_rat' \(near: learning_rate\). The keywords are"
     with pytest.raises(TypeError, match=text):
         function(print, None, donate=False, learning_rat=None)
+
+
+def test_the_error_for_a_literal_has_its_values():
+    def call(mode: Literal["a", "b"] | None = None) -> None: ...
+
+    with pytest.raises(TypeError, match=r"mode must be one of 'a', 'b' or none, got 3\."):
+        require_types(call, mode=3)
