@@ -46,7 +46,14 @@ SHARED: dict[str, Any] = {
     **{"num_experts": 4, "router_scores": "sigmoid", "normalize_router": False, "shared_expert_size": 24},
     **{"shared_expert_gate": True, "axes": NATURAL},
 }
-ALL = {"gemma": GEMMA, "gpt-oss": GPT_OSS, "olmo": OLMO, "shared expert": SHARED}
+DEEPSEEK: dict[str, Any] = {
+    **{"num_experts": 4, "router_scores": "sigmoid", "router_groups": 2, "router_balance": True, "router_scale": 1.5},
+    **{"shared_expert_size": 24, "dense_layers": 2, "dense_mlp_size": 40, "num_layers": 5, "axes": NATURAL},
+    **{"latent_size": 16, "query_latent_size": 12, "head_dim": 12, "rotary_dims": 4, "value_head_dim": 8},
+    **{"rope_kind": "yarn", "rope_factor": 4.0, "rope_original_length": 16, "rope_mscale": 0.7},
+    "rope_mscale_all_dims": 1.1,
+}
+ALL = {"gemma": GEMMA, "gpt-oss": GPT_OSS, "olmo": OLMO, "shared expert": SHARED, "deepseek": DEEPSEEK}
 every = pytest.mark.parametrize("name", ALL)
 
 
@@ -59,14 +66,14 @@ def loss_and_gradients(model, batch):
     return nnx.value_and_grad(lambda model: next_token_loss(model, batch)[0])(model)
 
 
-def unstacked(gradients, num_layers) -> dict[str, np.ndarray]:
+def unstacked(gradients) -> dict[str, np.ndarray]:
     found = {}
     for path, leaf in named_leaves(gradients):
-        if not path.startswith("layers/") or path.split("/")[1].isdecimal():
+        stack, _, rest = path.partition("/")
+        if not stack.endswith("layers") or rest.split("/")[0].isdecimal():
             found[path] = np.asarray(leaf)
         else:
-            rest = path.removeprefix("layers/")
-            found |= {f"layers/{i}/{rest}": np.asarray(leaf[i]) for i in range(num_layers)}
+            found |= {f"{stack}/{i}/{rest}": np.asarray(leaf[i]) for i in range(len(leaf))}
     return found
 
 
@@ -80,8 +87,9 @@ def assert_same(found, expected, tolerance=2e-5):
 def listed_and_scanned(name, **change):
     """The same parameters as a list and as a stack."""
     one, other = small(**ALL[name], **change), small(**ALL[name], **change, scan=True)
-    stacked = [nnx.state(layer) for layer in one.layers]
-    nnx.update(other.layers, jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacked))
+    for name in ("dense_layers", "layers"):
+        if stacked := [nnx.state(layer) for layer in getattr(one, name)]:
+            nnx.update(getattr(other, name), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacked))
     for part in ("embed", "norm", *(() if one.config.tied else ("head",))):
         nnx.update(getattr(other, part), nnx.state(getattr(one, part)))
     return one, other
@@ -90,12 +98,11 @@ def listed_and_scanned(name, **change):
 @pytest.mark.slow
 @every
 def test_a_scanned_stack_has_the_loss_and_gradients_of_the_list(name):
-    remat = "full:2,none" if name == "gemma" else "none"
+    remat = {"gemma": "full:2,none", "deepseek": "q+attention:1,full:2,none"}.get(name, "none")
     models = listed_and_scanned(name, remat=remat)
     (loss, want), (scanned, found) = (loss_and_gradients(model, batch_of()) for model in models)
     np.testing.assert_allclose(scanned, loss, rtol=1e-5)
-    layers = models[0].config.num_layers
-    assert_same(unstacked(found, layers), unstacked(want, layers))
+    assert_same(unstacked(found), unstacked(want))
 
 
 @pytest.mark.slow
@@ -133,8 +140,7 @@ def test_loss_and_gradients_on_a_mesh_equal_one_device(name, scan):
     with jax.set_mesh(mesh):
         found, gradients = loss_and_gradients(model, batch_of())
     np.testing.assert_allclose(found, loss, rtol=1e-5)
-    layers = model.config.num_layers
-    assert_same(unstacked(gradients, layers), unstacked(want, layers))
+    assert_same(unstacked(gradients), unstacked(want))
 
 
 def pipeline_of(name, **change):
@@ -175,7 +181,7 @@ def test_a_scanned_stack_has_the_stages_of_the_list():
 def test_chunks_of_the_loss_have_the_soft_cap_and_its_gradients():
     (loss, want), (chunked, found) = (loss_and_gradients(small(**GEMMA, loss_chunk=n), batch_of()) for n in (0, 7))
     np.testing.assert_allclose(chunked, loss, rtol=1e-5)
-    assert_same(unstacked(found, 4), unstacked(want, 4))
+    assert_same(unstacked(found), unstacked(want))
 
 
 def test_kernels_refuse_scores_that_they_do_not_compute():
@@ -251,6 +257,19 @@ def test_rotary_positions_by_hand():
         ({"rope_long_factors": (1.0,) * 4}, "rope_long_factors needs model.rope_kind=longrope"),
         ({"swiglu_limit": 1.0, "activation": "gelu"}, "swiglu_limit needs model.activation=silu"),
         ({"residual_scale": 0.0}, "residual_scale must be above 0"),
+        (
+            {"dense_layers": 1},
+            "dense_layers has no effect without model.num_experts(.|\n)*dense_mlp_size must be above 0",
+        ),
+        ({"num_experts": 4, "dense_layers": 2, "dense_mlp_size": 8}, "dense_layers=2 must be below model.num_layers=2"),
+        ({"num_experts": 4, "router_groups": 3}, "router_groups=3 must divide model.num_experts=4"),
+        ({"num_experts": 4, "router_groups": 2, "router_top_groups": 3}, "router_top_groups=3 must be from 1 to"),
+        (
+            {"num_experts": 4, "router_groups": 4},
+            "router_groups=4 must leave 1 experts in a group, and model.experts_per",
+        ),
+        ({"query_latent_size": 8}, "query_latent_size has no effect without model.latent_size"),
+        ({"latent_size": 8, "qk_norm": True}, "qk_norm has no meaning in latent attention"),
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
