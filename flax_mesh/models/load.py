@@ -14,10 +14,11 @@ from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, path_problem, require_names, user_path
+from flax_mesh.fields import check_types, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
+from flax_mesh.store import on_this_machine, stored_path, stored_path_problem
 from flax_mesh.tree import check_dtype
 
 
@@ -39,8 +40,8 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
         3
     """
     try:
-        path = user_path(folder) if folder and not path_problem(folder) else None
-        paths = [path, path / CHECKPOINTS / KEPT] if path else []
+        path = stored_path(folder) if folder and not stored_path_problem(folder) else None
+        paths = [path, on_this_machine(path / CHECKPOINTS / KEPT)] if path else []
         settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config
