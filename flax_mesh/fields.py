@@ -306,7 +306,7 @@ def _problems(value: Any, metadata: Mapping[str, Any]) -> list[str]:
         names = ", ".join(metadata["one_of"])
         return [] if value in metadata["one_of"] else [f"must be one of {names}, got {_short(value)}"]
     if "path" in metadata:
-        problem = path_problem(value)
+        problem = path_problem(value) if metadata["path"] is True else metadata["path"](value)
         return [f"{problem}: {_short(value)}; use another path"] if problem else []
     special, meaning = metadata.get("also", (None, ""))
     broken = [f"{text} {metadata[name]}" for name, (holds, text) in _LIMITS.items()

@@ -16,7 +16,6 @@ from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.checkpoint.read import Record, plain, read_record
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import path_problem
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.checks import check_config
@@ -24,6 +23,7 @@ from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
 from flax_mesh.recipe.saved import is_trained_on_text, saved_record, sequence_length
 from flax_mesh.recipe.target import axis_sizes
+from flax_mesh.store import on_this_machine, stored_path_problem
 from flax_mesh.text import at_most
 
 EVALUATION_LENGTH = 1024  # of sequences, unless the training run had, or config.json allows, others
@@ -85,7 +85,7 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
     Reads every byte of the step, to compare it with its checksum. Raises ConfigError if the folder has no decoder
     of flax_mesh, and CheckpointCorruptedError if the step, or every step, is damaged.
     """
-    if problem := path_problem(str(folder)) or ("" if str(folder) else "is empty"):
+    if problem := stored_path_problem(str(folder)) or ("" if str(folder) else "is empty"):
         raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
     path = model_folder(folder)
     if is_huggingface(str(folder)) or (path / CONFIG).is_file():
@@ -104,7 +104,7 @@ def _checkpoint(folder: str | Path, step: int | None) -> Source:
     return Source(
         checkpoint,
         saved.model,
-        checkpoint.parent / KEPT,
+        on_this_machine(checkpoint.parent / KEPT),
         is_text=is_trained_on_text(record),
         sequence_length=length,
         record=record,

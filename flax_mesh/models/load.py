@@ -15,10 +15,11 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, path_problem, require_names
+from flax_mesh.fields import check_types, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
+from flax_mesh.store import on_this_machine, stored_path_problem
 from flax_mesh.tree import check_dtype
 
 
@@ -40,8 +41,8 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
         3
     """
     try:
-        path = model_folder(folder, SETTINGS) if folder and not path_problem(folder) else None
-        paths = [path, path / CHECKPOINTS / KEPT] if path else []
+        path = model_folder(folder, SETTINGS) if folder and not stored_path_problem(folder) else None
+        paths = [path, on_this_machine(path / CHECKPOINTS / KEPT)] if path else []
         settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config

@@ -25,6 +25,7 @@ from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
 from flax_mesh.sharding.memory import memory_problem
+from flax_mesh.store import stored_path_problem
 from flax_mesh.text import shown
 from flax_mesh.user_code import check_arguments
 
@@ -202,7 +203,7 @@ def _check_layers(model: object, num_groups: int) -> list[str]:
 
 
 def check_start(folder: str, model: object) -> list[str]:
-    if not folder or path_problem(folder):
+    if not folder or stored_path_problem(folder):
         return []
     try:
         if not is_huggingface(folder):

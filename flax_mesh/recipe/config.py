@@ -21,6 +21,7 @@ from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES, TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
+from flax_mesh.store import stored_path_problem
 from flax_mesh.tree import PyTree
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
@@ -108,7 +109,7 @@ class CheckpointConfig:
     keep_every: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
     compress: bool = field(default=True, metadata=SAME_RESULT)
     on_failure: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "continue")})
-    start_from: str = field(default="", metadata={"path": True})
+    start_from: str = field(default="", metadata={"path": stored_path_problem})
 
 
 @dataclass(frozen=True)

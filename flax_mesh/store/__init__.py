@@ -4,4 +4,6 @@ from flax_mesh.store.paths import DRIVERS as DRIVERS
 from flax_mesh.store.paths import StorePath as StorePath
 from flax_mesh.store.paths import context as context
 from flax_mesh.store.paths import is_present as is_present
+from flax_mesh.store.paths import on_this_machine as on_this_machine
 from flax_mesh.store.paths import stored_path as stored_path
+from flax_mesh.store.paths import stored_path_problem as stored_path_problem

@@ -6,9 +6,12 @@ a store: a path exists if an object has its name, or a name below it. Requests g
 tensorstore, which find the credentials as other programs of the cloud do.
 """
 
+import atexit
 import errno
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import cache
@@ -16,7 +19,7 @@ from pathlib import Path, PosixPath
 from typing import Protocol, TypeVar, cast
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import user_path
+from flax_mesh.fields import path_problem, user_path
 from flax_mesh.text import shortened
 
 Result = TypeVar("Result")
@@ -68,6 +71,9 @@ class StorePath(PosixPath):
         raise TypeError(f"{self} is in an object store, not a file of this machine")
 
     def absolute(self) -> "StorePath":
+        return self
+
+    def resolve(self, strict: bool = False) -> "StorePath":
         return self
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
@@ -182,6 +188,24 @@ def stored_path(path: str | os.PathLike[str]) -> Path:
     except ValueError as error:
         raise ConfigError(f"{shortened(text, 80)!r} is not an address of a store: {error}") from error
     return address
+
+
+def stored_path_problem(text: str) -> str:
+    """`path_problem`, but none of an address in a store."""
+    return "" if text.partition(":/")[0] in DRIVERS else path_problem(text)
+
+
+@cache
+def on_this_machine(folder: Path) -> Path:
+    """`folder`, or a copy of a folder in a store: for small files that other programs read."""
+    if not isinstance(folder, StorePath):
+        return folder
+    copy = Path(tempfile.mkdtemp(prefix="flax_mesh-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for name in folder.names():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((folder / name).read_bytes())
+    return copy
 
 
 def is_present(path: Path) -> bool:

@@ -60,6 +60,7 @@ from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import on_this_machine
 from flax_mesh.text import mesh_text, one_line
 from flax_mesh.tree import PyTree, named_leaves, nest
 
@@ -180,7 +181,7 @@ def reshard(folder: str, out: str, config: TrainConfig, step: int | None) -> dic
         record["config"] |= {"mesh.shape": config.mesh.shape}
     with new_folder(out, source) as work:
         sizes = _save(work, step_number(source), state, layers, record)
-        keep_files(source.parent / KEPT, work)
+        keep_files(on_this_machine(source.parent / KEPT), work)
     details = {"to": "checkpoint", "mesh": after, "before": before, "notes": list(program.recipe.notes)}
     return _written(source, out, passed_over) | details | sizes
 
@@ -262,7 +263,9 @@ def _export_safetensors(
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
     length = sequence_length(read_record(step))
     config = _huggingface_config(record["config"], dtype, kept, length)
-    copies = [file for file in other_files(step.parent / KEPT) if file.name != CONFIG or config == kept]
+    copies = [
+        file for file in other_files(on_this_machine(step.parent / KEPT)) if file.name != CONFIG or config == kept
+    ]
     json_files = {} if config == kept else {CONFIG: config}
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])

@@ -24,6 +24,7 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, default_texts
 from flax_mesh.recipe.saved import is_trained_on_text
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import on_this_machine, stored_path
 
 KINDS = {TEXT: "bytes of text", TOKENS: "ids in token files"}
 
@@ -38,7 +39,7 @@ class Start(NamedTuple):
     @property
     def files(self) -> Path:
         """The folder of the tokenizer and of the other files that came with the parameters."""
-        return model_folder(self.folder) if self.step is None else self.step.parent / KEPT
+        return model_folder(self.folder) if self.step is None else on_this_machine(self.step.parent / KEPT)
 
 
 def find_start(folder: str) -> Start:
@@ -52,7 +53,7 @@ def find_start(folder: str) -> Start:
         return json.dumps([str(step), [str(path) for path in damaged]])
 
     step, damaged = json.loads(broadcast_from_process_0("start_from", look))
-    return Start(folder, Path(step), tuple(damaged))
+    return Start(folder, stored_path(step), tuple(damaged))
 
 
 def check_start_settings(start: Start, config: TrainConfig, kind: str, *, allow_changes: bool) -> list[Change]:

@@ -12,7 +12,7 @@ from flax_mesh.checkpoint.hf.families import Json
 from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
-from flax_mesh.store import StorePath, stored_path
+from flax_mesh.store import StorePath, on_this_machine, stored_path
 
 KEPT = "huggingface"
 CONFIG = "config.json"
@@ -72,7 +72,7 @@ def keep_files(folder: Path, checkpoints: Path) -> None:
 
 def read_kept_config(checkpoints: Path) -> Json:
     """The config.json that the checkpoints of a folder keep, {} if they keep none."""
-    file = checkpoints / KEPT / CONFIG
+    file = on_this_machine(checkpoints / KEPT) / CONFIG
     config = read_json(file) if file.is_file() else {}
     if not isinstance(config, dict):
         raise ConfigError(f"{file} must be a JSON object; repair it, or remove {file.parent}")
