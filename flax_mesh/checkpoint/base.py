@@ -17,7 +17,7 @@ from flax import nnx
 
 from flax_mesh.checkpoint.checksums import RECORD, checksums_of, files_below, read_metadata
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder, with_commit
+from flax_mesh.checkpoint.hf.hub import commit_of, model_folder, with_commit
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import Target, disk_target, paths_on_disk
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
@@ -47,7 +47,8 @@ class Base(NamedTuple):
         folder = model_folder(self.folder)
         if not folder.is_dir():
             return ["the folder is gone"]
-        current = _contents(folder)
+        of_hub = commit_of(self.folder) is not None  # other programs add files to the cache
+        current = {name: x for name, x in _contents(folder).items() if name in self.files or not of_hub}
         names = sorted(name for name in {**self.files, **current} if current.get(name) != self.files.get(name))
         return [
             f"{name}: {'gone' if name not in current else 'changed' if name in self.files else 'new'}" for name in names
@@ -79,8 +80,9 @@ def read_base(step: Path) -> Base | None:
     try:
         base = Base(**record)
         is_array = [_described(_array(x)) == x and min(x[1], default=0) >= 0 for x in base.arrays.values()]
-        is_valid = isinstance(base.folder, str) and isinstance(base.files, dict) and all(is_array)
-    except (AttributeError, OverflowError, TypeError, ValueError):
+        is_place = commit_of(base.folder) is not None or stored_path(base.folder).is_absolute()
+        is_valid = is_place and isinstance(base.files, dict) and all(is_array)
+    except (AttributeError, ConfigError, OverflowError, TypeError, ValueError):
         is_valid = False
     if not is_valid:
         raise CheckpointCorruptedError(f"{step}: the section {BASE!r} of its metadata is not as it was saved")

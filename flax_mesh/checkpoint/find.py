@@ -20,6 +20,7 @@ LAST_STEP = 10**18 - 1  # of at most 18 digits
 STEP, QUARANTINED = re.compile(r"0|[1-9][0-9]{0,17}"), re.compile(r"([0-9]{1,18})\.damaged(-[0-9]+)?")
 _LEFTOVER = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|deleted)")  # of an interrupted save or deletion
 _ATTEMPTS = 5  # to read a step before a run deletes it
+UPLOAD = "flax_mesh.upload"  # the first object of a step in a store, which names the save that made it
 PARTS = (CHECKSUMS, MARKERS[0], "state", "metadata")  # a step contains at least one of them, however damaged it is
 
 
@@ -118,7 +119,7 @@ def committed_steps(folder: Path) -> list[int]:
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
     if isinstance(folder, StorePath):
-        return [entry for entry in entries(folder) if _is_uncommitted(entry)]
+        return [entry for entry in entries(folder) if _is_uncommitted(entry) and UPLOAD in entry.names()]
     return [entry for entry in entries(folder) if _LEFTOVER.fullmatch(entry.name)]
 
 
@@ -183,7 +184,7 @@ def _is_uncommitted(path: Path) -> bool:
     therefore the file is required only where an older step has it.
     """
     record, done = MARKERS
-    if isinstance(path, StorePath):  # a step of flax_mesh is written there in place
+    if isinstance(path, StorePath):
         return bool(STEP.fullmatch(path.name)) and done not in path.names()
     if not STEP.fullmatch(path.name) or os.path.exists(path / done) or os.path.exists(path / CHECKSUMS):
         return False

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from flax_mesh.checkpoint.checksums import BLOCK, MARKERS, SYSTEM_ERROR, files_below
-from flax_mesh.checkpoint.find import committed_steps, find_leftovers
+from flax_mesh.checkpoint.find import UPLOAD, committed_steps, find_leftovers
 from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
 from flax_mesh.store import StorePath, is_present
@@ -58,8 +58,9 @@ class Writer:
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
             committed = step in committed_steps(self._folder)
-            # In a store, objects without a marker are a leftover, which `_tidy` removes.
-            exists = step not in damaged and (committed if in_store else is_present(self._folder / str(step)))
+            path = self._folder / str(step)
+            # `_tidy` removes the leftovers of a store; a folder of this machine has them under other names.
+            exists = step not in damaged and path not in find_leftovers(self._folder) and is_present(path)
         if exists:
             existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
             problem = f"{self._folder} already contains {existing}; nothing was overwritten."
@@ -246,6 +247,7 @@ class _Store(_Folder):
     def __init__(self, path: StorePath):
         super().__init__(path)
         self._here = ""  # the temporary folder
+        self._own: tuple[StorePath, bytes] | None = None  # the last step that was uploaded, and what UPLOAD contains
 
     def open(self) -> None:
         self.close()
@@ -258,21 +260,30 @@ class _Store(_Folder):
         return Path(self._here) / str(step)
 
     def commit(self, step: int) -> None:
-        """Upload a step that Orbax has written; its marker is created last, by a conditional request."""
+        """Upload a step that Orbax has written. Its first object, UPLOAD, and its marker, the last, exist once.
+
+        So of two processes that save the same step, one uploads it and the other fails; and a process whose objects
+        another one has removed as leftovers of an interrupted save fails, too.
+        """
         folder, target = self.written(step), self._path / str(step)
-        names = {*files_below(folder)} - {MARKERS[1]}
+        assert isinstance(target, StorePath)
+        names, own = {*files_below(folder)} - {MARKERS[1]}, str(uuid.uuid4()).encode()
+        self._own = target, own
+        if not (target / UPLOAD).create(own):
+            raise OSError("another process has saved this step, or is saving it")
         with ThreadPoolExecutor(_UPLOADS) as pool:
             list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
-        marker = target / MARKERS[1]
-        assert isinstance(marker, StorePath)
-        if not marker.create(f"Checkpoint commit was successful to {target} ({uuid.uuid4()})".encode()):
+        if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != own:
+            raise OSError("another process has removed objects of this step, or added some")
+        if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target}".encode() + own):
             raise OSError("another process has saved this step")
         shutil.rmtree(folder)
 
     def remove_unfinished(self) -> None:
         self.close()
-        with suppress(UnreadableError):  # the next save removes what cannot be removed now
-            self.remove(find_leftovers(self._path))
+        with suppress(OSError, UnreadableError):  # the next save removes what cannot be removed now
+            if self._own and (self._own[0] / UPLOAD).read_bytes() == self._own[1]:
+                self.remove({*find_leftovers(self._path)} & {self._own[0]})
 
     def rename(self, step: int, name: str) -> None:
         for file in files_below(old := self._path / str(step)):
@@ -287,7 +298,7 @@ class _Store(_Folder):
         for path in paths:
             assert isinstance(path, StorePath)
             with suppress(OSError):
-                path.remove()
+                path.remove(last=UPLOAD)
 
     def close(self) -> None:
         shutil.rmtree(self._here, ignore_errors=True)

@@ -42,7 +42,7 @@ class Prompts(NamedTuple):
 
     def hashes(self) -> RowHashes:
         """Of tokens and of the other keys, for `Rollouts`."""
-        texts = (np.frombuffer(json.dumps(row, sort_keys=True).encode(), np.uint8) for row in self.rows)
+        texts = (np.frombuffer(json.dumps(row, sort_keys=True, default=str).encode(), np.uint8) for row in self.rows)
         return hash_rows(zip(self.tokens, texts, strict=True))
 
 

@@ -17,7 +17,6 @@ from flax_mesh.errors import ConfigError, Problem, labelled
 from flax_mesh.text import one_line
 
 Rows: TypeAlias = Iterator[tuple[int, bytes | Mapping[str, object]]]  # the number of each, from 1, and its content
-KEYS = {"messages", "prompt", "completion", "text", "chosen", "rejected", "tools"}
 ROWS_AT_A_TIME = 256
 JSON_LINES, PARQUET = (".jsonl", ".jsonl.gz"), ".parquet"
 
@@ -56,9 +55,7 @@ def _of_parquet(path: Path) -> Rows:
 
     try:
         with parquet.ParquetFile(path) as file:
-            used = [name for name in file.schema_arrow.names if name in KEYS]
-            batches = file.iter_batches(ROWS_AT_A_TIME, columns=used or None)
-            yield from _numbered(row for batch in batches for row in batch.to_pylist())
+            yield from _numbered(row for batch in file.iter_batches(ROWS_AT_A_TIME) for row in batch.to_pylist())
     except (OSError, ValueError) as error:  # errors of pyarrow are one of them
         raise ConfigError(f"data.source={path} cannot be read: {one_line(error, 200)}") from error
 

@@ -78,7 +78,9 @@ class TrainedLM(TemplateLM):
         if wrong := [count for count in counts if not 0 < count <= self.max_length]:
             must = f"have 1 to {self.max_length} tokens, the length of the model, got {min(wrong)} to {max(wrong)}"
             raise ConfigError(f"{len(wrong)} continuations must {must}; repair or leave out the task")
-        texts = self._fitting([context + rest for _, context, rest in requests], self.max_length + 1)
+        texts = self._fitting(
+            [(context or [self.prefix_token_id]) + rest for _, context, rest in requests], self.max_length + 1
+        )
         with tqdm(desc="batches of texts", disable=None) as bar:
             arguments = self._trained.model, self._trained.mesh, texts, counts, self._batch_size
             scores = score(*arguments, lambda _: bar.update())

@@ -40,10 +40,10 @@ class DecoderConfig:
 
     `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
-    layers or for runs of them, "full:16,none". See `models.settings.remat` and `remat_names`. Policies that save dots
-    also save the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of
-    `remat`, which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the number of tokens
-    per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
+    layers or for runs of them, "full:16,none". See `models.settings.remat` and `remat_names`. Policies that save
+    dots also save the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run
+    of `remat`, which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the
+    number of tokens per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
     `experts_per_token` of them. `load_balance_loss` and `router_z_loss` are loss coefficients (`models.moe`).

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.data.config import NO_SOURCE
 from flax_mesh.data.evaluation import eval_fn_problems
@@ -25,7 +26,7 @@ from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
 from flax_mesh.sharding.memory import memory_problem
-from flax_mesh.store import stored_path_problem
+from flax_mesh.store import is_present, stored_path, stored_path_problem
 from flax_mesh.text import shown
 from flax_mesh.user_code import check_arguments
 
@@ -209,8 +210,10 @@ def check_start(folder: str, model: object) -> list[str]:
         if not is_huggingface(folder):
             find_step(folder)
             return []
-        source = open_decoder(folder)
-        problems = [f"checkpoint.start_from: {line}" for line in source.problems()]
+        # Of a model of the hub only the settings: a plan needs no parameters, and a run that loads them checks them.
+        source = open_decoder(model_folder(folder, SETTINGS))
+        is_here = is_present(stored_path(folder))
+        problems = [f"checkpoint.start_from: {line}" for line in (source.problems() if is_here else ())]
     except ConfigError as error:
         hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]
         lines = [f"checkpoint.start_from: {line}" for line in error.lines]

@@ -88,6 +88,9 @@ class StorePath(PosixPath):
     def is_symlink(self) -> bool:
         return False
 
+    def is_absolute(self) -> bool:
+        return True
+
     def iterdir(self) -> Generator["StorePath", None, None]:
         """The paths one level below, from one list of all objects; each keeps its part of it for its own `names`."""
         below: dict[str, list[str]] = {}
@@ -107,7 +110,11 @@ class StorePath(PosixPath):
         if self.listed is not None:
             return self.listed
         store = self.objects()
-        return sorted(name.decode() for name in self.ask(lambda: store.list()))
+        names = [name.decode() for name in self.ask(lambda: store.list())]
+        if unsafe := [name for name in names if {".", "..", ""} & {*name.removesuffix("/").split("/")} and name]:
+            text = f"the store has an object whose name is no path below a folder, {unsafe[0][:80]!r}"
+            raise OSError(errno.EINVAL, text, str(self))
+        return sorted(name for name in names if name and not name.endswith("/"))  # some programs make "folder/"
 
     def read_bytes(self) -> bytes:
         value = self._read()
@@ -130,12 +137,14 @@ class StorePath(PosixPath):
     def unlink(self, missing_ok: bool = True) -> None:
         self.ask(lambda: self._bucket.write(self._key, None))
 
-    def remove(self) -> None:
-        """Delete all objects below."""
+    def remove(self, last: str) -> None:
+        """Delete all objects below, the one with the name `last` after the others."""
         import tensorstore
 
-        store = self.objects()
-        self.ask(lambda: store.delete_range(tensorstore.KvStore.KeyRange()))
+        store, ranges = self.objects(), tensorstore.KvStore.KeyRange
+        for others in (ranges("", last), ranges(f"{last}\0", "")):
+            self.ask(lambda: store.delete_range(others))  # noqa: B023 (it is called at once)
+        (self / last).unlink()
 
     def objects(self) -> KvStore:
         """The objects below this path as a key-value store of tensorstore."""

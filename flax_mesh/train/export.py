@@ -60,7 +60,7 @@ from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState
-from flax_mesh.store import on_this_machine
+from flax_mesh.store import is_present, on_this_machine, stored_path
 from flax_mesh.text import mesh_text, one_line
 from flax_mesh.tree import PyTree, named_leaves, nest
 
@@ -297,7 +297,7 @@ def _export_peft(
         written |= peft_factors(array, factors[path + A], factors[path + B])
     lora, start = saved_lora(record), str(record["config"].get("checkpoint.start_from", ""))
     base, revision = commit_of(start) or (None, None)
-    if base is None and start and is_huggingface(start):
+    if base is None and start and is_present(stored_path(start)) and is_huggingface(start):
         base = str(user_path(start).absolute())
     all_names = [part.name for param in params for part in param.arrays]
     config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base, revision)

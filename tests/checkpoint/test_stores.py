@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import ConfigError, SaveError, create_mesh, store
+from flax_mesh import ConfigError, SaveError, create_mesh
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
+from flax_mesh.checkpoint.find import UPLOAD
 from flax_mesh.cli import main
 from flax_mesh.errors import CheckpointCorruptedError, UnreadableError
-from flax_mesh.store import StorePath, stored_path
+from flax_mesh.store import StorePath, paths, stored_path
 from tests.checkpoint.stores import failing_server, s3_server, store_of_files
 
 STATE = {"a": np.arange(6.0), "b": {"c": np.ones(3, ml_dtypes.bfloat16)}}
@@ -95,12 +97,52 @@ def test_a_step_is_committed_once(folder, monkeypatch):
     checkpointer = save(folder, 1)
     with pytest.raises(ConfigError, match="already contains a checkpoint of step 1; nothing was overwritten"):
         checkpointer.save(1, STATE)
-    monkeypatch.setattr("flax_mesh.checkpoint.writer.files_below", lambda path: [])
-    (folder / "2" / DONE).write_bytes(b"of another process, which saved the step meanwhile")
-    monkeypatch.setattr("flax_mesh.checkpoint.writer.committed_steps", lambda path: [1])
-    with pytest.raises(SaveError, match="another process has saved this step"):
+    create, others = StorePath.create, []
+
+    def after_another_process(self: StorePath, data: bytes) -> bool:
+        monkeypatch.setattr(StorePath, "create", create)
+        others.append(save(folder, 2, state={"a": np.full(6, 7.0)}))
+        return self.create(data)
+
+    monkeypatch.setattr(StorePath, "create", after_another_process)
+    with pytest.raises(SaveError, match="another process has saved this step, or is saving it"):
         save(folder, 2)
-    assert (folder / "2" / DONE).read_bytes().startswith(b"of another")
+    assert checkpointer.steps() == [1, 2] and checkpointer.verify(2) == []
+    assert (checkpointer.restore({"a": np.zeros(6)}, 2)["a"] == 7).all()
+
+
+def test_a_save_whose_objects_another_process_removed_is_not_committed(folder, monkeypatch):
+    write = StorePath.write_bytes
+
+    def and_remove(self: StorePath, data: bytes) -> int:
+        monkeypatch.setattr(StorePath, "write_bytes", write)
+        (folder / "1" / UPLOAD).unlink()  # as the first save of a restarted run does, with all other objects
+        return self.write_bytes(data)
+
+    monkeypatch.setattr(StorePath, "write_bytes", and_remove)
+    with pytest.raises(SaveError, match="another process has removed objects of this step, or added some"):
+        save(folder, 1)
+    assert Checkpointer(folder).steps() == []
+
+
+def test_objects_of_others_are_neither_steps_nor_leftovers(folder):
+    for name in ("2024/a.png", "1/checkpoints/3/commit_success.txt", "5/state/a"):
+        (folder / name).write_bytes(b"of another program")
+    (folder / "7/metadata/").write_bytes(b"")  # as consoles make folders
+    save(folder, 2)
+    assert (folder / "2024" / "a.png").is_file() and (folder / "5/state/a").is_file()
+    with pytest.raises(ConfigError, match="already contains 5, which is not a committed checkpoint; nothing was"):
+        save(folder, 5)
+    assert Checkpointer(folder).steps() == [2]
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "state//a", "./b"])
+def test_names_that_leave_the_folder_are_refused(name, monkeypatch):
+    kvstore = tensorstore.KvStore.open({"driver": "memory"}).result()
+    monkeypatch.setattr(paths, "_bucket", lambda *at: kvstore)
+    kvstore.write(f"run/5/state/{name}", b"x").result()
+    with pytest.raises(UnreadableError, match="an object whose name is no path below a folder"):
+        Checkpointer("s3://bucket/run").latest_step()
 
 
 def test_the_commands_read_no_array(folder, monkeypatch, capsys):
@@ -147,8 +189,8 @@ def test_a_save_that_fails_half_way_leaves_the_earlier_step_and_the_next_save_wo
 def test_a_store_that_refuses_or_is_slow_is_an_error_without_the_names_of_keys(status, text, monkeypatch):
     if not status:
         text = "did not answer within 0 seconds"
-        monkeypatch.setattr(store, "_DEADLINE", 0.2)
-        monkeypatch.setattr(store, "_SLOWEST", 2**40)
+        monkeypatch.setattr(paths, "_DEADLINE", 0.2)
+        monkeypatch.setattr(paths, "_SLOWEST", 2**40)
     with failing_server(monkeypatch, status or 500, seconds=60 * (not status)) as bucket:
         with pytest.raises(UnreadableError, match=text) as unreadable:
             Checkpointer(bucket / "run").latest_step()

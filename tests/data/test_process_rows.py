@@ -44,8 +44,9 @@ def test_processes_have_the_same_rows_or_none_in_common():
     own = [rows_of(process, HALVES) for process in HALVES]
     assert [x.index.tolist() for x in own[:2]] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert [(x.shard, x.num_shards) for x in own] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    with pytest.raises(ConfigError, match=r"some share a part of their rows; use data\.rows=all"):
-        rows_of(0, {0: {0, 1}, 1: {1, 2}})
+    for owned in ({0: {0, 1}, 1: {1, 2}}, {0: {0, 1, 2}, 1: {3}}):
+        with pytest.raises(ConfigError, match=r"some have more, or share a part of their rows; use data\.rows=all"):
+            rows_of(0, owned)
 
 
 def test_one_process_places_all_rows_and_refuses_others():

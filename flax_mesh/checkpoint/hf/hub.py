@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem, user_path
-from flax_mesh.store import is_present, stored_path
+from flax_mesh.store import stored_path
 from flax_mesh.text import one_line
 
 MODEL, DATASET = "model", "dataset"
@@ -28,6 +28,7 @@ FILES: dict[str, tuple[str, dict[str, list[str]]]] = {
     SETTINGS: (MODEL, {"allow_patterns": ["config.json", "adapter_config.json"]}),
     CARD: (DATASET, {"allow_patterns": ["README.md"]}),
 }
+DATA_FILES = (".jsonl", ".gz", ".parquet", ".json", ".npy", ".bin", ".txt")  # no id ends like this
 _NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _ID, _WITH_COMMIT = (
     re.compile(rf"{_NAME}(?:@(?P<revision>[\w./-]+))?"),
@@ -42,20 +43,31 @@ def model_folder(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     an id that cannot be loaded. `kind` is a key of FILES; SETTINGS loads no parameters.
     """
     path = stored_path(source)
-    if is_present(path) or (match := _ID.fullmatch(str(source))) is None:
+    match = _id_of(source)
+    if match is None or os.path.lexists(path):
         return path
-    return _snapshot(match["name"], match["revision"], kind)
+    snapshot = _snapshot(match["name"], match["revision"], kind)
+    if isinstance(snapshot, str):
+        raise ConfigError(snapshot)
+    return snapshot
+
+
+def _id_of(source: str | os.PathLike[str]) -> re.Match[str] | None:
+    """The parts of an id; None for a path object, and for a text that names a file of data."""
+    if not isinstance(source, str) or source.endswith(DATA_FILES):
+        return None
+    return _ID.fullmatch(source)
 
 
 def with_commit(source: str, earlier: str = "", kind: str = MODEL) -> str:
-    """`org/name@commit` for an id: the commit of `earlier`, such a text, if that is the same name, or the current one.
+    """`org/name@commit` for an id: the commit of its revision or, without one, of `earlier` if that has the same name.
 
     An id that already has a commit, a path, and an id that cannot be loaded are returned unchanged.
     """
-    before, match = commit_of(earlier), _ID.fullmatch(source)
+    before, match = commit_of(earlier), _id_of(source)
     if match is None or path_problem(source) or os.path.lexists(user_path(source)) or commit_of(source):
         return source
-    if before and before[0] == match["name"]:
+    if before and before[0] == match["name"] and not match["revision"]:
         return earlier
     try:
         return f"{match['name']}@{model_folder(source, CARD if kind == DATASET else SETTINGS).name}"
@@ -70,12 +82,13 @@ def commit_of(source: str) -> tuple[str, str] | None:
 
 
 @cache  # one commit for all readers of a program, also if the branch moves
-def _snapshot(name: str, revision: str | None, content: str) -> Path:
+def _snapshot(name: str, revision: str | None, content: str) -> Path | str:
+    """The folder, or the text of an error, which is not asked for again."""
     kind, files = FILES[content]
     given = name + (f"@{revision}" if revision else "")
     both = f"{given} is not a path of this machine, and as a {kind} of the Hugging Face hub"
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise ConfigError(f'{both} it requires the package huggingface_hub: pip install "flax-mesh[hub]"')
+        return f'{both} it requires the package huggingface_hub: pip install "flax-mesh[hub]"'
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -98,4 +111,4 @@ def _snapshot(name: str, revision: str | None, content: str) -> Path:
         return Path(folder)
     options = " --repo-type dataset" * (kind == DATASET) + (f" --revision {revision}" if revision else "")
     command = f"hf download {name}{options}"
-    raise ConfigError(f"{both} it {reason}. Correct the path or the id, or download the {kind} with: {command}")
+    return f"{both} it {reason}. Correct the path or the id, or download the {kind} with: {command}"

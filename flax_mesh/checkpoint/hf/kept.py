@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.families import Json
-from flax_mesh.checkpoint.hf.hub import model_folder
+from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
 from flax_mesh.store import StorePath, on_this_machine, stored_path
@@ -120,7 +120,7 @@ def _settings_of(kept: Json) -> Json:
 
 def is_huggingface(folder: str) -> bool:
     """Whether `folder` is the id of a model of the hub, or a folder of this machine with safetensors."""
-    path = model_folder(folder)
+    path = model_folder(folder, SETTINGS)
     if isinstance(path, StorePath):
         return False
     return path.is_dir() and (path != stored_path(folder) or any(path.glob("*.safetensors")))

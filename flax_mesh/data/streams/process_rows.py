@@ -57,10 +57,11 @@ def process_rows(num_rows: int, mesh: Mesh | AbstractMesh, axes: PartitionAxis =
 def rows_of(process: int, owned: Mapping[int, set[int]]) -> ProcessRows:
     """The rows of a process, from the rows that the devices of each process need."""
     shards = sorted({tuple(sorted(rows)) for rows in owned.values()})
-    if sum(map(len, shards)) != len(set().union(*shards)):
+    if sum(map(len, shards)) != len(set().union(*shards)) or len({*map(len, shards)}) > 1:
         raise ConfigError(
-            "data.rows=process needs processes that have either the same rows of a batch or none in common, but on "
-            "this mesh some share a part of their rows; use data.rows=all, or a mesh whose batch axes are outermost"
+            "data.rows=process needs processes that have equally many rows of a batch, either the same or none in "
+            "common, but on this mesh some have more, or share a part of their rows; use data.rows=all, or a mesh whose "
+            "batch axes are outermost"
         )
     rows = tuple(sorted(owned[process]))
     return ProcessRows(np.array(rows), shards.index(rows), len(shards))
