@@ -40,10 +40,10 @@ class DecoderConfig:
 
     `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
-    layers or for runs of them, "full:16,none". See `models.settings.remat` and `remat_names`. Policies that save
-    dots also save the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run
-    of `remat`, which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the
-    number of tokens per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
+    layers or for runs of them, "full:16,none". See `models.settings.remat` and `remat_names`. Policies that save dots
+    also save the outputs of these kernels. With `scan` the layers are one stack, run by one loop for each run of
+    `remat`, which compiles faster; results and checkpoints equal those with an unrolled list. `loss_chunk`: the number
+    of tokens per device whose logits the loss computes at a time, 0 for all (`models.cross_entropy`).
 
     With `num_experts` above 0 every layer has that many MLPs of `mlp_size`, and each token is routed to
     `experts_per_token` of them. `load_balance_loss` and `router_z_loss` are loss coefficients (`models.moe`).
@@ -72,7 +72,9 @@ class DecoderConfig:
     - `local_rope_theta`: rotary base of local layers, which then have no scaling; 0 is the base of all (Gemma 3).
     - `router_scores`, `normalize_router`: `ops.router.Routing`.
     - `router_groups`, `router_top_groups`, `router_scale`: `ops.router.Routing` (DeepSeek).
-    - `router_balance`: a bias of the choice of experts that has no gradient (DeepSeek-V3, GLM-4.5; `models.moe`).
+    - `router_balance`: a bias of the choice of experts that has no gradient (DeepSeek-V3, GLM-4.5). With
+      `router_balance_rate` above 0, `next_token_loss` changes it by that much in every microbatch of training: up for
+      experts with fewer tokens than the mean, down for those with more. It replaces `load_balance_loss`.
     - `latent_size` above 0: keys and values come from latents of that size, queries from latents of `query_latent_size`
       if that is above 0; the last `rotary_dims` of `head_dim` are rotated, and `value_head_dim` is the head dim of
       values, 0 for `head_dim` (DeepSeek; `models.latent`).
@@ -137,6 +139,7 @@ class DecoderConfig:
     router_top_groups: int = field(default=1, metadata=ADDED | _SIZE)
     router_scale: float = field(default=1.0, metadata=_ABOVE_0)
     router_balance: bool = field(default=False, metadata=ADDED)
+    router_balance_rate: float = field(default=0.0, metadata=_AT_LEAST_0)
     latent_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     query_latent_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     value_head_dim: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})

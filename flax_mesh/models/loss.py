@@ -66,6 +66,8 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
+    if config.router_balance_rate:
+        _balance(model, aux["expert_tokens"])
     losses = router_losses(aux)
     metrics = {"cross_entropy": loss}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
@@ -73,6 +75,17 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
     for name in ("load_balance_loss", "router_z_loss"):
         loss = loss + weight * getattr(config, name) * jnp.sum(losses[name])
     return loss, weight, metrics
+
+
+def _balance(model: Decoder, tokens_LE: jax.Array) -> None:
+    """Change the biases of the choice of experts by the tokens that each expert got (Wang et al. 2024)."""
+    mean_L1 = jnp.mean(tokens_LE, axis=-1, keepdims=True)
+    change_LE = model.config.router_balance_rate * jnp.sign(mean_L1 - tokens_LE)
+    if model.config.scan:
+        model.layers.moe.balance[...] += change_LE
+        return
+    for layer, change_E in zip(model.layers, change_LE, strict=True):
+        layer.moe.balance[...] += change_E
 
 
 def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:

@@ -143,6 +143,22 @@ def test_loss_and_gradients_on_a_mesh_equal_one_device(name, scan):
     assert_same(unstacked(gradients), unstacked(want))
 
 
+@pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+def test_the_balancing_bias_rises_for_experts_with_few_tokens_and_has_no_gradient(scan):
+    sizes = {"num_layers": 3, "dense_layers": 1, "router_groups": 1, "router_balance_rate": 0.25, "scan": scan}
+    model = small(**DEEPSEEK | sizes)
+    tokens = np.asarray(jax.jit(lambda model: model.forward(batch_of()["inputs"])[1]["expert_tokens"])(model))
+    before = unstacked(nnx.state(model))
+    _, gradients = loss_and_gradients(model, batch_of())
+    after = unstacked(nnx.state(model))
+    want = 0.25 * np.sign(tokens.mean(axis=-1, keepdims=True) - tokens)
+    assert want.shape == (2, 4) and want.min() < 0 < want.max()
+    for i in range(2):
+        np.testing.assert_allclose(after.pop(f"layers/{i}/moe/balance"), before[f"layers/{i}/moe/balance"] + want[i])
+    assert all(np.array_equal(value, before[path]) for path, value in after.items())
+    assert not any("balance" in path for path, _ in named_leaves(gradients))
+
+
 def pipeline_of(name, **change):
     config = dataclasses.replace(SMALL, **ALL[name] | {"axes": SMALL.axes, **change})
     make = lambda: make_decoder(config, nnx.Rngs(0))  # noqa: E731
@@ -268,6 +284,7 @@ def test_rotary_positions_by_hand():
             {"num_experts": 4, "router_groups": 4},
             "router_groups=4 must leave 1 experts in a group, and model.experts_per",
         ),
+        ({"num_experts": 4, "router_balance_rate": 0.1}, "router_balance_rate has no effect without model.router_bal"),
         ({"query_latent_size": 8}, "query_latent_size has no effect without model.latent_size"),
         ({"latent_size": 8, "qk_norm": True}, "qk_norm has no meaning in latent attention"),
     ],

@@ -37,6 +37,7 @@ def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> 
             text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
             problems.append(Problem(f"model.{name}", text))
     without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
+    without_effect["router_balance_rate"] = "router_balance"
     without_effect |= dict.fromkeys(NEEDS_EXPERTS, "num_experts") | dict.fromkeys(_NEEDS_LATENTS, "latent_size")
     for name, needed in without_effect.items():
         if getattr(config, name) != defaults[name] and not getattr(config, needed):
