@@ -321,6 +321,7 @@ def test_splash_attention_stores_no_scores_on_tpus():
     short, long = peaks((2048, 4096))
     scores = 2 * 4096 * 4096 * 2  # of one row, two heads of a device, in bfloat16
     assert 1.8 * short < long < 2.2 * short and long < scores / 2
+    assert peaks((4096,), "model.attention=xla") == [long]  # run.attention=auto takes splash attention
     assert peaks((4096,), "model.attention=xla", "run.attention=as_written")[0] > 2 * scores
 
 

@@ -58,4 +58,6 @@ PLANTED = (
     ("flax_mesh/blockwise/loops.py", "lax.concatenate([x, copies], dim)", "lax.concatenate([x, 0 * copies], dim)"),
     # The weights of a row are divided by the sum of another one.
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
+    # A mask that sets scores to 0 hides no key.
+    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n        if not", "(at_1 > -1)\n        if not"),
 )
