@@ -152,6 +152,8 @@ def test_a_stop_token_is_the_last_one(plain):
         assert one.tokens.tolist() == ids[:end] and one.stopped == (stop in ids)
         assert [token for row, token in seen if row == n] == ids[:end]
     assert found[2].stopped and not any(one.stopped for one in whole)
+    ended = generate(plain, PROMPTS, max_tokens=12, sampling=RANDOM, on_token=lambda *each: each[1] == stop)
+    assert tokens_of(ended) == tokens_of(found) and not any(one.stopped for one in ended)
 
 
 @pytest.mark.slow
