@@ -19,6 +19,7 @@ from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.cli.common import DONE, FINDINGS, config_of, report_failure, table_width, use_platform
 from flax_mesh.cli.text import checkpoint as text
 from flax_mesh.errors import ConfigError, StepDeletedError, UnreadableError
+from flax_mesh.fields import user_path
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import added_settings, to_texts
@@ -129,8 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     recipe = _recipe_of(arguments)
-    for name in ("folder", "other", "out"):
-        stored_path(getattr(arguments, name, ""))  # raises an error before a checkpoint is read
+    for name, path_of in {"folder": stored_path, "other": stored_path, "out": user_path}.items():
+        path_of(getattr(arguments, name, ""))  # raises an error before a checkpoint is read
     config = config_of(recipe, arguments.overrides) if recipe else None
     # Everything but reshard runs on the CPU, and must not occupy an accelerator.
     use_platform(config.run.platform if config and arguments.what == "reshard" else "cpu")

@@ -19,7 +19,7 @@ from flax_mesh.fields import check_types, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
-from flax_mesh.store import on_this_machine, stored_path_problem
+from flax_mesh.store import StorePath, on_this_machine, stored_path_problem
 from flax_mesh.tree import check_dtype
 
 
@@ -43,7 +43,8 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
     try:
         path = model_folder(folder, SETTINGS) if folder and not stored_path_problem(folder) else None
         paths = [path, on_this_machine(path / CHECKPOINTS / KEPT)] if path else []
-        settings = next((open_decoder(x).settings for x in paths if (x / CONFIG).is_file()), {})
+        local = [x for x in paths if not isinstance(x, StorePath)]
+        settings = next((open_decoder(x).settings for x in local if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config
     return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path, PosixPath
 from typing import Protocol, TypeVar, cast
 
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, UnreadableError
 from flax_mesh.fields import path_problem, user_path
 from flax_mesh.text import shortened
 
@@ -206,14 +206,17 @@ def stored_path_problem(text: str) -> str:
 
 @cache
 def on_this_machine(folder: Path) -> Path:
-    """`folder`, or a copy of a folder in a store: for small files that other programs read."""
+    """`folder`, or a copy of a folder in a store, for small files that other programs read. Raises UnreadableError."""
     if not isinstance(folder, StorePath):
         return folder
     copy = Path(tempfile.mkdtemp(prefix="flax_mesh-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
-    for name in folder.names():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((folder / name).read_bytes())
+    try:
+        for name in folder.names():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes((folder / name).read_bytes())
+    except OSError as error:
+        raise UnreadableError(f"{folder} cannot be read: {error.strerror}") from error
     return copy
 
 

@@ -263,9 +263,8 @@ def _export_safetensors(
     # Of an imported model it is unknown how long its sequences were; `saved_record` has the default.
     length = sequence_length(read_record(step))
     config = _huggingface_config(record["config"], dtype, kept, length)
-    copies = [
-        file for file in other_files(on_this_machine(step.parent / KEPT)) if file.name != CONFIG or config == kept
-    ]
+    others = other_files(on_this_machine(step.parent / KEPT))
+    copies = [file for file in others if file.name != CONFIG or config == kept]
     json_files = {} if config == kept else {CONFIG: config}
     abstract = nest((path, jax.ShapeDtypeStruct(array.shape, array.dtype)) for path, array in tree.items())
     params = map_params(abstract, DECODER_NAMES[config["model_type"]])

@@ -16,22 +16,29 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from flax_mesh import ConfigError, SaveError, create_mesh
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
+from flax_mesh.checkpoint.checksums import files_below
 from flax_mesh.checkpoint.find import UPLOAD
+from flax_mesh.checkpoint.hf.kept import TOKENIZERS
 from flax_mesh.cli import main
 from flax_mesh.errors import CheckpointCorruptedError, UnreadableError
+from flax_mesh.inference.source import find_source
 from flax_mesh.store import StorePath, paths, stored_path
-from tests.checkpoint.stores import failing_server, s3_server, store_of_files
+from flax_mesh.train.warm_start import find_start
+from tests.checkpoint.stores import failing_server, gs_server, s3_server, store_of_files
 
 STATE = {"a": np.arange(6.0), "b": {"c": np.ones(3, ml_dtypes.bfloat16)}}
 DONE = "commit_success.txt"
 
 
-@pytest.fixture(params=["files", pytest.param("s3_server", marks=pytest.mark.slow)])
+SERVERS = {"s3_server": s3_server, "gs_server": gs_server}
+
+
+@pytest.fixture(params=["files", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVERS)])
 def folder(request, tmp_path, monkeypatch):
     if request.param == "files":
         yield store_of_files(monkeypatch, tmp_path) / "run"
     else:
-        with s3_server(monkeypatch, tmp_path / "log") as bucket:
+        with SERVERS[request.param](monkeypatch, tmp_path / "log") as bucket:
             yield bucket / "run"
 
 
@@ -257,3 +264,18 @@ def test_after_kills_in_saves_to_an_s3_server_the_newest_step_is_whole(tmp_path,
             assert all((x == newest).all() for x in found.values())
         save(bucket / "run", newest + 1, keep=2)
         assert {path.name for path in (bucket / "run").iterdir()} == {str(newest), str(newest + 1)}
+
+
+def test_a_run_that_was_copied_to_a_store_is_read_there(saved, folder, tmp_path):
+    for file in files_below(saved):
+        (folder / file).write_bytes((saved / file).read_bytes())
+    (folder / "checkpoints" / "huggingface" / "tokenizer.json").write_bytes(b"{}")
+    start = find_start(str(folder))
+    assert start.step == folder / "checkpoints" / "10" and [file.name for file in start.files.iterdir()] == [
+        TOKENIZERS[0]
+    ]
+    source = find_source(str(folder), 5)
+    assert source.path == folder / "checkpoints" / "5" and (source.files / "tokenizer.json").read_bytes() == b"{}"
+    assert main(["checkpoint", "export", str(folder), str(tmp_path / "model"), "--to", "safetensors"]) == 0
+    assert main(["checkpoint", "diff", str(folder), str(saved), "--values"]) == 0
+    assert main(["checkpoint", "export", str(saved), str(folder / "out"), "--to", "safetensors"]) == 2

@@ -1,5 +1,6 @@
 """Every argument, option and setting that is a path: an address is refused at the start, and ~ is the home folder."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from flax_mesh.train import apply_overrides, load_recipe, train
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny.py")
 ONE = make_schedule("1f1b", num_groups=1, num_microbatches=1)
 TIMELINE = Timeline(ONE, tuple((0, action, at, at + 1.0) for at, action in enumerate(ONE.rows[0])))
+IN_STORES = {"Checkpointer", "Checkpointer of a Path", "find_steps", "open_trained", "open_tokenizer"}
 FUNCTIONS: dict[str, Callable[[str], object]] = {
     "Checkpointer": Checkpointer,
     "Checkpointer of a Path": lambda path: Checkpointer(Path(path)),
@@ -62,11 +64,12 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_a_function_refuses_an_address_before_it_writes(function, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_refuses_an_address_before_it_writes(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"is an address \(gs:\), but must be a path of this machine"):
-        function("gs://bucket/run.json")
+    kind = "hdfs" if name in IN_STORES else "gs"
+    with pytest.raises(ConfigError, match=rf"is an address \({kind}:\), but must be a path of this machine"):
+        FUNCTIONS[name](f"{kind}://bucket/run.json")
     assert not [*tmp_path.iterdir()]
 
 
@@ -79,11 +82,11 @@ def test_a_command_refuses_an_address_before_it_writes(command, tmp_path, monkey
 
 
 def test_settings_that_are_paths_refuse_an_address():
-    keys = ("run.folder", "run.hardware", "checkpoint.start_from", "data.source", "pipeline.schedule")
-    config = apply_overrides(load_recipe(RECIPE), ["mesh.shape=pp:2", *(f"{key}=s3://a/x.txt" for key in keys)])
-    problems = [
-        line for line in check_config(config) if "is an address (s3:), but must be a path of this machine" in line
-    ]
+    keys = ("run.folder", "run.hardware", "data.source", "pipeline.schedule", "checkpoint.start_from")
+    settings = [*(f"{key}=s3://a/x.txt" for key in keys[:-1]), f"{keys[-1]}=hdfs://a/x.txt"]
+    config = apply_overrides(load_recipe(RECIPE), ["mesh.shape=pp:2", *settings])
+    address = re.compile(r"is an address \((s3|hdfs):\), but must be a path of this machine")
+    problems = [line for line in check_config(config) if address.search(line)]
     assert len(problems) == len(keys) and all(any(key in line for key in keys) for line in problems), problems
 
 

@@ -10,7 +10,7 @@ from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
 from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem, labelled
-from flax_mesh.store import on_this_machine
+from flax_mesh.store import StorePath, on_this_machine
 
 EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 PACKAGES = ("jinja2", "transformers")  # the first one renders chat templates
@@ -63,7 +63,7 @@ def open_tokenizer(folder: str, vocab_size: int) -> ChatTokenizer:
     with labelled("checkpoint.start_from"):
         path = model_folder(folder) if folder else None
     folders = (path, on_this_machine(path / CHECKPOINTS / KEPT)) if path else ()
-    source = next((x for x in folders if tokenizer_file(x)), None)
+    source = next((x for x in folders if not isinstance(x, StorePath) and tokenizer_file(x)), None)
     if source is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
         raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
