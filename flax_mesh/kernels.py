@@ -69,6 +69,10 @@ class Need(NamedTuple):
     parts: int  # devices that the queries are split over
 
 
+def _count(limit: int | None) -> str:
+    return "all" if limit is None else str(limit)
+
+
 def misfit(name: str, need: Need) -> str:
     """The first reason why a kernel cannot compute an attention, "" if it can."""
     kernel, width = KERNELS[name], need.head_dims[0]
@@ -82,12 +86,14 @@ def misfit(name: str, need: Need) -> str:
         ),
         "scores without a soft cap": kernel.has_cap or not need.cap,
         "attention within documents to be in blocks": kernel.has_segments or not need.has_segments,
-        f"a causal window, got {left} keys before and {right} after a query": (
+        f"a causal window, got {_count(left)} keys before and {_count(right)} after a query": (
             need.band == EVERY or right == 0 or kernel.has_right_window
         ),
         f"as many queries as keys, got {need.queries} and {need.keys}": need.queries == need.keys
         or (need.band == EVERY and kernel.length_step == 1),
         f"sequences that are not split, got {need.parts} parts": kernel.splits_queries or need.parts == 1,
+        # JAX's splash attention fails without a block that its mask cuts through.
+        f"queries on one device to attend to every key, got {need.parts} parts": need.parts == 1 or need.band != EVERY,
         f"a length that is a multiple of {length}, got {need.queries}": need.queries % length == 0,
     }
     return next((f"{kernel.title} needs {text}" for text, fits in rows.items() if not fits), "")

@@ -55,7 +55,11 @@ class Formula:
         """Of the mask."""
         left, right = self.band
         names = {EVERY: "every key", (None, 0): "causal"}
-        window = f"causal in a window of {(left or 0) + 1}" if right == 0 else f"keys {left} before to {right} after"
+        window = (
+            f"causal in a window of {(left or 0) + 1}"
+            if right == 0
+            else f"keys {'all' if left is None else left} before to {'all' if right is None else right} after"
+        )
         texts = [names.get(self.band, window)]
         texts += [f"capped at {self.cap:g}"] if self.cap else []
         return ", ".join([*texts, "within documents"] if self.segments else texts)

@@ -115,7 +115,7 @@ class Fused:
 
     def _attend_splash(self, kernel: PyTree, *values: jax.Array) -> jax.Array:
         q_BSHC, *others = self._arranged(values)
-        q_BSHC = q_BSHC * jnp.asarray(self.formula.scale, q_BSHC.dtype)
+        q_BSHC = (q_BSHC.astype(jnp.float32) * self.formula.scale).astype(q_BSHC.dtype)  # the scale is not rounded
         return self._as_written(splash_attention(kernel, q_BSHC, *others), values)
 
     def _arranged(self, values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -104,7 +104,9 @@ class _Mask:
     def key(self) -> Hashable:
         """Equal for masks that are computed in the same way."""
         numbers: dict[Key, int] = {x: n for n, x in enumerate((self.product, *self.conditions, *self.leaves))}
-        rows: list[Hashable] = [(x.shape, x.tobytes(), self.region.leaves[key][1]) for key, x in self.leaves.items()]
+        rows: list[Hashable] = [
+            (x.shape, str(x.dtype), x.tobytes(), self.region.leaves[key][1]) for key, x in self.leaves.items()
+        ]
         for step in self.steps:
             inputs = [str(x.value) if isinstance(x, Literal) else numbers[x] for x in step.inputs]
             out = step.op.outputs[0].aval

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax.extend import core as jex
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
 from flax_mesh.blockwise.fused import Fused
 from flax_mesh.blockwise.mask import NoFormulaError
-from flax_mesh.blockwise.place import follow, mesh_of, place
+from flax_mesh.blockwise.place import Placement, follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
 from flax_mesh.blockwise.traced.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
@@ -153,10 +153,14 @@ def rewrite(
     bands: dict[Hashable, Band | str] = {}
     for region in regions:
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
-        placement = place(region, known, mesh_of(region.out, mesh))
+        here = mesh_of(region.out, mesh)
+        placement = place(region, known, here)
         try:
             if kernel:
-                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform(), bands)
+                # The compiler cannot divide a kernel of Pallas: on several devices it is mapped over them.
+                copies = Placement(here, {}) if here.size > 1 and AxisType.Manual not in here.axis_types else None
+                of_kernel = placement or (copies if kernel == "splash" else None)
+                fused[id(product)] = Fused(region, static, of_kernel, kernel, platform or _platform(), bands)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
         if id(product) not in fused:

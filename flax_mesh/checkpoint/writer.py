@@ -267,15 +267,15 @@ class _Store(_Folder):
         """
         folder, target = self.written(step), self._path / str(step)
         assert isinstance(target, StorePath)
-        names, own = {*files_below(folder)} - {MARKERS[1]}, str(uuid.uuid4()).encode()
-        self._own = target, own
-        if not (target / UPLOAD).create(own):
+        names, claim = {*files_below(folder)} - {MARKERS[1]}, str(uuid.uuid4()).encode()
+        self._own = target, claim
+        if not (target / UPLOAD).create(claim):
             raise OSError("another process has saved this step, or is saving it")
         with ThreadPoolExecutor(_UPLOADS) as pool:
             list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
-        if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != own:
+        if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != claim:
             raise OSError("another process has removed objects of this step, or added some")
-        if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target}".encode() + own):
+        if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target} ".encode() + claim):
             raise OSError("another process has saved this step")
         shutil.rmtree(folder)
 

@@ -16,7 +16,7 @@ import flax_mesh as fm
 from flax_mesh import jax_compat
 from flax_mesh.blockwise import mask
 from flax_mesh.errors import ConfigError
-from flax_mesh.kernels import KERNELS
+from flax_mesh.kernels import EVERY, KERNELS, Need, misfit
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_train_step
@@ -218,6 +218,12 @@ def test_a_line_has_the_property_that_the_kernel_lacks():
     }
 
 
+def test_splash_attention_to_every_key_needs_queries_on_one_device():
+    need = Need(("float32",) * 3, 1024, 1024, (64, 64), EVERY, 0.0, False, parts=2)
+    assert misfit("splash", need) == "splash attention needs queries on one device to attend to every key, got 2 parts"
+    assert not misfit("splash", need._replace(band=(None, 0))) and not misfit("splash", need._replace(parts=1))
+
+
 def test_a_mistake_in_the_band_is_found_by_the_check_of_the_mask(monkeypatch):
     """The band is read from the first and the last query; all others are checked."""
     fn = with_scores(one_more(lambda d: d >= 0))
@@ -231,6 +237,16 @@ def test_a_mistake_in_the_band_is_found_by_the_check_of_the_mask(monkeypatch):
 def mesh_of(platform, **sizes):
     device = AbstractDevice(platform, None, platform) if platform else None
     return AbstractMesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), abstract_device=device)
+
+
+def test_splash_attention_is_mapped_over_devices_that_split_none_of_its_dims():
+    """The compiler for TPUs refuses a kernel of Pallas that is not."""
+    fn, args, _ = CASES["causal"]
+    with jax.sharding.use_abstract_mesh(mesh_of("tpu", tp=2)), jax_compat.kernels_without_devices():
+        jaxpr = jax.make_jaxpr(with_kernel(fn, "splash", platform="tpu"))(*cast(args, jnp.bfloat16))
+    assert [eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name in ("shard_map", "pallas_call")] == [
+        "shard_map"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,8 @@ class DecoderFolder(NamedTuple):
         tied = (_TIED_HEAD,) if self.settings["tied"] else ()
         # The layer after the last one predicts the token after the next; transformers does not read it either.
         has_more = PREDICTION.keys() <= OF_FAMILY.get(self.model_type, {}).keys()
-        more = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
-        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *more)
+        prediction = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
+        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *prediction)
         return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
 
 

@@ -424,7 +424,8 @@ FAMILIES = {
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
         {key: value for key, value in _LATENT_KEYS.items() if key not in ("norm_topk_prob", "rope_interleave")},
-        {**_LATENT_ABSENT, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False},
+        {**_LATENT_ABSENT, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False}
+        | {"topk_method": "greedy"},
         # transformers ignores norm_topk_prob, and groups if topk_method is greedy.
         {**_LATENT_MUST, "scoring_func": "softmax", "topk_method": _method, "norm_topk_prob": False, "mlp_bias": False},
         {"rope_interleaved": True, "normalize_router": False},

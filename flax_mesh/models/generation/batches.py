@@ -142,7 +142,7 @@ class Batches:
                 self._tokens[n].append(token)
                 self._log_probs[n].append(log_prob)
                 self._has_ended[n] = token in self._stop_tokens or len(self._tokens[n]) == self._max_tokens
-                if on_token is not None and on_token(n, token):
+                if on_token is not None and on_token(n, token) is True:
                     self._has_ended[n] = True
 
     def _result(self, n: int) -> Generated:
