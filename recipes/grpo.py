@@ -38,7 +38,6 @@ from flax_mesh.train import (
 AT_LEAST_1 = {"at_least": 1, "at_most": 2**31 - 1}
 UNUSED = ("train_on", "packing", "on_long_row", "held_out", "eval_batches", "bin_dtype", "resumable")
 COMPUTED_AS = ("dtype", "param_dtype", "attention", "scan", "loss_chunk")  # settings of the reference
-SMALL = 1e-4  # is added to the standard deviation of the rewards of a group
 ADAPTED = with_lora(token_log_probs)
 
 
@@ -112,7 +111,9 @@ def rollouts(config) -> Rollouts:
     rewards = read_rewards(data.rewards)
     prompts = read_prompts(data, config.checkpoint.start_from, config.model.vocab_size, max_tokens=data.max_tokens)
     stops = [] if prompts.end_token is None else [prompts.end_token]
-    choose = array_batches({"row": np.arange(len(prompts.rows))}, batch_size=data.batch_size // size, seed=seed)
+    if len(prompts.rows) < (count := data.batch_size // size):
+        raise fm.ConfigError(f"data.batch_size={data.batch_size} takes {count} prompts, got {len(prompts.rows)}")
+    choose = array_batches({"row": np.arange(len(prompts.rows))}, batch_size=count, seed=seed)
     options = {"axes": config.model.axes, "parts": config.pipeline.num_microbatches}
     sizes = {"max_tokens": data.max_tokens, "sampling": Sampling(data.temperature), "stop_tokens": stops}
     sizes |= {"batch_size": min(data.rows_at_once, data.batch_size), "cache_length": data.sequence_length + 1}
@@ -157,7 +158,7 @@ def arrays_of(config: RolloutConfig, prompts, completions, rewards, weights) -> 
     reward = sum(weights[name] * values for name, values in rewards.items())
     deviations = reward.reshape(group).std(axis=1, ddof=1, keepdims=True)
     advantages = reward.reshape(group) - reward.reshape(group).mean(axis=1, keepdims=True)
-    advantages = advantages / (deviations + SMALL) if config.scale else advantages
+    advantages = advantages / (deviations + 1e-4) if config.scale else advantages
     metrics = {
         "reward": reward,
         "reward_std": np.repeat(deviations, config.group_size),

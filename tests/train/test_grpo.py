@@ -211,6 +211,7 @@ def test_mistakes_of_prompts_and_settings_are_found_before_the_run(tmp_path):
     text = problems(config_of(tmp_path, "a", "data.group_size=5", "data.packing=false", "data.held_out=0.1"))
     assert "data.batch_size=16 must be a multiple of data.group_size=5" in text
     assert "data.packing has no effect on prompts" in text and "data.held_out has no effect" in text
+    assert "data.batch_size=16 takes 2 prompts, got 1" in problems(config_of(tmp_path, "a", rows=rows[1:2]))
     assert "data.max_tokens=17 must be at most data.sequence_length=16" in problems(
         config_of(tmp_path, "a", "data.max_tokens=17")
     )
