@@ -41,10 +41,10 @@ class StepOptions:
             its metric "skipped" is then 1, otherwise 0. The step accepts a third argument, the largest loss and the
             largest gradient norm whose update is applied: step(state, batch, (10.0, 5.0)).
         attention: "kernel": every attention of the loss function that is found and is not small is computed by the
-            kernel of the devices, or it is an error. "blockwise": every attention is computed in blocks, with memory that is linear in the length of
-            sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is changed. "auto": by the kernel if it
-            computes the same; else in blocks if the scores, as written, take more than an eighth of the memory of a
-            device, or 1 GiB if that is unknown.
+            kernel of the devices, or it is an error. "blockwise": every attention is computed in blocks, with memory
+            that is linear in the length of sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is
+            changed. "auto": by the kernel if it computes the same; else in blocks if the scores, as written, take more
+            than an eighth of the memory of a device, or 1 GiB if that is unknown.
     """
 
     seed: int = 0

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
+from flax_mesh.checkpoint.hf.float8 import Scaled
 from flax_mesh.checkpoint.hf.mapping import MappedArray, MappedParam, ParamMapping, map_params
 from flax_mesh.checkpoint.hf.mxfp4 import Packed, Stored, unpacked
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
@@ -196,6 +197,8 @@ def read_slice(
             if isinstance(array, Packed):  # its first dim, the experts, is the first one here
                 array, there = array.decode(there[0]), (slice(None), *there[1:])
                 split = (array.shape[0], *split[1:])
+            elif isinstance(array, Scaled):
+                array = array.decode(slice(None))
             array = array[mapped.within] if mapped.within else array
             copy_slice(out[(*here, ...)], array.reshape(split).transpose(mapped.order)[(*there, ...)])
     return out

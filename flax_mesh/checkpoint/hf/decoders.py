@@ -13,6 +13,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
 from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION, WITHOUT_EFFECT, Family, Json, Key
+from flax_mesh.checkpoint.hf.float8 import BLOCK
 from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
@@ -276,6 +277,7 @@ def _unsupported(config: Json, family: Family) -> list[str]:
     for key, value in family.must_of(config).items():
         given = config.get(key, family.absent.get(key, value))
         is_read = key == QUANTIZATION and isinstance(given, dict) and given.get("quant_method") == (family.packed or ())
+        is_read = is_read and given.get("weight_block_size", [BLOCK, BLOCK]) == [BLOCK, BLOCK]
         if given != value and (given or value) and not is_read and key not in ROPE_KEYS:
             problems.append(f"{key} must be {value!r}, got {given!r}")
     architectures = config.get("architectures")

@@ -54,7 +54,7 @@ class Family(NamedTuple):
     layers: str = ""
     local_rope: str | None = None
     rotary: float = 0.0
-    packed: str = ""  # the quantization of weights that are read as bfloat16
+    packed: str = ""  # the quantization of weights that are read: mxfp4, or fp8 with scales of blocks
 
     @property
     def is_latent(self) -> bool:
@@ -420,6 +420,7 @@ FAMILIES = {
         | {"n_shared_experts": 1},
         _LATENT_MUST,
         _BALANCED,
+        packed="fp8",
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 import numpy as np
 
+from flax_mesh.checkpoint.hf.float8 import SCALES, Scaled, is_scaled
+
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = np.asarray([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
 _BLOCKS, _SCALES = "_blocks", "_scales"
@@ -36,13 +38,17 @@ class Packed:
         return np.stack(arrays) if arrays else np.empty((0, *self.shape[1:]), self.dtype)
 
 
-Stored = np.ndarray | Packed
+Stored = np.ndarray | Packed | Scaled
 
 
 def unpacked(stored: Mapping[str, np.ndarray]) -> dict[str, Stored]:
-    """`stored` with an array NAME in place of NAME_blocks and NAME_scales."""
+    """`stored` with an array NAME in place of NAME_blocks and NAME_scales, or of NAME and its scales of blocks."""
     arrays: dict[str, Stored] = dict(stored)
     for name in stored:
+        if is_scaled(stored[name], scales := stored.get(name + SCALES)):
+            assert scales is not None
+            arrays[name] = Scaled(stored[name], scales)
+            del arrays[name + SCALES]
         base = name.removesuffix(_BLOCKS)
         if name.endswith(_BLOCKS) and _is_packed(stored[name], stored.get(base + _SCALES)):
             arrays[base] = Packed(arrays.pop(name), arrays.pop(base + _SCALES))  # pyright: ignore[reportArgumentType]

@@ -200,6 +200,31 @@ def test_experts_in_mxfp4_are_read_as_bfloat16(tmp_path):
         decoder_config_from_hf(config | {"quantization_config": {"quant_method": "fp8"}})
 
 
+def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
+    """And the layer after the last one, which predicts the token after the next, is not read."""
+    config = {**read_config(DATA / "deepseek_v3"), "intermediate_size": 136, "dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    settings = DecoderConfig(**decoder_config_from_hf(config))
+    save_safetensors(tmp_path / "plain", nnx.state(make_decoder(settings, nnx.Rngs(0))), DECODER_NAMES["deepseek_v3"])
+    arrays = {name: np.array(x) for name, x in open_safetensors(tmp_path / "plain").items()}
+    name = "model.layers.0.mlp.down_proj.weight"  # (16, 136): two blocks, the second one not complete
+    numbers = arrays[name].astype("float8_e4m3fn")
+    scales = np.array([[0.5, 3.0]], np.float32)
+    arrays |= {
+        name: numbers,
+        f"{name}_scale_inv": scales,
+        "model.layers.2.eh_proj.weight": np.zeros((2, 2), np.float32),
+    }
+    write_safetensors(tmp_path / "packed", arrays, arrays.items(), json_files={"config.json": config})
+    model, _ = load_decoder(tmp_path / "packed", create_mesh(MESH, devices=jax.devices()[:4]))
+    want = numbers.astype(np.float32) * np.where(np.arange(136) < 128, 0.5, 3.0)
+    found = np.asarray(model.dense_layers[0].mlp.down.kernel[...], np.float32).T
+    np.testing.assert_array_equal(found, want.astype(np.float32).astype("bfloat16").astype(np.float32))
+    for change in ({"weight_block_size": [64, 64]}, {"quant_method": "gptq"}):
+        with pytest.raises(ConfigError, match="quantization_config must be None, got"):
+            decoder_config_from_hf(config | {"quantization_config": config["quantization_config"] | change})
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configurations_are_accepted(name):
     """Sizes and keys of hub/published.json were written down from the files of these models, without a download.
