@@ -244,9 +244,8 @@ def test_splash_attention_is_mapped_over_devices_that_split_none_of_its_dims():
     fn, args, _ = CASES["causal"]
     with jax.sharding.use_abstract_mesh(mesh_of("tpu", tp=2)), jax_compat.kernels_without_devices():
         jaxpr = jax.make_jaxpr(with_kernel(fn, "splash", platform="tpu"))(*cast(args, jnp.bfloat16))
-    assert [eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name in ("shard_map", "pallas_call")] == [
-        "shard_map"
-    ]
+    names = {eqn.primitive.name for eqn in jaxpr.eqns}
+    assert "shard_map" in names and not names & {"pallas_call", "custom_vjp_call"}
 
 
 @pytest.mark.parametrize(

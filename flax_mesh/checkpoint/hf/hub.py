@@ -60,14 +60,14 @@ def _id_of(source: str | os.PathLike[str]) -> re.Match[str] | None:
 
 
 def with_commit(source: str, earlier: str = "", kind: str = MODEL) -> str:
-    """`org/name@commit` for an id: the commit of its revision or, without one, of `earlier` if that has the same name.
+    """`org/name@commit` for an id: the commit of its revision or, of the main branch, of `earlier` with the same name.
 
     An id that already has a commit, a path, and an id that cannot be loaded are returned unchanged.
     """
     before, match = commit_of(earlier), _id_of(source)
     if match is None or path_problem(source) or os.path.lexists(user_path(source)) or commit_of(source):
         return source
-    if before and before[0] == match["name"] and not match["revision"]:
+    if before and before[0] == match["name"] and match["revision"] in (None, "main"):
         return earlier
     try:
         return f"{match['name']}@{model_folder(source, CARD if kind == DATASET else SETTINGS).name}"

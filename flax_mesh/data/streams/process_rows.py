@@ -60,8 +60,8 @@ def rows_of(process: int, owned: Mapping[int, set[int]]) -> ProcessRows:
     if sum(map(len, shards)) != len(set().union(*shards)) or len({*map(len, shards)}) > 1:
         raise ConfigError(
             "data.rows=process needs processes that have equally many rows of a batch, either the same or none in "
-            "common, but on this mesh some have more, or share a part of their rows; use data.rows=all, or a mesh whose "
-            "batch axes are outermost"
+            "common, but on this mesh some have more, or share a part of their rows; use data.rows=all, or a mesh "
+            "whose batch axes are outermost"
         )
     rows = tuple(sorted(owned[process]))
     return ProcessRows(np.array(rows), shards.index(rows), len(shards))

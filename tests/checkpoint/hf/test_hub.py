@@ -4,10 +4,13 @@ import shutil
 import sys
 from importlib import util
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub
 import pytest
 
 from flax_mesh.checkpoint.base import make_base
+from flax_mesh.checkpoint.hf import hub
 from flax_mesh.checkpoint.hf.hub import commit_of, model_folder, with_commit
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.hf.peft import adapter_config
@@ -59,6 +62,35 @@ def test_an_id_is_a_folder_wherever_a_folder_is_accepted(cache):
     assert adapter_config([], [], 1, 1.0, *commit_of(base.folder) or ())["revision"] == COMMITS[0]
 
 
+def test_a_text_that_names_a_file_or_a_path_object_is_no_id_and_a_failure_is_not_asked_for_again(monkeypatch):
+    asked: list[str] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(name)
+        raise ValueError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert [str(model_folder(x)) for x in ("data/train.jsonl", Path("runs/tiny"))] == ["data/train.jsonl", "runs/tiny"]
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="org/never is not a path of this machine"):
+            model_folder("org/never")
+    assert asked == ["org/never"]
+
+
+def test_commits_and_settings_are_found_without_parameters(cache, monkeypatch):
+    asked, download = list[list[str]](), huggingface_hub.snapshot_download
+
+    def spy(name: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        return download(name, **options)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", spy)
+    start = [f"checkpoint.start_from={cache[1]}"]
+    config = read_overrides(config_of("fsdp:1", "run.folder=run"), start)[0]
+    assert check_start(config.checkpoint.start_from, pretrained_config(DecoderConfig(), cache[1])) == []
+    assert asked and not any("safetensors" in pattern for patterns in asked for pattern in patterns)
+
+
 def test_a_path_that_exists_comes_before_an_id(cache):
     shutil.copytree(LLAMA, cache[1])
     assert model_folder(cache[1]) == Path(cache[1]) and with_commit(cache[1]) == cache[1]
@@ -67,7 +99,7 @@ def test_a_path_that_exists_comes_before_an_id(cache):
 
 
 def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(cache):
-    _, name = cache
+    name = cache[1]
     start = lambda text: read_overrides(config_of("fsdp:1", "run.folder=run"), [f"checkpoint.start_from={text}"])  # noqa: E731
     first, problems = start(name)
     assert first.checkpoint.start_from == f"{name}@{COMMITS[0]}" and not problems
@@ -75,6 +107,8 @@ def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(
     Path("run/config.txt").write_text(f"run.seed=0\ncheckpoint.start_from={name}@{COMMITS[1]}\n")  # an earlier main
     for text in (name, f"{name}@main"):
         assert start(text)[0].checkpoint.start_from == f"{name}@{COMMITS[1]}"
+    fill(cache[0], name, COMMITS[0], "v2")
+    assert start(f"{name}@v2")[0].checkpoint.start_from == f"{name}@{COMMITS[0]}", "another revision is a change"
     for text in (f"{name}@{COMMITS[0]}", "org/other", "runs/a/b", ""):
         assert start(text)[0].checkpoint.start_from == text
 
@@ -101,6 +135,7 @@ def test_an_id_that_cannot_be_loaded_is_an_error_with_both_readings_and_the_down
         raise getattr(errors, kind)("raised here", **options)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    hub._snapshot.cache_clear()
     with pytest.raises(ConfigError) as error:
         model_folder("org/model@old")
     (line,) = error.value.lines
