@@ -107,7 +107,7 @@ def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(
     Path("run/config.txt").write_text(f"run.seed=0\ncheckpoint.start_from={name}@{COMMITS[1]}\n")  # an earlier main
     for text in (name, f"{name}@main"):
         assert start(text)[0].checkpoint.start_from == f"{name}@{COMMITS[1]}"
-    fill(cache[0], name, COMMITS[0], "v2")
+    (cache[0] / f"models--{name.replace('/', '--')}" / "refs" / "v2").write_text(COMMITS[0])
     assert start(f"{name}@v2")[0].checkpoint.start_from == f"{name}@{COMMITS[0]}", "another revision is a change"
     for text in (f"{name}@{COMMITS[0]}", "org/other", "runs/a/b", ""):
         assert start(text)[0].checkpoint.start_from == text
