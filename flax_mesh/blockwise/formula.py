@@ -275,8 +275,9 @@ def _segments(
 
 def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Operand:
     value, labels = region.leaves[key]
-    if not jnp.issubdtype(value.aval.dtype, jnp.integer) or any(x is not None and x not in roles for x in labels):
-        raise NoFormulaError("its mask compares data that are not integers of rows")
+    is_integer = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize <= 4
+    if not is_integer or any(x is not None and x not in roles for x in labels):
+        raise NoFormulaError("its mask compares data that are not integers of 32 bits, by rows")
     return Operand(value, labels, tuple(None if x is None else roles[x] for x in labels))
 
 

@@ -85,6 +85,7 @@ class Fused:
         region, kernel = self.region, KERNELS[self.name]
         texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}", kernel.title, self.formula.text]
         texts += [f"probabilities in {kernel.probabilities or self.dtype}"]
+        texts += ["interpreted: slow, for tests"] if self.is_reference and self.name == "splash" else []
         return ", ".join([*texts, *(self.placement.texts(region.q) if self.placement else [])])
 
     def __call__(self, values: Sequence[jax.Array]) -> jax.Array:

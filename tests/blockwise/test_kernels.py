@@ -349,7 +349,7 @@ def test_losses_in_a_kernel_on_a_mesh_are_those_of_the_program_as_written():
 
     found, (line,) = losses("kernel")
     assert line.endswith(
-        "splash attention, causal, within documents, probabilities in float32, dim 0 over dp, dim 1 over tp, queries "
-        "over sp"
+        "splash attention, causal, within documents, probabilities in float32, interpreted: slow, for tests, dim 0 "
+        "over dp, dim 1 over tp, queries over sp"
     )
     np.testing.assert_allclose(found, losses("as_written")[0], rtol=1e-5)
