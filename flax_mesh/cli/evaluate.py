@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from flax_mesh.checkpoint.read import finite, plain
-from flax_mesh.cli.common import DONE, TrainedRequest, add_trained, check_counts, say, table_width
+from flax_mesh.cli.common import DONE, TrainedRequest, add_trained, as_option, check_counts, say, table_width
 from flax_mesh.data.config import STDLIB
 from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError, Mistakes, labelled
-from flax_mesh.fields import path_problem
+from flax_mesh.fields import integer_problems, path_problem
 from flax_mesh.inference.evaluate import Evaluation, TextSet, evaluate, read_set
 from flax_mesh.inference.source import EVALUATION_LENGTH, Source
 from flax_mesh.inference.tasks import Tasks, open_tasks, run_tasks
@@ -93,6 +93,7 @@ def _run_tasks(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("num_fewshot", "limit", "apply_chat_template")}
     with mistakes:
         check_counts(arguments, "sequence_length", "batch_size", "limit")
+    mistakes.problems += map(as_option, integer_problems({"num_fewshot": arguments.num_fewshot or 0}, 0))
     wrong = _given(arguments, OF_DATA)
     mistakes.problems += [f"{name} is an option for texts and tokens; leave it out, or --tasks" for name in wrong]
     request = TrainedRequest(arguments, mistakes)

@@ -81,11 +81,14 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 
     if include_path is not None and not Path(include_path).is_dir():
         raise ConfigError(f"tasks of your own must be YAML files in a folder, got {include_path}")
+    if not names:
+        raise ConfigError("no task is named; pass the name of a task, or several")
     manager = TaskManager(include_path=include_path, include_defaults=False) if include_path is not None else None
     if manager is None or not {*names} <= {*manager.all_subtasks}:
         manager = TaskManager(include_path=include_path)  # with the tasks of lm-eval, which takes 10 s
     problems, opened = list[str](), Tasks([], {})
-    for name in names:
+    of_names: dict[str, str] = {}
+    for name in dict.fromkeys(names):
         if name not in manager.all_tasks:
             similar = get_close_matches(name, manager.all_tasks) or ["another name"]
             problems.append(f"there is no task {name!r}; use {', '.join(similar)}")
@@ -99,6 +102,8 @@ def open_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         else:
             opened.items.extend([loaded["groups"][name]] if name in loaded["groups"] else loaded["tasks"].values())
             for key, task in loaded["tasks"].items():
+                if (other := of_names.setdefault(key, name)) != name:
+                    problems.append(f"task {key} is in {other} and in {name}; leave out one of them")
                 if task.OUTPUT_TYPE == "generate_until":
                     opened.generation[key] = task.get_config("generation_kwargs")
                 if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):

@@ -2,7 +2,7 @@
 
 import json
 import random
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,11 +196,18 @@ def test_mistakes_are_reported_together_lm_eval(run, folder, capsys, monkeypatch
     with pytest.raises(ConfigError, match="huggingface has no chat template; leave out apply_chat_template, or add"):
         options: Any = {"include_path": folder, "apply_chat_template": True}
         evaluate_tasks(open_trained(run, ["mesh.shape=fsdp:1"]), "own_choice", **options)
+    own = partial(lm_eval().tasks.TaskManager, include_defaults=False)  # which need not be indexed
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
+    with pytest.raises(ConfigError, match="task own_choice is in own_choice and in both; leave out one of them"):
+        (folder / "both.yaml").write_text("group: both\ntask: [own_choice, own_text]\n")
+        tasks.open_tasks(["own_choice", "both"], folder)
     monkeypatch.setattr("lm_eval.api.task.datasets.load_dataset", unreachable)
     options = ["--tasks", "own_choice", "--include-path", str(folder), "--data", "stdlib", "--limit", "0"]
+    options += ["--num-fewshot", "-1"]
     assert main(["evaluate", str(run), *options, "mesh.shape=fsdp:1"]) == 2
-    first, second, third = capsys.readouterr().err.splitlines()[-3:]
+    first, few, second, third = capsys.readouterr().err.splitlines()[-4:]
     assert first.startswith("flax-mesh: --limit must be") and second.startswith("flax-mesh: --data is an option for")
+    assert few.startswith("flax-mesh: --num-fewshot must be an integer from 0")
     assert "task own_choice cannot be downloaded: Couldn't reach 'org/data' on the Hub; run the command where" in third
 
 
