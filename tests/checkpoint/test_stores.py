@@ -271,9 +271,8 @@ def test_a_run_that_was_copied_to_a_store_is_read_there(saved, folder, tmp_path)
         (folder / file).write_bytes((saved / file).read_bytes())
     (folder / "checkpoints" / "huggingface" / "tokenizer.json").write_bytes(b"{}")
     start = find_start(str(folder))
-    assert start.step == folder / "checkpoints" / "10" and [file.name for file in start.files.iterdir()] == [
-        TOKENIZERS[0]
-    ]
+    assert start.step == folder / "checkpoints" / "10"
+    assert [file.name for file in start.files.iterdir()] == [TOKENIZERS[0]]
     source = find_source(str(folder), 5)
     assert source.path == folder / "checkpoints" / "5" and (source.files / "tokenizer.json").read_bytes() == b"{}"
     assert main(["checkpoint", "export", str(folder), str(tmp_path / "model"), "--to", "safetensors"]) == 0
