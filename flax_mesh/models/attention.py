@@ -18,10 +18,10 @@ from flax_mesh.kernels import RESIDUALS
 from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.kernels import split_splash_attention
-from flax_mesh.models.norms import linear_options, norm
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.rotary import rotate
 from flax_mesh.models.ops.scores import causal_mask, plain_attention
+from flax_mesh.models.parts import linear_options, norm
 from flax_mesh.models.settings.pattern import LayerKind
 from flax_mesh.models.settings.remat import named
 from flax_mesh.sharding.constrain import constrain

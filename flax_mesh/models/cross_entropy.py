@@ -14,9 +14,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
-from flax_mesh.models.norms import token_dims
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.models.parts import token_dims
 from flax_mesh.modes import promotions
 from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes

@@ -13,10 +13,10 @@ from flax_mesh.models.attention import Attention
 from flax_mesh.models.config import MLP_NAMES, DecoderConfig
 from flax_mesh.models.latent import LatentAttention
 from flax_mesh.models.moe import MoE
-from flax_mesh.models.norms import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.router import Aux
+from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.settings.pattern import LayerKind
 from flax_mesh.models.settings.remat import named
 from flax_mesh.sharding.constrain import constrain

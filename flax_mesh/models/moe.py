@@ -22,10 +22,10 @@ from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
-from flax_mesh.models.norms import token_dims
 from flax_mesh.models.ops.activations import activated, shifted
 from flax_mesh.models.ops.grouped import grouped_dot
 from flax_mesh.models.ops.router import Aux, Routing, balanced_capacity, route
+from flax_mesh.models.parts import Balance, Kernel, token_dims
 from flax_mesh.text import axes_text
 
 _NOT_SPLIT = PartitionSpec()
@@ -114,20 +114,6 @@ class MoE(nnx.Module):
             out_specs=(tokens, aux),
             axis_names=layout.manual,
         )(x_BSD, counted_BS, router, kernels)
-
-
-class Balance(nnx.Variable):
-    """A bias of the choice of experts: it has no gradient, and balances them without a loss."""
-
-
-class Kernel(nnx.Module):
-    """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each; and `bias`."""
-
-    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, bias: bool = False, *, rngs: nnx.Rngs):
-        init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
-        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
-        if bias:
-            self.bias = nnx.Param(jnp.zeros((*shape[:-2], shape[-1]), jnp.dtype(param_dtype)))
 
 
 class Kernels(NamedTuple):

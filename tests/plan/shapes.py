@@ -14,7 +14,7 @@ from flax import nnx
 
 from flax_mesh.models import Decoder, DecoderConfig
 from flax_mesh.models.layer import MLP, DecoderLayer
-from flax_mesh.models.norms import linear_options
+from flax_mesh.models.parts import linear_options
 from flax_mesh.models.settings.remat import named
 from flax_mesh.sharding.abstract import partition_rules, partitioned
 from flax_mesh.sharding.constrain import constrain

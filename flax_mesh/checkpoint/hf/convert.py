@@ -17,9 +17,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.typing import DTypeLike
 
-from flax_mesh.checkpoint.hf.float8 import Scaled
 from flax_mesh.checkpoint.hf.mapping import MappedArray, MappedParam, ParamMapping, map_params
-from flax_mesh.checkpoint.hf.mxfp4 import Packed, Stored, unpacked
+from flax_mesh.checkpoint.hf.quantized import Packed, Scaled, Stored, unpacked
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types

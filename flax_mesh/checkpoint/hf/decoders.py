@@ -12,11 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION, WITHOUT_EFFECT, Family, Json, Key
-from flax_mesh.checkpoint.hf.float8 import BLOCK
+from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION
+from flax_mesh.checkpoint.hf.family import WITHOUT_EFFECT, Family, Json, Key
 from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
+from flax_mesh.checkpoint.hf.quantized import BLOCK
 from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
@@ -92,8 +93,8 @@ class DecoderFolder(NamedTuple):
         tied = (_TIED_HEAD,) if self.settings["tied"] else ()
         # The layer after the last one predicts the token after the next; transformers does not read it either.
         has_more = PREDICTION.keys() <= OF_FAMILY.get(self.model_type, {}).keys()
-        prediction = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
-        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *prediction)
+        later = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
+        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *later)
         return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
 
 

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
-from flax_mesh.checkpoint.hf.families import Json
+from flax_mesh.checkpoint.hf.family import Json
 from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError

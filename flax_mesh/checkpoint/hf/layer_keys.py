@@ -6,7 +6,7 @@ The setting `layer_pattern` has them as text, `local:5,global`; see `flax_mesh.m
 from collections.abc import Sequence
 from itertools import groupby
 
-from flax_mesh.checkpoint.hf.families import FIRST_WITH_WINDOW, USE_WINDOW, WINDOW, Family, Json
+from flax_mesh.checkpoint.hf.family import FIRST_WITH_WINDOW, USE_WINDOW, WINDOW, Family, Json
 
 _NAMES = {"full_attention": "global", "attention": "global", "sliding_attention": "local"}
 _ROPE_LAYERS, _ROPE_INTERVAL, _PATTERN, _POSITIONS = (

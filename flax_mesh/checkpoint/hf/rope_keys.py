@@ -5,7 +5,7 @@ Every kind of scaling has its required keys and optional ones, with the settings
 
 from typing import Any
 
-from flax_mesh.checkpoint.hf.families import Family, Json
+from flax_mesh.checkpoint.hf.family import Family, Json
 
 ROPE_KEYS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 ROPE_OFF: dict[str, object] = {

@@ -1,10 +1,11 @@
-"""The norms of a decoder, and the options of its linear layers."""
+"""The parts of layers: norms, options of linear layers, and the parameters of experts."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from flax_mesh.axes import Mode
 from flax_mesh.models.config import DecoderConfig
@@ -21,6 +22,20 @@ class ZeroCenteredNorm(nnx.Module):
         x = x.astype(jnp.float32)
         x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + self.epsilon)
         return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
+
+
+class Balance(nnx.Variable):
+    """A bias of the choice of experts: it has no gradient, and balances them without a loss."""
+
+
+class Kernel(nnx.Module):
+    """The parameter `kernel`: one matrix, or one per expert, with LeCun normal initialization of each; and `bias`."""
+
+    def __init__(self, shape: tuple[int, ...], param_dtype: DTypeLike, bias: bool = False, *, rngs: nnx.Rngs):
+        init = nnx.initializers.lecun_normal(batch_axis=tuple(range(len(shape) - 2)))
+        self.kernel = nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros((*shape[:-2], shape[-1]), jnp.dtype(param_dtype)))
 
 
 def norm(

@@ -1,0 +1,86 @@
+"""How the config.json of a family of decoders is described: keys, their settings, and keys without effect."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Json = Mapping[str, Any]  # of a config.json, or the settings that follow from one
+WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
+
+
+class Key(NamedTuple):
+    """A key of config.json and the settings that have its value, converted by `read`; `write` is the inverse.
+
+    `null` is the setting for null in config.json, None if the key must not be null. `join(value, settings)` is the
+    setting if it depends on others too, and `part(setting, settings)` the inverse, None where there is none.
+    """
+
+    settings: tuple[str, ...]
+    kind: type = int
+    read: Callable[[Any], object] = lambda value: value
+    write: Callable[[Any], object] = lambda value: value
+    null: object = None
+    join: Callable[[Any, Json], object] | None = None
+    part: Callable[[Any, Json], object] | None = None
+
+    def value(self, settings: Json) -> object:
+        """The value of the key for all settings."""
+        setting = settings[self.settings[0]]
+        return self.write(self.part(setting, settings) if self.part else setting)
+
+
+class Family(NamedTuple):
+    """How the config.json of a `model_type` is read.
+
+    keys: key of config.json -> the settings that it determines
+    absent: default of a key that config.json lacks: a value, or a function of the config; other keys are required
+    must: key -> the only value that this decoder computes, or a function of the config that returns it; also the
+        default of the key where `absent` has none
+    settings: settings that all models of the family share, values or functions of the other settings; others have the
+        defaults of the decoder
+    layers: how the kinds of the layers are read: the key that decides whether tokens attend to the last
+        `sliding_window` only, or a pattern that `layer_types` replaces; "" if all layers attend to all tokens
+    local_rope: whether local layers have a separate rotary base, and no scaling: the key of the base, "" if they
+        have the base of the other layers
+    rotary: the default of partial_rotary_factor; 0: all dims are rotated
+    """
+
+    architecture: str
+    keys: Mapping[str, Key]
+    absent: Json
+    must: Json
+    settings: Json
+    layers: str = ""
+    local_rope: str | None = None
+    rotary: float = 0.0
+    packed: str = ""  # the quantization of weights that are read: mxfp4, or fp8 with scales of blocks
+
+    @property
+    def is_latent(self) -> bool:
+        return any("latent_size" in key.settings for key in self.keys.values())
+
+    def must_of(self, config: Json) -> dict[str, Any]:
+        return {key: value(config) if callable(value) else value for key, value in self.must.items()}
+
+    def free(self) -> set[str]:
+        """The settings of switches that models of the family may have."""
+        settings = {setting for key in self.keys.values() for setting in key.settings}
+        settings |= {"local_rope_theta"} if self.local_rope is not None else set()
+        settings |= {"rope_mscale", "rope_mscale_all_dims"} if self.is_latent else set()
+        return settings | ({"rotary_dims"} if self.rotary else set())
+
+
+# Keys without effect on the logits of a full sequence, and why.
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("_name_or_path", "transformers_version", "return_dict", "auto_map"), "of the program"),
+    "_attn_implementation": "of the program",
+    **dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), "what a call returns"),
+    **dict.fromkeys(("use_cache", "cache_implementation"), "how a text is generated"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), "of the tokenizer"),
+    **dict.fromkeys(("initializer_range", "initial_context_length"), "of the first training"),
+    **dict.fromkeys(("router_aux_loss_coef", "pretraining_tp"), "of losses, or of the order of sums"),
+    **dict.fromkeys(("is_encoder_decoder", "id2label", "label2id", "problem_type"), "of other tasks"),
+    **dict.fromkeys(("chunk_size_feed_forward",), "of other programs"),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), "read where a rope needs it"),
+    **dict.fromkeys((FIRST_WITH_WINDOW, WINDOW), "read where layers have a window"),
+    "intermediate_size": "of layers that these models lack, where it is no key of the family",
+}
