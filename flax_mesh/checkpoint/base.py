@@ -17,14 +17,13 @@ from flax import nnx
 
 from flax_mesh.checkpoint.checksums import RECORD, checksums_of, files_below, read_metadata
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import commit_of, model_folder, with_commit
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import Target, disk_target, paths_on_disk
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
-from flax_mesh.store import stored_path
+from flax_mesh.store import commit_of, model_folder, stored_path, with_commit
 from flax_mesh.text import path_lines
 from flax_mesh.tree import Shaped, model_state, named_leaves, nest
 

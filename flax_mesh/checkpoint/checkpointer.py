@@ -40,7 +40,6 @@ from flax_mesh.checkpoint.find import (
     step_number,
 )
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.layout import (
     Reader,
@@ -61,7 +60,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
 from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
-from flax_mesh.store import StorePath, stored_path
+from flax_mesh.store import StorePath, model_folder, stored_path
 from flax_mesh.text import count_text, paths_text, shown
 from flax_mesh.tree import PyTree, Shaped, named_leaves
 

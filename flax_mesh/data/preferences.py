@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from flax_mesh.checkpoint.find import find_step
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read_rows
 from flax_mesh.data.config import ChatConfig
@@ -24,6 +23,7 @@ from flax_mesh.data.user_batches import RowHashes, hash_rows
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.processes.agree import assert_equal, decide_at_process_0
+from flax_mesh.store import model_folder
 from flax_mesh.text import count_text
 
 ANSWERS = ("chosen", "rejected")

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from flax_mesh.checkpoint.hf import DATASET, model_folder
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.tokenizers.chat import EXTRA
 from flax_mesh.errors import ConfigError, Problem, labelled
+from flax_mesh.store import DATASET, model_folder
 from flax_mesh.text import one_line
 
 Rows: TypeAlias = Iterator[tuple[int, bytes | Mapping[str, object]]]  # the number of each, from 1, and its content

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.checkpoint.read import Record, plain, read_record
@@ -23,7 +22,7 @@ from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
 from flax_mesh.recipe.saved import is_trained_on_text, saved_record, sequence_length
 from flax_mesh.recipe.target import axis_sizes
-from flax_mesh.store import StorePath, on_this_machine, stored_path_problem
+from flax_mesh.store import StorePath, model_folder, on_this_machine, stored_path_problem
 from flax_mesh.text import at_most
 
 EVALUATION_LENGTH = 1024  # of sequences, unless the training run had, or config.json allows, others

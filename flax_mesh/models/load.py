@@ -12,14 +12,13 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
-from flax_mesh.store import StorePath, on_this_machine, stored_path_problem
+from flax_mesh.store import SETTINGS, StorePath, model_folder, on_this_machine, stored_path_problem
 from flax_mesh.tree import check_dtype
 
 

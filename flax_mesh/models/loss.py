@@ -13,9 +13,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import cross_entropy, project, token_losses
 from flax_mesh.models.decoder import Decoder
-from flax_mesh.models.parts import token_dims
 from flax_mesh.models.ops.router import Aux, router_losses
 from flax_mesh.models.ops.scores import soft_cap
+from flax_mesh.models.parts import token_dims
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text

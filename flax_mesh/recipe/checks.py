@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import PartitionAxis, as_tuple
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.data.config import NO_SOURCE
 from flax_mesh.data.evaluation import eval_fn_problems
@@ -26,7 +25,7 @@ from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
 from flax_mesh.sharding.memory import memory_problem
-from flax_mesh.store import is_present, stored_path, stored_path_problem
+from flax_mesh.store import SETTINGS, is_present, model_folder, stored_path, stored_path_problem
 from flax_mesh.text import shown
 from flax_mesh.user_code import check_arguments
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.hf import DATASET, with_commit
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, read_file, type_problems, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
+from flax_mesh.store import DATASET, with_commit
 from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
 

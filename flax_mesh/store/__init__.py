@@ -1,5 +1,13 @@
-"""Object stores: paths of the kind s3://bucket/run, which code that reads files takes as it takes a Path."""
+"""Where models, data and runs are, besides folders of this machine: object stores, and the Hugging Face hub.
 
+Paths of the kind s3://bucket/run, which code that reads files takes as it takes a Path, and ids such as org/name.
+"""
+
+from flax_mesh.store.hub import DATASET as DATASET
+from flax_mesh.store.hub import SETTINGS as SETTINGS
+from flax_mesh.store.hub import commit_of as commit_of
+from flax_mesh.store.hub import model_folder as model_folder
+from flax_mesh.store.hub import with_commit as with_commit
 from flax_mesh.store.paths import DRIVERS as DRIVERS
 from flax_mesh.store.paths import StorePath as StorePath
 from flax_mesh.store.paths import context as context

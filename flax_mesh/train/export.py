@@ -22,7 +22,6 @@ from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
-from flax_mesh.checkpoint.hf.hub import commit_of, with_commit
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
     KEPT,
@@ -60,7 +59,7 @@ from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState
-from flax_mesh.store import is_present, on_this_machine, stored_path
+from flax_mesh.store import commit_of, is_present, on_this_machine, stored_path, with_commit
 from flax_mesh.text import mesh_text, one_line
 from flax_mesh.tree import PyTree, named_leaves, nest
 

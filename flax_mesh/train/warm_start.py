@@ -13,7 +13,6 @@ from flax_mesh.checkpoint.base import Base, frozen_on_disk, make_base
 from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
@@ -24,7 +23,7 @@ from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, default_texts
 from flax_mesh.recipe.saved import is_trained_on_text
 from flax_mesh.step.state import TrainState
-from flax_mesh.store import on_this_machine, stored_path
+from flax_mesh.store import model_folder, on_this_machine, stored_path
 
 KINDS = {TEXT: "bytes of text", TOKENS: "ids in token files"}
 

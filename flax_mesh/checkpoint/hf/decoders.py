@@ -14,7 +14,6 @@ import numpy as np
 from flax_mesh.checkpoint.hf.convert import load_safetensors
 from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION
 from flax_mesh.checkpoint.hf.family import WITHOUT_EFFECT, Family, Json, Key
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.quantized import BLOCK
@@ -22,6 +21,7 @@ from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factor
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
+from flax_mesh.store import model_folder
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.family import Json
-from flax_mesh.checkpoint.hf.hub import SETTINGS, model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
-from flax_mesh.store import StorePath, on_this_machine, stored_path
+from flax_mesh.store import SETTINGS, StorePath, model_folder, on_this_machine, stored_path
 
 KEPT = "huggingface"
 CONFIG = "config.json"

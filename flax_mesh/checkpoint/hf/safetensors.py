@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.fields import read_file, user_path
+from flax_mesh.store import model_folder
 from flax_mesh.text import at_most, listed, path_lines
 from flax_mesh.tree import Shaped
 

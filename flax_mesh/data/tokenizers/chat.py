@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.hub import model_folder
 from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
 from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem, labelled
-from flax_mesh.store import StorePath, on_this_machine
+from flax_mesh.store import StorePath, model_folder, on_this_machine
 
 EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 PACKAGES = ("jinja2", "transformers")  # the first one renders chat templates

@@ -10,8 +10,6 @@ import huggingface_hub
 import pytest
 
 from flax_mesh.checkpoint.base import make_base
-from flax_mesh.checkpoint.hf import hub
-from flax_mesh.checkpoint.hf.hub import commit_of, model_folder, with_commit
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.hf.peft import adapter_config
 from flax_mesh.cli import main
@@ -20,6 +18,7 @@ from flax_mesh.inference.source import find_source
 from flax_mesh.models import DecoderConfig, pretrained_config
 from flax_mesh.recipe.checks import check_start
 from flax_mesh.recipe.overrides import read_overrides
+from flax_mesh.store import commit_of, hub, model_folder, with_commit
 from flax_mesh.train.warm_start import find_start
 from tests.train.support.llama import LLAMA, config_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import path_problem, user_path
-from flax_mesh.store import stored_path
+from flax_mesh.store.paths import stored_path
 from flax_mesh.text import one_line
 
 MODEL, DATASET = "model", "dataset"
