@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 from jax.extend import core as jex
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
 from flax_mesh.blockwise.fused import Fused
 from flax_mesh.blockwise.mask import NoFormulaError
-from flax_mesh.blockwise.place import Placement, follow, mesh_of, place
+from flax_mesh.blockwise.place import copies, follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
 from flax_mesh.blockwise.traced.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
@@ -157,9 +157,7 @@ def rewrite(
         placement = place(region, known, here)
         try:
             if kernel:
-                # The compiler cannot divide a kernel of Pallas: on several devices it is mapped over them.
-                copies = Placement(here, {}) if here.size > 1 and AxisType.Manual not in here.axis_types else None
-                of_kernel = placement or (copies if kernel == "splash" else None)
+                of_kernel = placement or (copies(here) if kernel == "splash" else None)
                 fused[id(product)] = Fused(region, static, of_kernel, kernel, platform or _platform(), bands)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
