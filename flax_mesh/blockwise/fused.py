@@ -9,11 +9,11 @@ from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
 from flax_mesh.blockwise.mask import NoFormulaError
-from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
+from flax_mesh.blockwise.place import Placement, mesh_of, on_devices, with_type_of
 from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.blockwise.visits import Static
 from flax_mesh.kernels import (
@@ -46,6 +46,10 @@ class Fused:
         platform: str,
         bands: dict[Hashable, Band | str],
     ):
+        mesh = mesh_of(region.out, jax.sharding.get_abstract_mesh())
+        is_split = not mesh.empty and mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}
+        if name == "splash" and placement is None and is_split:  # XLA cannot split this kernel
+            placement = Placement(mesh, {})
         self.region, self.placement, self.name = region, placement, name
         self.formula = formula = formula_of(region, static, bands)
         self.is_reference = platform != KERNELS[name].platform
@@ -86,6 +90,8 @@ class Fused:
         texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}", kernel.title, self.formula.text]
         texts += [f"probabilities in {kernel.probabilities or self.dtype}"]
         texts += ["interpreted: slow, for tests"] if self.is_reference and self.name == "splash" else []
+        if self.placement and not self.placement.axes and self.placement.mesh.size > 1:
+            texts.append("all of it on every device")
         return ", ".join([*texts, *(self.placement.texts(region.q) if self.placement else [])])
 
     def __call__(self, values: Sequence[jax.Array]) -> jax.Array:

@@ -97,8 +97,8 @@ class _Mask:
             for size, label in zip(shape, labels, strict=True):
                 if label is not None and label not in both:
                     sizes.setdefault(label, set()).add(size)
-        # One element of every other dim is enough, unless dims are split or merged.
-        self.parts = {} if any(len(x) > 1 for x in sizes.values()) else {d: max(x) for d, x in sizes.items()}
+        # One element of every other dim is enough, unless the dim is split or merged.
+        self.parts = {d: max(x) for d, x in sizes.items() if len(x) == 1}
 
     @property
     def key(self) -> Hashable:

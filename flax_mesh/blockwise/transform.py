@@ -120,9 +120,7 @@ class Rewritten(NamedTuple):
     call: Callable[..., list[Any]] | None  # None: nothing is changed
     lines: tuple[str, ...]  # about the attentions that are changed
     stays: tuple[str, ...]  # about the arrays that stay
-    saved: (
-        int  # bytes of scores, per device, that attentions without a kernel keep, as written, for their backward pass
-    )
+    saved: int  # bytes of scores, per device, that attentions without a kernel keep as written
     left: int  # bytes of the arrays that stay
     unfit: tuple[str, ...]  # about the attentions that the kernel does not compute
 

@@ -283,6 +283,13 @@ def test_a_step_for_tpus_has_splash_attention_on_all_axes():
     assert jax_compat.lower_without_devices(traced, "tpu").as_text().count(jax_compat.KERNEL) == 3  # of both layers
 
 
+def test_splash_attention_of_rows_on_unknown_devices_is_computed_on_every_device():
+    fn, args, _ = CASES["causal"]
+    with jax.sharding.use_abstract_mesh(mesh_of("tpu", dp=2)):  # XLA cannot split the kernel
+        (line,) = rewritten(fn, args, "splash", platform="tpu").lines
+    assert line.endswith("splash attention, causal, probabilities in float32, all of it on every device")
+
+
 def test_auto_says_why_there_is_no_kernel():
     step, _ = traced_step("gpu", {"dp": 1})
     assert re.fullmatch(
