@@ -1,6 +1,7 @@
 """Prompts of a JSONL file, of which a model makes completions, and the functions that reward these."""
 
-# pyright: reportUnknownMemberType=false (of NumPy)
+# NumPy has no types for some functions.
+# pyright: reportUnknownMemberType=false
 
 import json
 import math
