@@ -8,6 +8,10 @@ Training computes keys and values of all heads. Generation stores a latent and a
 computes their keys and values: queries are taken to the latents, and weighted sums of latents to values ("absorbed").
 """
 
+# JAX and NumPy have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
 from dataclasses import replace
 
 import jax
@@ -48,8 +52,8 @@ class LatentAttention(nnx.Module):
         self.kv_down = nnx.LinearGeneral(hidden, latent + width - self.unrotated, **options)
         self.kv_norm = norm(config, rngs, latent, _EPSILON)
         self.kv_up = nnx.LinearGeneral(latent, (heads, self.unrotated + config.value_size), **plain)
-        options = plain | {"dot_general": dot_float32, "use_bias": config.output_bias}
-        self.o = nnx.LinearGeneral((heads, config.value_size), hidden, axis=(-2, -1), **options)
+        plain["dot_general"], plain["use_bias"] = dot_float32, config.output_bias
+        self.o = nnx.LinearGeneral((heads, config.value_size), hidden, axis=(-2, -1), **plain)
 
     def __call__(
         self,
@@ -138,12 +142,13 @@ class LatentAttention(nnx.Module):
         kernel = config.attention_kernel(length, length, has_segments=has_segments, mode=mode)
         if kernel == "xla":
             mask_BSS = causal_mask(length, window, segment_ids_BS)
-            options = {"scale": config.score_scale, "cap": config.attention_softcap}
-            y_BSHV = plain_attention(q_BSHC, k_BSHC, v_BSHV, mask_BSS, **options)
+            scale, cap = config.score_scale, config.attention_softcap
+            y_BSHV = plain_attention(q_BSHC, k_BSHC, v_BSHV, mask_BSS, scale=scale, cap=cap)
         else:  # the kernels have one head dim: zeros do not change the scores, and are cut off the sums of values
             config = replace(config, attention_scale=config.score_scale)
-            arrays = (_widened(x, max(q_BSHC.shape[-1], v_BSHV.shape[-1])) for x in (q_BSHC, k_BSHC, v_BSHV))
-            y_BSHV = attend(kernel, *arrays, segment_ids_BS, config, window, mode)[..., : v_BSHV.shape[-1]]
+            width = max(q_BSHC.shape[-1], v_BSHV.shape[-1])
+            q, k, v = (_widened(x, width) for x in (q_BSHC, k_BSHC, v_BSHV))
+            y_BSHV = attend(kernel, q, k, v, segment_ids_BS, config, window, mode)[..., : v_BSHV.shape[-1]]
         y_BSHV = constrain(y_BSHV, Q_DIMS, axes=axes, mode=mode)
         return self.o(y_BSHV if kernel == "splash" else named(y_BSHV, "attention", remat))
 

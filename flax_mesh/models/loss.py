@@ -3,8 +3,11 @@
 Shape letters: B batch, S sequence, D hidden, V vocab.
 """
 
+# JAX and NumPy have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -130,8 +133,8 @@ def _of_targets(
     """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
     inputs_BS, targets_BS = _tokens_of(batch, name)
     # Not passed as None, since a subclass may not take them.
-    packed: dict[str, Any] = {key: batch[key] for key in ("segment_ids",) if key in batch}
-    x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)
+    packed: dict[str, jax.Array] = {key: batch[key] for key in ("segment_ids",) if key in batch}
+    x_BSD, weights_DV, aux = model.hidden(inputs_BS, **packed)  # pyright: ignore[reportArgumentType]
     config = model.config
     options = {"axes": config.axes, "chunk": config.loss_chunk, "cap": config.logit_softcap}
     return losses(x_BSD, weights_DV, targets_BS, **options), targets_BS, aux

@@ -1,5 +1,9 @@
 """The parts of layers: norms, options of linear layers, and the parameters of experts."""
 
+# JAX and NumPy have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
 from typing import Any
 
 import jax
@@ -24,7 +28,7 @@ class ZeroCenteredNorm(nnx.Module):
         return (x * (1 + self.scale[...].astype(jnp.float32))).astype(self.dtype)
 
 
-class Balance(nnx.Variable):
+class Balance(nnx.Variable[jax.Array]):
     """A bias of the choice of experts: it has no gradient, and balances them without a loss."""
 
 

@@ -19,8 +19,8 @@ class Key(NamedTuple):
     read: Callable[[Any], object] = lambda value: value
     write: Callable[[Any], object] = lambda value: value
     null: object = None
-    join: Callable[[Any, Json], object] | None = None
-    part: Callable[[Any, Json], object] | None = None
+    join: Callable[[int, Json], object] | None = None
+    part: Callable[[int, Json], object] | None = None
 
     def value(self, settings: Json) -> object:
         """The value of the key for all settings."""
@@ -58,7 +58,7 @@ class Family(NamedTuple):
     def is_latent(self) -> bool:
         return any("latent_size" in key.settings for key in self.keys.values())
 
-    def must_of(self, config: Json) -> dict[str, Any]:
+    def must_of(self, config: Json) -> dict[str, object]:
         return {key: value(config) if callable(value) else value for key, value in self.must.items()}
 
     def free(self) -> set[str]:

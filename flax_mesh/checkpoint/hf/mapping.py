@@ -124,7 +124,7 @@ def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[Par
     ]
 
 
-def _num_layers(stack: str, named: Iterable[tuple[str, Any]]) -> int:
+def _num_layers(stack: str, named: Iterable[tuple[str, Shaped]]) -> int:
     """Number of layers of a list, a scanned stack or the parts of one."""
     count = 0
     for path, value in named:

@@ -13,6 +13,10 @@ Float8 with scales of blocks, read as float32, of the weights of DeepSeek-V3:
     NAME_scale_inv  (rows / 128, columns / 128), rounded up: the factor of each block of 128 x 128 numbers
 """
 
+# JAX and NumPy have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
 import math
 from collections.abc import Mapping
 

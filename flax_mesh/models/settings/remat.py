@@ -15,6 +15,10 @@ Example for 32 layers:
 A scanned stack stays one stack: each run is a scan over its part of it.
 """
 
+# JAX and NumPy have no types for some functions and arrays.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false
+
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
