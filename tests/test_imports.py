@@ -1,6 +1,7 @@
 """The modules that importing flax_mesh and printing help imports, in a new process, and the import of every module."""
 
 import importlib
+import importlib.util
 import json
 import pkgutil
 import subprocess
@@ -55,6 +56,8 @@ def test_help_and_versions_do_not_import_jax():
 def test_every_module_can_be_imported():
     names = [module.name for module in pkgutil.walk_packages(flax_mesh.__path__, "flax_mesh.")]
     assert len(names) > 150
+    # __main__ runs a command, and a subclass of a class of lm-eval needs its package, which most installations lack.
+    needs = {"flax_mesh.inference.lm": importlib.util.find_spec("lm_eval") is None}
     for name in names:
-        if not name.endswith(".__main__"):  # these run a command
+        if not name.endswith(".__main__") and not needs.get(name):
             importlib.import_module(name)
