@@ -98,11 +98,6 @@ def place(region: Region, layouts: Mapping[int, Layout], mesh: AbstractMesh) -> 
     return Placement(mesh, fits) if fits or is_explicit else None
 
 
-def copies(mesh: AbstractMesh) -> Placement | None:
-    """Every device computes all: for kernels of Pallas, which the compiler does not divide over devices."""
-    return Placement(mesh, {}) if mesh.size > 1 and AxisType.Manual not in mesh.axis_types else None
-
-
 def _fits(region: Region, label: int, parts: int) -> bool:
     """Whether every array that has the dim can be split, and every operation computed on a part of it."""
     arrays = [*((x.shape, labels) for x, labels in region.leaves.values()), (region.out.shape, region.out_labels)]

@@ -18,7 +18,7 @@ from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
 from flax_mesh.blockwise.fused import Fused
 from flax_mesh.blockwise.mask import NoFormulaError
-from flax_mesh.blockwise.place import copies, follow, mesh_of, place
+from flax_mesh.blockwise.place import follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
 from flax_mesh.blockwise.traced.find import FEWEST, NotFoundError, Uses, are_scores, find_softmax, uses_of
@@ -151,12 +151,10 @@ def rewrite(
     bands: dict[Hashable, Band | str] = {}
     for region in regions:
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
-        here = mesh_of(region.out, mesh)
-        placement = place(region, known, here)
+        placement = place(region, known, mesh_of(region.out, mesh))
         try:
             if kernel:
-                of_kernel = placement or (copies(here) if kernel == "splash" else None)
-                fused[id(product)] = Fused(region, static, of_kernel, kernel, platform or _platform(), bands)
+                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform(), bands)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
         if id(product) not in fused:
