@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from flax_mesh.checkpoint.find import find_step
-from flax_mesh.checkpoint.hf.hub import model_folder
-from flax_mesh.checkpoint.hf.kept import CONFIG
+from flax_mesh.checkpoint.hf.kept import CONFIG, model_folder
 from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read_rows
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, TracedEvaluate

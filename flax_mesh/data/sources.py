@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from flax_mesh.checkpoint.hf import DATASET, model_folder
+from flax_mesh.checkpoint.hf.kept import DATASET, model_folder
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.tokenizers.chat import EXTRA
 from flax_mesh.errors import ConfigError, Problem, labelled

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface, model_folder
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.checkpoint.read import Record, plain, read_record
 from flax_mesh.errors import ConfigError

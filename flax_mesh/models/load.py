@@ -12,8 +12,7 @@ from jax.typing import DTypeLike
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.hub import model_folder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, model_folder
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, path_problem, require_names
 from flax_mesh.models.config import DecoderConfig

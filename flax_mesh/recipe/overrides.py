@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.hf import DATASET, with_commit
+from flax_mesh.checkpoint.hf.kept import DATASET, with_commit
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, read_file, type_problems, value_to_text

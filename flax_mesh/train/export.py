@@ -22,15 +22,16 @@ from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
-from flax_mesh.checkpoint.hf.hub import commit_of, with_commit
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
     KEPT,
+    commit_of,
     is_huggingface,
     keep_files,
     other_files,
     read_kept_config,
     updated_config,
+    with_commit,
 )
 from flax_mesh.checkpoint.hf.mapping import map_params
 from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG, adapted_arrays, adapter_config, peft_factors

@@ -13,8 +13,15 @@ from flax_mesh.checkpoint.base import Base, frozen_on_disk, make_base
 from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.hub import model_folder
-from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
+from flax_mesh.checkpoint.hf.kept import (
+    KEPT,
+    TOKENIZERS,
+    is_huggingface,
+    keep_files,
+    model_folder,
+    other_files,
+    tokenizer_file,
+)
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
 from flax_mesh.errors import ConfigError

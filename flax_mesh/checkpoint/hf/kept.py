@@ -9,7 +9,10 @@ from pathlib import Path
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.families import Json
-from flax_mesh.checkpoint.hf.hub import model_folder
+from flax_mesh.checkpoint.hf.hub import DATASET as DATASET  # other folders import these from here
+from flax_mesh.checkpoint.hf.hub import commit_of as commit_of
+from flax_mesh.checkpoint.hf.hub import model_folder as model_folder
+from flax_mesh.checkpoint.hf.hub import with_commit as with_commit
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import user_path

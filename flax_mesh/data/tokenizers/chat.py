@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.hub import model_folder
-from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
+from flax_mesh.checkpoint.hf.kept import KEPT, model_folder, tokenizer_file
 from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem, labelled
 
