@@ -133,9 +133,9 @@ def _refusal(error: BaseException) -> list[str]:
 
 
 def _is_gone(step: Path) -> bool:
-    if isinstance(step, StorePath):
-        return not (step / MARKERS[1]).exists()
     try:
+        if isinstance(step, StorePath):
+            return not (step / MARKERS[1]).is_file()
         os.lstat(step)
     except (FileNotFoundError, NotADirectoryError):
         return True

@@ -278,3 +278,18 @@ def test_a_run_that_was_copied_to_a_store_is_read_there(saved, folder, tmp_path)
     assert main(["checkpoint", "export", str(folder), str(tmp_path / "model"), "--to", "safetensors"]) == 0
     assert main(["checkpoint", "diff", str(folder), str(saved), "--values"]) == 0
     assert main(["checkpoint", "export", str(saved), str(folder / "out"), "--to", "safetensors"]) == 2
+
+
+def test_a_store_that_fails_while_a_step_is_verified_is_no_damage_and_no_deletion(tmp_path, monkeypatch):
+    folder = store_of_files(monkeypatch, tmp_path) / "run"
+    save(folder, 1)
+    read = StorePath._read
+
+    def refused(self: StorePath) -> bytes | None:
+        if "ocdbt.process_0" in str(self) or self.name == DONE:
+            raise OSError(5, "the store answered 403", str(self))
+        return read(self)
+
+    monkeypatch.setattr(StorePath, "_read", refused)
+    with pytest.raises(UnreadableError, match="the store answered 403"):
+        Checkpointer(folder).latest_step()
