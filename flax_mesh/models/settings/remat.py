@@ -17,7 +17,7 @@ A scanned stack stays one stack: each run is a scan over its part of it.
 
 # JAX and NumPy have no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false
+# pyright: reportUnknownParameterType=false, reportUnknownLambdaType=false
 
 import re
 from collections.abc import Callable, Sequence

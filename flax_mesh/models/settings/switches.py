@@ -17,7 +17,7 @@ _NOT_WITH_LATENTS = ("qk_norm", "attention_sinks", "layer_pattern", "sliding_win
 
 def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> list[Problem]:
     """Invalid values of the switches of families, and switches without effect; `config` has all settings."""
-    problems = []
+    problems: list[Problem] = []
     if config.layer_pattern and (problem := pattern_problem(config.layer_pattern)):
         problems.append(Problem("model.layer_pattern", problem))
     elif config.layer_pattern and any(x.local for x in parse_pattern(config.layer_pattern)) > config.sliding_window:
