@@ -16,8 +16,8 @@ class Key(NamedTuple):
 
     settings: tuple[str, ...]
     kind: type = int
-    read: Callable[[Any], object] = lambda value: value
-    write: Callable[[Any], object] = lambda value: value
+    read: Callable[..., object] = lambda value: value
+    write: Callable[..., object] = lambda value: value
     null: object = None
     join: Callable[[int, Json], object] | None = None
     part: Callable[[int, Json], object] | None = None
