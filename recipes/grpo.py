@@ -155,7 +155,7 @@ def arrays_of(config: RolloutConfig, prompts, completions, rewards, weights) -> 
         inputs[row, : first + size] = [*prompt, *completion.tokens[:-1]]
         targets[row, first : first + size] = completion.tokens
         segments[row, : first + size] = 1
-    reward = sum(weights[name] * values for name, values in rewards.items())
+    reward = np.sum([weights[name] * values for name, values in rewards.items()], axis=0)
     deviations = reward.reshape(group).std(axis=1, ddof=1, keepdims=True)
     advantages = reward.reshape(group) - reward.reshape(group).mean(axis=1, keepdims=True)
     advantages = advantages / (deviations + 1e-4) if config.scale else advantages

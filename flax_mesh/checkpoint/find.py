@@ -119,7 +119,8 @@ def committed_steps(folder: Path) -> list[int]:
 def find_leftovers(folder: Path) -> list[Path]:
     """Files of saves and deletions in progress or interrupted, which the next save to the folder removes."""
     if isinstance(folder, StorePath):
-        return [entry for entry in entries(folder) if _is_uncommitted(entry) and UPLOAD in entry.names()]
+        paths = [entry for entry in entries(folder) if isinstance(entry, StorePath)]
+        return [path for path in paths if _is_uncommitted(path) and UPLOAD in path.names()]
     return [entry for entry in entries(folder) if _LEFTOVER.fullmatch(entry.name)]
 
 

@@ -70,13 +70,17 @@ class RunData:
 
 def user_data(batches: UserBatches, mesh: Mesh, axes: PartitionAxis) -> RunData:
     first = batches.first  # before anything is on the devices
+
+    def batch(step: int, *model: Callable[[], nnx.Module]) -> PyTree:
+        return put_batch(batches(step, *model), mesh, axes, batches.own_rows)
+
     return RunData(
         "rows of data.source" if batches.rows else "first batch of make_batches",
         batches.description,
         batches.content_hash,
         BATCHES,
         first=lambda: first,
-        batch=lambda step, *model: put_batch(batches(step, *model), mesh, axes, batches.own_rows),
+        batch=batch,
         user_batches=batches,
     )
 

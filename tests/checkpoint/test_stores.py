@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,12 +58,12 @@ def test_a_checkpoint_in_a_store_is_restored_in_any_layout_with_every_kind_of_le
     checkpointer = save(folder, 1, state=state | {"key": jax.random.key(3), "n": 5, "host": np.arange(3)})
     other = {"a": here("y"), "b": here()}
     target = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=other[name]) for name, x in values.items()}
-    found = checkpointer.restore(target | {"key": jax.random.key(0), "n": 0, "host": np.zeros(3, int)})
+    found: Any = checkpointer.restore(target | {"key": jax.random.key(0), "n": 0, "host": np.zeros(3, int)})
     for name, value in values.items():
         assert found[name].sharding == other[name] and np.array_equal(found[name], value)
     assert found["n"] == 5 and type(found["n"]) is int and np.array_equal(found["host"], np.arange(3))
     assert found["key"] == jax.random.key(3)
-    cast = checkpointer.restore({"a": target["a"].update(dtype=jnp.bfloat16)}, include="a", cast=True)["a"]
+    cast: Any = checkpointer.restore({"a": target["a"].update(dtype=jnp.bfloat16)}, include="a", cast=True)["a"]
     assert cast.dtype == jnp.bfloat16 and np.array_equal(cast, values["a"].astype(ml_dtypes.bfloat16))
 
 

@@ -7,6 +7,10 @@ Json = Mapping[str, Any]  # of a config.json, or the settings that follow from o
 WINDOW, USE_WINDOW, FIRST_WITH_WINDOW = "sliding_window", "use_sliding_window", "max_window_layers"
 
 
+def same(value: object) -> object:
+    return value
+
+
 class Key(NamedTuple):
     """A key of config.json and the settings that have its value, converted by `read`; `write` is the inverse.
 
@@ -16,8 +20,8 @@ class Key(NamedTuple):
 
     settings: tuple[str, ...]
     kind: type = int
-    read: Callable[..., object] = lambda value: value
-    write: Callable[..., object] = lambda value: value
+    read: Callable[..., object] = same
+    write: Callable[..., object] = same
     null: object = None
     join: Callable[[int, Json], object] | None = None
     part: Callable[[int, Json], object] | None = None

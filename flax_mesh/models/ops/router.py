@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 SCORES = ("softmax", "sigmoid")
 Aux = dict[str, jax.Array]
@@ -76,7 +77,7 @@ def _choice(scores_TE: jax.Array, routing: Routing, balance_E: jax.Array | None)
     scores_TGL = scores_TE.reshape(len(scores_TE), routing.groups, -1)
     best_TG = jnp.sum(jax.lax.top_k(scores_TGL, 1 if balance_E is None else 2)[0], axis=-1)
     groups_TN = jax.lax.top_k(best_TG, routing.top_groups)[1]
-    is_best_TG = jnp.any(groups_TN[..., None] == jnp.arange(routing.groups), axis=1)
+    is_best_TG = jnp.any(groups_TN[..., None] == np.arange(routing.groups), axis=1)
     return jnp.where(is_best_TG[..., None], scores_TGL, -jnp.inf).reshape(scores_TE.shape)
 
 

@@ -125,7 +125,9 @@ CASES["glm4_moe"] = {
     **{"attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
-SEEDS = dict.fromkeys(("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1)  # other texts repeat tokens
+SEEDS: dict[str, int] = dict.fromkeys(
+    ("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1
+)  # other texts repeat tokens
 LENGTH = 24
 PROMPT, GENERATED = 7, 64  # tokens
 
