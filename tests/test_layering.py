@@ -16,7 +16,6 @@ NAME = PACKAGE.name
 # Lowest first. A file imports only from the same floor and from lower ones; floors in one row do not import each other.
 FLOORS = (
     ("",),  # the files of flax_mesh/ itself
-    ("store",),
     ("mesh.torus", "program"),
     ("mesh", "processes", "hlo"),
     ("sharding.initialize",),

@@ -8,9 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import PartitionRules, abstract_state, create_mesh, match_partition_rules
 from flax_mesh.sharding.report.explain import explain_sharding
-from flax_mesh.stacks import is_single_layer, ranks_in, without_single_layers
 from flax_mesh.step.loss import reseed
-from flax_mesh.tree import named_leaves
+from flax_mesh.tree import is_single_layer, named_leaves, ranks_in, without_single_layers
 
 
 class Pair(nnx.Module):

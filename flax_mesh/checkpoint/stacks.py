@@ -8,10 +8,9 @@ from posixpath import dirname
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.stacks import ranks_of, without_single_layers
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import PyTree, in_stack, named_leaves, path_and_start, path_of
+from flax_mesh.tree import PyTree, in_stack, named_leaves, path_and_start, path_of, ranks_of, without_single_layers
 
 MODEL = "model/"
 

@@ -13,9 +13,8 @@ from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_ent
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import check_types, require_types
 from flax_mesh.sharding.table import CompiledRule, Dims, checked_table, compile_table, kinds_of_paths
-from flax_mesh.stacks import ranks_in, without_single_layers
 from flax_mesh.text import at_most, axes_text, group_lines, group_paths, shown
-from flax_mesh.tree import PyTree, in_stack, named_leaves
+from flax_mesh.tree import PyTree, in_stack, named_leaves, ranks_in, without_single_layers
 
 Policy = Literal["error", "warn", "drop"]
 _MATCHES_KEPT = 8
@@ -87,7 +86,7 @@ class PartitionRules:
         return in_stack(next((tail for tail in tails if tail.startswith(heads)), ""), self.layers)
 
     def without_single_layers(self, leaves: Sequence[tuple[str, object]], model: PyTree = None) -> "PartitionRules":
-        """These rules with only lists and stacks as `layers`, see `flax_mesh.stacks`."""
+        """These rules with only lists and stacks as `layers`, see `flax_mesh.tree`."""
         ranks = ranks_in(model) if model is not None and self.layers else {}
         layers = without_single_layers(self.layers, leaves, ranks)
         return self if layers == self.layers else PartitionRules(self.table, self.axes, layers)

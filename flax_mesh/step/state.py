@@ -25,9 +25,8 @@ from flax_mesh.sharding.abstract import (
     model_axes,
     model_layers,
 )
-from flax_mesh.stacks import ranks_in
 from flax_mesh.text import array_text, count_text, path_lines
-from flax_mesh.tree import PyTree, named_leaves, path_of
+from flax_mesh.tree import PyTree, named_leaves, path_of, ranks_in
 
 _States = nnx.State | Sequence[nnx.State]
 _Statics = Mapping[tuple[str, str], object]  # (path, name) -> static value
@@ -52,7 +51,7 @@ class TreeDefinition:
 
     @functools.cached_property
     def ranks(self) -> Mapping[str, int]:
-        """Number of dims of the variables of Flax's layers in the model, see `flax_mesh.stacks`."""
+        """Number of dims of the variables of Flax's layers in the model, see `flax_mesh.tree`."""
         return ranks_in(self._model)
 
     @functools.cached_property

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import tensorstore
 
-from flax_mesh.store import DRIVERS, StorePath, paths
+from flax_mesh import store
+from flax_mesh.store import DRIVERS, StorePath
 
 KEYS = {"AWS_ACCESS_KEY_ID": "NAMEOFTHEKEY", "AWS_SECRET_ACCESS_KEY": "SECRET", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -24,7 +25,7 @@ def store_of_files(monkeypatch, folder: Path) -> StorePath:
     """A store whose object "a/b" is the file a/b of `folder`, in this process."""
     kvstore = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     monkeypatch.setitem(DRIVERS, "test", "file")
-    monkeypatch.setattr(paths, "_bucket", lambda *at: kvstore)
+    monkeypatch.setattr(store, "_bucket", lambda *at: kvstore)
     return StorePath("test:", "bucket")
 
 
@@ -81,7 +82,7 @@ def failing_server(monkeypatch, status: int, *, seconds: float = 0) -> Iterator[
     """A bucket of a server that answers every request with `status`, and quotes the name of the key as S3 does."""
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(paths, "_RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
+    monkeypatch.setattr(store, "_RETRIES", {"max_retries": 2, "initial_delay": "1ms", "max_delay": "2ms"})
     over = threading.Event()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -15,7 +15,7 @@ import pytest
 import tensorstore
 from jax.sharding import NamedSharding, PartitionSpec
 
-from flax_mesh import ConfigError, SaveError, create_mesh
+from flax_mesh import ConfigError, SaveError, create_mesh, store
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.checksums import files_below
 from flax_mesh.checkpoint.find import UPLOAD
@@ -23,7 +23,7 @@ from flax_mesh.checkpoint.hf.kept import TOKENIZERS
 from flax_mesh.cli import main
 from flax_mesh.errors import CheckpointCorruptedError, UnreadableError
 from flax_mesh.inference.source import find_source
-from flax_mesh.store import StorePath, paths, stored_path
+from flax_mesh.store import StorePath, stored_path
 from flax_mesh.train.warm_start import find_start
 from tests.checkpoint.stores import failing_server, gs_server, s3_server, store_of_files
 
@@ -147,7 +147,7 @@ def test_objects_of_others_are_neither_steps_nor_leftovers(folder):
 @pytest.mark.parametrize("name", ["../../escaped", "state//a", "./b"])
 def test_names_that_leave_the_folder_are_refused(name, monkeypatch):
     kvstore = tensorstore.KvStore.open({"driver": "memory"}).result()
-    monkeypatch.setattr(paths, "_bucket", lambda *at: kvstore)
+    monkeypatch.setattr(store, "_bucket", lambda *at: kvstore)
     kvstore.write(f"run/5/state/{name}", b"x").result()
     with pytest.raises(UnreadableError, match="an object whose name is no path below a folder"):
         Checkpointer("s3://bucket/run").latest_step()
@@ -197,8 +197,8 @@ def test_a_save_that_fails_half_way_leaves_the_earlier_step_and_the_next_save_wo
 def test_a_store_that_refuses_or_is_slow_is_an_error_without_the_names_of_keys(status, text, monkeypatch):
     if not status:
         text = "did not answer within 0 seconds"
-        monkeypatch.setattr(paths, "_DEADLINE", 0.2)
-        monkeypatch.setattr(paths, "_SLOWEST", 2**40)
+        monkeypatch.setattr(store, "_DEADLINE", 0.2)
+        monkeypatch.setattr(store, "_SLOWEST", 2**40)
     with failing_server(monkeypatch, status or 500, seconds=60 * (not status)) as bucket:
         with pytest.raises(UnreadableError, match=text) as unreadable:
             Checkpointer(bucket / "run").latest_step()

@@ -138,7 +138,7 @@ ON_DEVICES: list[tuple[tuple[str, ...], str]] = [
     (("run.compiler_options=xla_fast=true",), r"^run.compiler_options: xla_fast=true is refused"),
     (("checkpoint.best_metric=accuracy",), "best_metric=accuracy is in no row of metrics, which have loss"),
     (("run.profile=20",), r"^run.profile=20 records the steps 3 to 22, but run.steps=12 ends before that"),
-    (("run.hooks=tensorbord",), r"^run.hooks: 'tensorbord' must be tensorboard, or .* did you mean tensorboard\?"),
+    (("run.hooks=tensorbord",), r"^run.hooks: 'tensorbord' must be tensorboard, .* or .* did you mean tensorboard\?"),
     (("run.hooks=no.such.module",), r"^run.hooks: 'no.such.module' cannot be .* 'no.such' does not exist. Install"),
     (("run.hooks=os.path.join, os.path.join",), r"^run.hooks: 'os.path.join' is there twice; once is enough"),
     (("run.hooks=os.path.nope",), r"^run.hooks: 'os.path.nope' cannot be imported: os.path has no 'nope'$"),

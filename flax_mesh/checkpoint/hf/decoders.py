@@ -21,7 +21,7 @@ from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factor
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
-from flax_mesh.store import model_folder
+from flax_mesh.store import model_here
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
@@ -103,7 +103,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
 
     `ignore` are keys of config.json and regular expressions for names of arrays that have no effect.
     """
-    path, ignore = model_folder(folder), tuple(ignore)
+    path, ignore = model_here(folder), tuple(ignore)
     config = read_config(path)
     settings = decoder_config_from_hf(config, ignore=ignore)
     return DecoderFolder(path, config["model_type"], settings, ignore)
@@ -121,7 +121,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         >>> read_config(".")
         {'model_type': 'llama'}
     """
-    path = model_folder(folder)
+    path = model_here(folder)
     with refusals(path):
         is_folder = path.is_dir()
     if not is_folder:

@@ -23,7 +23,7 @@ import numpy as np
 
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.fields import read_file, user_path
-from flax_mesh.store import model_folder
+from flax_mesh.store import model_here
 from flax_mesh.text import at_most, listed, path_lines
 from flax_mesh.tree import Shaped
 
@@ -55,7 +55,7 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     Raises one CheckpointCorruptedError that lists all errors in the headers and the index. The format has no checksums:
     changed data is not detected.
     """
-    path = model_folder(path)
+    path = model_here(path)
     if not path.is_dir():
         return _open_file(path)
     single, index = path / SINGLE_FILE, path / INDEX

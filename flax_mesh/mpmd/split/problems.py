@@ -11,9 +11,8 @@ from flax_mesh.mpmd.split.assign import CutError
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf
 from flax_mesh.program.follow import all_equations
 from flax_mesh.program.program import Eqn, Program, Var, flops, variables
-from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.text import at_most, count_text, listed, path_lines, paths_text, plural
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import PyTree, is_single_layer, module_at
 
 MOST = 12  # items of a list in a message
 

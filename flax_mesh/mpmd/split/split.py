@@ -27,11 +27,10 @@ from flax_mesh.program.program import Program, Var, flops, has_explicit_axes, va
 from flax_mesh.sharding.abstract import Make, Split, abstract_state
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.explicit import axis_types_explained
-from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text, listed
-from flax_mesh.tree import PyTree, num_bytes
+from flax_mesh.tree import PyTree, is_single_layer, module_at, num_bytes
 
 
 @dataclass(frozen=True, eq=False, repr=False)

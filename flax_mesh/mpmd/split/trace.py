@@ -33,13 +33,12 @@ from flax_mesh.program.program import (
 )
 from flax_mesh.program.rewrite import inline
 from flax_mesh.sharding.abstract import Split
-from flax_mesh.stacks import is_single_layer, module_at
 from flax_mesh.step.batch import microbatch_spec
 from flax_mesh.step.divided import warn_mean_of_means
 from flax_mesh.step.loss import Batch, LossFn, check_trainable, check_trains, check_weight, run_loss, sums_of
 from flax_mesh.step.options import AttentionOption
 from flax_mesh.text import shown
-from flax_mesh.tree import PyTree, Shaped, named_leaves, path_of
+from flax_mesh.tree import PyTree, Shaped, is_single_layer, module_at, named_leaves, path_of
 
 Layer = tuple[str, int]  # path of the list or stack, and the index of the layer in it; (path, 0) of a single layer
 Places = Mapping[str, tuple[str, int | None]]  # path in the state -> layer; (path, None) for a stack

@@ -9,6 +9,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from flax_mesh import store
 from flax_mesh.checkpoint.base import make_base
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.hf.peft import adapter_config
@@ -18,7 +19,7 @@ from flax_mesh.inference.source import find_source
 from flax_mesh.models import DecoderConfig, pretrained_config
 from flax_mesh.recipe.checks import check_start
 from flax_mesh.recipe.overrides import read_overrides
-from flax_mesh.store import commit_of, hub, model_folder, with_commit
+from flax_mesh.store import commit_of, model_folder, with_commit
 from flax_mesh.train.warm_start import find_start
 from tests.train.support.llama import LLAMA, config_of
 
@@ -134,7 +135,7 @@ def test_an_id_that_cannot_be_loaded_is_an_error_with_both_readings_and_the_down
         raise getattr(errors, kind)("raised here", **options)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    hub._snapshot.cache_clear()
+    store._snapshot.cache_clear()
     with pytest.raises(ConfigError) as error:
         model_folder("org/model@old")
     (line,) = error.value.lines

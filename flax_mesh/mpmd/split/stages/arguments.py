@@ -17,8 +17,7 @@ from flax_mesh.mpmd.split.problems import filter_text, modules_text
 from flax_mesh.mpmd.split.split import specs_of
 from flax_mesh.program.program import has_explicit_axes
 from flax_mesh.sharding.abstract import Make, Split, is_with_optimizer, model_layers, trace_split
-from flax_mesh.stacks import module_at
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import PyTree, module_at
 
 
 def schedule_and_sizes(
