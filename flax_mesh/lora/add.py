@@ -88,7 +88,7 @@ def add_lora(
         True
     """
     patterns = [modules] if isinstance(modules, str) else list(modules)
-    if problems := _problems(rank, alpha, patterns):
+    if problems := _problems(loss_fn, rank, alpha, patterns):
         raise ConfigError(problems)
     check_arguments("loss_fn", loss_fn, "model", "batch")
     shapes_of(batch)
@@ -125,8 +125,10 @@ def _initial_a(
     return drawn.reshape(*(shape[d] for d in product.batch), *sizes, rank)
 
 
-def _problems(rank: object, alpha: float | None, patterns: Sequence[str]) -> list[str]:
+def _problems(loss_fn: object, rank: object, alpha: float | None, patterns: Sequence[str]) -> list[str]:
     problems: list[str] = []
+    if isinstance(loss_fn, nnx.Module):
+        problems.append(f"loss_fn must be a function of the model and a batch, got a {type(loss_fn).__name__}")
     if not isinstance(rank, int) or rank < 1:
         problems.append(f"rank must be an integer of at least 1, got {rank!r}")
     if alpha is not None and not 0 < alpha < math.inf:

@@ -291,7 +291,9 @@ def test_the_usual_layouts_differ_in_one_setting():
 
 @pytest.mark.slow
 def test_the_best_layout_fits_although_faster_ones_do_not():
-    everything = sorted(all_plans(CONFIG, "v5e:2x2", FIXED), key=lambda each: each.seconds_per_token)
+    # With a kernel of attention the fastest layout takes less memory than most.
+    config = dataclasses.replace(CONFIG, run=dataclasses.replace(CONFIG.run, attention="as_written"))
+    everything = sorted(all_plans(config, "v5e:2x2", FIXED), key=lambda each: each.seconds_per_token)
     peaks = sorted(each.plan.memory.peak for each in everything)
     limit = peaks[len(peaks) // 3] + 1
     expected = next(each for each in everything if each.plan.memory.peak <= limit)
@@ -299,7 +301,7 @@ def test_the_best_layout_fits_although_faster_ones_do_not():
     capacity = everything[0].plan.memory.capacity
     assert capacity is not None
     reserve = parse_topology("v5e:2x2").chip.memory / capacity
-    found = search_layouts(CONFIG, topology_with(limit * reserve), fixed=FIXED, plans=14)
+    found = search_layouts(config, topology_with(limit * reserve), fixed=FIXED, plans=14)
     assert found.best is not None and found.best.plan.memory.peak <= limit
     assert found.best.seconds_per_token <= expected.seconds_per_token * 1.01
     assert all(a.rank <= b.rank for a, b in zip(found.planned[1:], found.planned[2:], strict=False))
