@@ -46,12 +46,16 @@ def test_a_model_of_transformers_is_fine_tuned_and_given_back(shape, settings, t
         before = load(base)(torch.from_numpy(tokens)).logits.numpy()
         export(str(folder), str(merged), "safetensors", None, None)
         found = [load(merged)(torch.from_numpy(tokens)).logits.numpy()]
+        exact = load(merged).double()(torch.from_numpy(tokens)).logits.numpy()
         if settings:
             export(str(folder), str(adapters), "peft", None, None)
             found.append(peft.PeftModel.from_pretrained(load(base), adapters)(torch.from_numpy(tokens)).logits.numpy())
     assert np.abs(before - ours).max() > 0.1
-    for logits in found:
-        np.testing.assert_allclose(logits, ours, atol=1e-5 * np.abs(ours).max())
+    # A token whose activations nearly cancel has large rounding errors in float32, in PyTorch too.
+    rounding = 1e-5 * np.abs(exact).max() + 2 * np.abs(found[0] - exact).max()
+    assert rounding < 1e-4
+    for logits in (exact, *found):
+        np.testing.assert_allclose(logits, ours, atol=rounding)
     text = transformers.AutoTokenizer.from_pretrained(merged).apply_chat_template(
         [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
     )
