@@ -24,7 +24,9 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.microbatches": ("pipeline.num_microbatches", {}),
     "pipeline.virtual": ("pipeline.num_virtual_stages", {}),
     "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
-    "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),  # the same name; only a value changed
+    # The same names; only values changed.
+    "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),
+    "lora.modules": ("lora.modules", {"attention/(q|k|v|o)/kernel": "attention/(q|k|v|o|(q|kv)_(down|up))/kernel"}),
 }
 
 

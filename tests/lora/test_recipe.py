@@ -1,5 +1,6 @@
 """A recipe with `lora.rank` trains adapters alone; evaluation, samples and exports have them merged."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from flax_mesh.checkpoint.orbax import stored_arrays
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import open_trained
 from flax_mesh.lora.adapters import A, B
+from flax_mesh.lora.config import LoraConfig
+from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.recipe import abstract_target, resolve
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.explain import explain
+from flax_mesh.recipe.overrides import current_settings
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
 from flax_mesh.train.export import export, reshard
@@ -35,6 +39,17 @@ LORA = ["lora.rank=4", "lora.alpha=8", "lora.modules=attention/.*kernel|mlp/(up|
 
 
 FROZEN = lambda path: path.startswith("model/") and not path.endswith((A, B))  # noqa: E731
+
+
+@pytest.mark.parametrize("query_latent_size", [0, 4])
+def test_the_default_pattern_finds_every_product_of_latent_attention(query_latent_size):
+    config = DecoderConfig(num_layers=1, latent_size=8, query_latent_size=query_latent_size, rotary_dims=4)
+    _, state = abstract_split(lambda: make_decoder(config, nnx.Rngs(0)))
+    paths = [path for path, x in named_leaves(state) if "/attention/" in path and x.ndim > 1]
+    assert len(paths) == 4 + bool(query_latent_size)
+    assert all(re.search(LoraConfig().modules, path) for path in paths), paths
+    old = "attention/(q|k|v|o)/kernel"  # of earlier runs, whose decoders have no other paths
+    assert current_settings({"lora.modules": old}) == {"lora.modules": LoraConfig().modules}
 
 
 def config_of(*settings: str) -> TrainConfig:
