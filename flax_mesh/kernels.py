@@ -108,6 +108,14 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
     return "" if mesh.abstract_device is None else mesh.abstract_device.platform
 
 
+def gpu_problem() -> str:
+    """Why cuDNN cannot compute attention on the GPUs here, "" if it can or if there are none. JAX does not ask."""
+    capability = getattr(jax.local_devices()[0], "compute_capability", "8.0")
+    if tuple(map(int, capability.split("."))) >= (8, 0):
+        return ""
+    return f"cuDNN needs a GPU of compute capability 8.0 (Ampere), got {capability}"
+
+
 def cudnn_attention(
     q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *, band: Band, scale: float, is_reference: bool
 ) -> jax.Array:

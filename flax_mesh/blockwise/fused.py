@@ -21,6 +21,7 @@ from flax_mesh.kernels import (
     Band,
     Need,
     cudnn_attention,
+    gpu_problem,
     misfit,
     splash_attention,
     splash_kernel,
@@ -69,6 +70,8 @@ class Fused:
         if text := misfit(name, need):
             raise NoFormulaError(text)
         if name == "cudnn" and not self.is_reference:
+            if text := gpu_problem():
+                raise NoFormulaError(text)
             try:
                 jax.eval_shape(self._attend, *(jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in self.leaves))
             except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it

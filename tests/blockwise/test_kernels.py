@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import flax_mesh as fm
 from flax_mesh import jax_compat
 from flax_mesh.blockwise import mask
 from flax_mesh.errors import ConfigError
-from flax_mesh.kernels import EVERY, KERNELS, Need, misfit
+from flax_mesh.kernels import EVERY, KERNELS, Need, gpu_problem, misfit
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_train_step
@@ -216,6 +217,12 @@ def test_a_line_has_the_property_that_the_kernel_lacks():
         "splash attention needs a length that is a multiple of 128, got 96",
         "cuDNN needs attention within documents to be in blocks",
     }
+
+
+@pytest.mark.parametrize(("capability", "problem"), [("7.5", "8.0 (Ampere), got 7.5"), ("8.0", ""), ("10.3", "")])
+def test_gpus_before_ampere_have_no_kernel(capability, problem, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert gpu_problem().endswith(problem) and bool(gpu_problem()) == bool(problem)
 
 
 def test_splash_attention_to_every_key_needs_queries_on_one_device():
