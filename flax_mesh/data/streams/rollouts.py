@@ -86,7 +86,7 @@ class Rollouts:
     def resume(self, step: int, state: object) -> None:
         """Continue with the batch of `step`, from the state of its checkpoint.
 
-        A batch of other shapes, of a run that is resumed with other settings, is made again.
+        If the run resumes with settings that change the shapes, a new batch replaces the saved one.
         """
         if step % self._updates == 0 or not isinstance(state, bytes) or not state:
             return
