@@ -110,7 +110,8 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
 
 def gpu_problem() -> str:
     """Why cuDNN cannot compute attention on the GPUs here, "" if it can or if there are none. JAX does not ask."""
-    capability = getattr(jax.local_devices()[0], "compute_capability", "8.0")
+    device: object = jax.local_devices()[0]  # pyright: ignore[reportUnknownMemberType]
+    capability: str = getattr(device, "compute_capability", "8.0")
     if tuple(map(int, capability.split("."))) >= (8, 0):
         return ""
     return f"cuDNN needs a GPU of compute capability 8.0 (Ampere), got {capability}"
