@@ -3,6 +3,9 @@
 Shape letters: B batch, S sequence, H query heads, K key-value heads, C head dim.
 """
 
+# JAX has no types for its devices.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -110,8 +113,8 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
 
 def gpu_problem() -> str:
     """Why cuDNN cannot compute attention on the GPUs here, "" if it can or if there are none. JAX does not ask."""
-    device: object = jax.local_devices()[0]  # pyright: ignore[reportUnknownMemberType]
-    capability: str = getattr(device, "compute_capability", "8.0")
+    device = jax.local_devices()[0]
+    capability = str(getattr(device, "compute_capability", "8.0"))
     if tuple(map(int, capability.split("."))) >= (8, 0):
         return ""
     return f"cuDNN needs a GPU of compute capability 8.0 (Ampere), got {capability}"
