@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import PartitionRules, ShardingError, abstract_state
 from flax_mesh.models import make_decoder, moe, next_token_loss
 from flax_mesh.models.moe import MoE
-from flax_mesh.models.ops.router import balanced_capacity, router_losses
+from flax_mesh.models.ops.router import Routing, balanced_capacity, route, router_losses
 from flax_mesh.tree import named_leaves
 from tests.models.reference import EXPERTS, NATURAL, REPLICATED, make_mesh, small, with_random_parameters
 
@@ -304,3 +304,21 @@ def test_padding_counts_in_no_loss_of_the_router():
             jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found[2], want)
         empty = run(model, padded | {"segment_ids": np.zeros((8, 16), np.int32)})[2]
         assert empty["load_balance_loss"] == 0 == empty["router_z_loss"]
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "is_balanced", "group"),
+    [
+        ([0.6, 0.6, 0.1, 0.1, 0.5, 0.5, 0.5, 0.5], True, 0),  # the sum of the two largest, not of all four
+        ([0.7, 0.1, 0.1, 0.1, 0.5, 0.5, 0.1, 0.1], True, 1),  # not the largest one
+        ([0.7, 0.1, 0.1, 0.1, 0.5, 0.5, 0.1, 0.1], False, 0),  # the largest one
+    ],
+)
+def test_the_best_group_of_four_experts_has_the_largest_pair_or_without_a_balancing_bias_the_largest_score(
+    probabilities, is_balanced, group
+):
+    logits = np.log(probabilities) - np.log1p(-np.array(probabilities))
+    routing = Routing("sigmoid", normalize=False, groups=2, top_groups=1)
+    bias = {"balance_E": jnp.zeros(8)} if is_balanced else {}
+    _, experts, _ = route(jnp.ones((1, 1)), jnp.asarray(logits[None], jnp.float32), 2, routing=routing, **bias)
+    assert set((np.asarray(experts)[0] // 4).tolist()) == {group}
