@@ -28,6 +28,10 @@ from flax_mesh.text import path_lines, shown
 PyTree: TypeAlias = Any
 
 
+class Constant(nnx.Variable):
+    """A parameter that no step changes and no checkpoint contains, such as one of a teacher."""
+
+
 class Shaped(Protocol):
     """An array, a ShapeDtypeStruct, or another record of a shape and a dtype."""
 

@@ -53,7 +53,7 @@ from flax_mesh.checkpoint.layout import (
     with_numbers,
 )
 from flax_mesh.checkpoint.retention import RetentionPolicy, newest_finite_step, retained_steps
-from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of
+from flax_mesh.checkpoint.stacks import check_stacks_are_named, layers_of, tree_of, with_leaves
 from flax_mesh.checkpoint.warm_start import RestoreReport, restore_partial
 from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, SaveError
@@ -62,7 +62,7 @@ from flax_mesh.processes.agree import decide_at_process_0
 from flax_mesh.step.state import TrainState, TreeDefinition
 from flax_mesh.store import StorePath, model_folder, stored_path
 from flax_mesh.text import count_text, paths_text, shown
-from flax_mesh.tree import PyTree, Shaped, named_leaves
+from flax_mesh.tree import Constant, PyTree, Shaped, named_leaves
 
 Tree = TypeVar("Tree")
 REPAIR = "Restore it into the model it was saved from, or start another run (another folder, or --restart)."
@@ -292,8 +292,8 @@ class Checkpointer:
         read = self._reader(step, target)
         if scaled:
             read = partial(read_scaled, scaled, self.arrays(step), target, partial(self._reader, step))
-        leaves = with_numbers(from_disk(read, *paths_on_disk(tree_of(abstract), layers)), abstract)
-        restored = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        tree = tree_of(abstract)
+        restored = with_leaves(abstract, with_numbers(from_disk(read, *paths_on_disk(tree, layers)), tree))
         if isinstance(abstract, TrainState):
             self.set_base(read_base(self._step(step)), restored)
         return restored
@@ -310,9 +310,10 @@ class Checkpointer:
         self.wait()
         step = self._valid_step(step, verify)
         stored = self.arrays(step)
-        named, stacks = paths_on_disk(tree_of(state), layers_of(state, self.layers, stored))
+        tree = tree_of(state)
+        named, stacks = paths_on_disk(tree, layers_of(state, self.layers, stored))
         leaves, report = restore_partial(named, stored, partial(self._reader, step), stacks, include, cast)
-        return jax.tree.unflatten(jax.tree.structure(state), with_numbers(leaves, state)), report
+        return with_leaves(state, with_numbers(leaves, tree)), report
 
     def load_base(self, folder: str | Path, state: TrainState) -> tuple[TrainState, RestoreReport]:
         """Load the parameters of `folder` as `restore_partial` does; then save only arrays that training changes.
@@ -374,9 +375,9 @@ def load_parameters(folder: Path, state: TrainState, layers: Sequence[str] | Non
         with Checkpointer(folder.parent, layers=layers) as checkpointer:
             return checkpointer.restore_partial(state, step_number(folder), include="model/", verify=False)
     tree = state.to_nnx()
-    adapters, weights = nnx.split_state(tree["model"], nnx.LoRAParam, ...)
+    others, weights = nnx.split_state(tree["model"], (nnx.LoRAParam, Constant), ...)
     model = open_decoder(folder).load(weights)
-    state = state.with_state(nnx.State({**tree.raw_mapping, "model": nnx.merge_state(model, adapters)}))
+    state = state.with_state(nnx.State({**tree.raw_mapping, "model": nnx.merge_state(model, others)}))
     loaded = {f"model/{path}" for path, _ in named_leaves(model)}
     named, stacks = paths_on_disk(tree_of(state), layers_of(state, layers))
     restored = tuple(part for path, _ in named if path in loaded for part in stacks.get(path, [path]))

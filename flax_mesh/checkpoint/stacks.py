@@ -5,19 +5,28 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate
 from posixpath import dirname
 
+import jax
 from flax import nnx
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import PyTree, in_stack, named_leaves, path_and_start, path_of, ranks_of, without_single_layers
+from flax_mesh.tree import Constant, PyTree, in_stack, named_leaves, path_and_start, path_of, ranks_of, without_single_layers
 
 MODEL = "model/"
 
 
 def tree_of(state: PyTree) -> PyTree:
-    """The tree whose leaves have the paths of a checkpoint."""
-    return state.to_nnx() if isinstance(state, TrainState) else state
+    """The tree whose leaves have the paths of a checkpoint: of a TrainState without the Constants of its model."""
+    return nnx.split_state(state.to_nnx(), Constant, ...)[1] if isinstance(state, TrainState) else state
+
+
+def with_leaves(state: PyTree, leaves: Sequence[object]) -> PyTree:
+    """`state` with `leaves` in the places of the leaves of `tree_of(state)`."""
+    tree = jax.tree.unflatten(jax.tree.structure(tree_of(state)), leaves)
+    if not isinstance(state, TrainState):
+        return tree
+    return state.with_state(nnx.merge_state(tree, nnx.filter_state(state.to_nnx(), Constant)))
 
 
 def layers_of(state: PyTree, layers: Sequence[str] | None, stored: Collection[str] | None = None) -> tuple[str, ...]:

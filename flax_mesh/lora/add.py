@@ -30,7 +30,7 @@ from flax_mesh.sharding.abstract import abstract_split, model_layers
 from flax_mesh.step.batch import shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import at_most, listed
-from flax_mesh.tree import in_stack, layer_path, named_leaves
+from flax_mesh.tree import Constant, in_stack, layer_path, named_leaves
 from flax_mesh.user_code import check_arguments
 
 
@@ -150,7 +150,8 @@ class _Search:
         self.graphdef, self.state = abstract_split(make)
         self.loss_fn, self.batch, self.patterns = loss_fn, batch, patterns
         self.shapes = {path: x.shape for path, x in named_leaves(self.state)}
-        self.chosen = {path for path in self.shapes if any(re.search(pattern, path) for pattern in patterns)}
+        weights = named_leaves(nnx.filter_state(self.state, nnx.Not(Constant)))
+        self.chosen = {path for path, _ in weights if any(re.search(pattern, path) for pattern in patterns)}
         self.found: dict[str, set[_Product]] = {}
         self.others: dict[str, list[str]] = {}  # weights -> their uses besides products
         self.vectors: set[str] = set()

@@ -1,10 +1,11 @@
-"""Cross-entropy of the next token from hidden states, as a sum or by token, with all logits at once or in chunks.
+"""Losses of the next token from hidden states, as sums or by token, with all logits at once or in chunks.
 
-Shape letters: B batch, S sequence, D hidden, V vocab; in chunks: N chunks, G groups of tokens, one per shard of
+Shape letters: B batch, S sequence, D hidden, E hidden of a teacher, V vocab; in chunks: N chunks, G groups of tokens, one per shard of
 the tokens on the mesh, C tokens of a group in one chunk.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from flax_mesh.axes import Mode, PartitionAxis, as_tuple
 from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.ops.divergence import Divergence
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import token_dims
@@ -22,7 +24,9 @@ from flax_mesh.sharding.constrain import constrain, with_sharding_constraint
 from flax_mesh.sharding.explicit import on_auto_axes
 
 _Gradients = tuple[jax.Array, jax.Array]  # of hidden states and weights
-_Carry = tuple[jax.Array, ...]
+_Teacher = tuple[jax.Array, ...]  # hidden states and weights, or nothing
+_Sums = tuple[jax.Array, ...]
+_Carry = tuple[jax.Array, _Sums, jax.Array, jax.Array]
 
 
 def project(x_BSD: jax.Array, weights_DV: jax.Array, axes: PartitionAxis, mode: Mode = "train") -> jax.Array:
@@ -56,7 +60,7 @@ def cross_entropy(
     def loss(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
         if chunk:
             *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
-            return _chunked(*arrays, layout._replace(cap=cap))
+            return _chunked(*arrays, (), layout._replace(cap=cap))[0]
         return jnp.sum(_losses(soft_cap(project(x_BSD, weights_DV, axes), cap), targets_BS)[0])
 
     return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)
@@ -85,12 +89,47 @@ def token_losses(
     return on_auto_axes(losses, x_BSD, weights_DV, targets_BS, out=[("batch", "sequence")], axes=axes)
 
 
+def distillation(
+    x_BSD: jax.Array,
+    weights_DV: jax.Array,
+    targets_BS: jax.Array,
+    *,
+    teacher: tuple[jax.Array, jax.Array],
+    divergence: Divergence,
+    axes: PartitionAxis,
+    chunk: int = 0,
+    cap: float = 0.0,
+    teacher_cap: float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Sums over the targets that are not negative: the loss, the cross-entropy, and the scaled KL divergence.
+
+    `teacher` are the hidden states (B, S, E) and output weights (E, V) of the teacher, which are constants, and
+    `teacher_cap` the soft cap of its logits. `chunk` is as in `cross_entropy`, for the logits of both.
+    """
+
+    def losses(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, *teacher: jax.Array) -> _Sums:
+        teacher = jax.lax.stop_gradient(teacher)
+        if chunk:
+            *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
+            others = _in_chunks(*teacher, targets_BS, chunk, axes)[:2]
+            layout = layout._replace(cap=cap, teacher_cap=teacher_cap, divergence=divergence)
+            return _chunked(*arrays, others, layout)
+        logits = soft_cap(project(x_BSD, weights_DV, axes), cap)
+        of_teacher = soft_cap(project(*teacher, axes), teacher_cap)
+        entropy_BS = _losses(logits, targets_BS)[0]
+        return tuple(map(jnp.sum, _distilled(entropy_BS, logits, of_teacher, targets_BS, divergence)))
+
+    return on_auto_axes(losses, x_BSD, weights_DV, targets_BS, *teacher, out=[(), (), ()], axes=axes)
+
+
 class _LossLayout(NamedTuple):
-    """Mesh axes that split tokens and vocabulary; empty without a mesh. And the soft cap of the logits."""
+    """Mesh axes that split tokens and vocabulary; empty without a mesh. And the soft caps of the logits."""
 
     tokens: tuple[str, ...] = ()
     vocab: tuple[str, ...] = ()
     cap: float = 0.0
+    teacher_cap: float = 0.0
+    divergence: Divergence | None = None  # without: the cross-entropy
 
 
 def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,6 +142,14 @@ def _losses(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array
     lse = jax.nn.logsumexp(logits, axis=-1) * jnp.where(targets < logits.shape[-1], jnp.float32(1), jnp.nan)
     loss = lse - jnp.sum(logits, axis=-1, where=is_target)
     return jnp.where(targets >= 0, loss, 0), lse, is_target
+
+
+def _distilled(
+    entropy: jax.Array, logits: jax.Array, teacher: jax.Array, targets: jax.Array, divergence: Divergence
+) -> _Sums:
+    """Loss, cross-entropy and divergence of each token, 0 without a target."""
+    scaled = jnp.where(targets >= 0, divergence.scaled(logits, teacher), 0)
+    return divergence.mixed(entropy, scaled), entropy, scaled
 
 
 def _in_chunks(
@@ -132,14 +179,18 @@ def _out_of_chunks(losses_NGC: jax.Array, shape: tuple[int, ...], axes: Partitio
     return jnp.swapaxes(tokens_GT.reshape(b, s, shape[0] // b, shape[1] // s), 1, 2).reshape(shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _chunked(x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, layout: _LossLayout) -> jax.Array:
-    def add(sum_G: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        loss_GC = _losses(_logits(part[0], weights_DV, layout), part[1])[0]
-        return sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens), None
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(
+    x_NGCD: jax.Array, weights_DV: jax.Array, targets_NGC: jax.Array, teacher: _Teacher, layout: _LossLayout
+) -> _Sums:
+    """The sum of the loss, and for a divergence the sums of its two parts, which have no gradient."""
 
-    sum_G = _constrain(jnp.zeros(x_NGCD.shape[1], jnp.float32), layout.tokens)
-    return jnp.sum(jax.lax.scan(add, sum_G, (x_NGCD, targets_NGC))[0])
+    def add(sums_G: _Sums, part: _Teacher) -> tuple[_Sums, None]:
+        losses_GC, _ = _part(part[0], weights_DV, part[1], (*part[2:], *teacher[1:]), layout)
+        return _added(sums_G, losses_GC, layout), None
+
+    parts = (x_NGCD, targets_NGC, *teacher[:1])
+    return tuple(map(jnp.sum, jax.lax.scan(add, _zeros(x_NGCD.shape[1], layout), parts)[0]))
 
 
 @promotions()  # this and the next functions may be traced without the caller
@@ -147,19 +198,18 @@ def _forward(
     x_NGCD: jax.Array,
     weights_DV: jax.Array,
     targets_NGC: jax.Array,
+    teacher: _Teacher,
     layout: _LossLayout,
     g_NGC: jax.Array | None = None,
-) -> tuple[jax.Array, _Gradients]:
-    """The sum and its gradients, with the losses of the tokens multiplied by `g_NGC` in the gradients."""
+) -> tuple[_Sums, _Gradients]:
+    """The sums and the gradients of the first, with the losses of the tokens multiplied by `g_NGC` in the gradients."""
 
     def add(carry: _Carry) -> _Carry:
-        n, sum_G, dx_NGCD, dw_GDV = carry
-        x_GCD, targets_GC = x_NGCD[n], targets_NGC[n]
-        logits_GCV = _logits(x_GCD, weights_DV, layout)
-        loss_GC, lse_GC, is_target_GCV = _losses(logits_GCV, targets_GC)
-        d_GCV = jnp.where((targets_GC >= 0)[..., None], jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV, 0)
-        if layout.cap:
-            d_GCV = d_GCV * (1 - jnp.square(logits_GCV / layout.cap))  # the derivative of the soft cap
+        n, sums_G, dx_NGCD, dw_GDV = carry
+        x_GCD = x_NGCD[n]
+        others = (*(x[n] for x in teacher[:1]), *teacher[1:])
+        losses_GC, derivative = _part(x_GCD, weights_DV, targets_NGC[n], others, layout)
+        d_GCV = derivative()
         if g_NGC is not None:
             d_GCV = d_GCV * g_NGC[n][..., None]
         d_GCV = d_GCV.astype(x_GCD.dtype)
@@ -169,20 +219,50 @@ def _forward(
         dw_GDV += jnp.einsum("gcd,gcv->gdv", x_GCD, d_GCV, preferred_element_type=jnp.float32)
         dw_GDV = _constrain(dw_GDV, layout.tokens, None, layout.vocab)
         dx_NGCD = jax.lax.dynamic_update_index_in_dim(dx_NGCD, dx_GCD, n, 0)
-        return n + 1, sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens), dx_NGCD, dw_GDV
+        return n + 1, _added(sums_G, losses_GC, layout), dx_NGCD, dw_GDV
 
     num_chunks, groups = x_NGCD.shape[:2]
     dw_GDV = _constrain(jnp.zeros((groups, *weights_DV.shape), jnp.float32), layout.tokens, None, layout.vocab)
-    sum_G = _constrain(jnp.zeros(groups, jnp.float32), layout.tokens)
-    start = (jnp.int32(0), sum_G, jnp.zeros_like(x_NGCD), dw_GDV)
+    start = (jnp.int32(0), _zeros(groups, layout), jnp.zeros_like(x_NGCD), dw_GDV)
     # Not a scan: a pipeline that delays the weight gradients would split it in two, with all logits as residuals.
-    _, sum_G, dx_NGCD, dw_GDV = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, add, start)
-    return jnp.sum(sum_G), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
+    _, sums_G, dx_NGCD, dw_GDV = jax.lax.while_loop(lambda carry: carry[0] < num_chunks, add, start)
+    return tuple(map(jnp.sum, sums_G)), (dx_NGCD, jnp.sum(dw_GDV, axis=0).astype(weights_DV.dtype))
+
+
+def _part(
+    x_GCD: jax.Array, weights_DV: jax.Array, targets_GC: jax.Array, teacher: _Teacher, layout: _LossLayout
+) -> tuple[_Sums, Callable[[], jax.Array]]:
+    """The losses of the tokens of a chunk, as `_chunked` sums them, and the derivative of the first by the logits."""
+    logits_GCV, divergence = _logits(x_GCD, weights_DV, layout), layout.divergence
+    loss_GC, lse_GC, is_target_GCV = _losses(logits_GCV, targets_GC)
+    of_teacher = _logits(*teacher, layout._replace(cap=layout.teacher_cap)) if teacher else None
+
+    def derivative() -> jax.Array:
+        d_GCV = jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV
+        if divergence is not None and of_teacher is not None:
+            d_GCV = divergence.mixed(d_GCV, jax.grad(lambda x: divergence.scaled(x, of_teacher).sum())(logits_GCV))
+        d_GCV = jnp.where((targets_GC >= 0)[..., None], d_GCV, 0)
+        # The second factor is the derivative of the soft cap.
+        return d_GCV * (1 - jnp.square(logits_GCV / layout.cap)) if layout.cap else d_GCV
+
+    if divergence is None or of_teacher is None:
+        return (loss_GC,), derivative
+    return _distilled(loss_GC, logits_GCV, of_teacher, targets_GC, divergence), derivative
+
+
+def _zeros(groups: int, layout: _LossLayout) -> _Sums:
+    count = 1 if layout.divergence is None else 3
+    return tuple(_constrain(jnp.zeros(groups, jnp.float32), layout.tokens) for _ in range(count))
+
+
+def _added(sums_G: _Sums, losses_GC: _Sums, layout: _LossLayout) -> _Sums:
+    pairs = zip(sums_G, losses_GC, strict=True)
+    return tuple(sum_G + _constrain(jnp.sum(loss_GC, axis=-1), layout.tokens) for sum_G, loss_GC in pairs)
 
 
 @promotions()
-def _backward(layout: _LossLayout, saved: _Gradients, g: jax.Array) -> tuple[jax.Array | None, ...]:
-    return *((g * d).astype(d.dtype) for d in saved), None
+def _backward(layout: _LossLayout, saved: _Gradients, g: _Sums) -> tuple[jax.Array | None, ...]:
+    return *((g[0] * d).astype(d.dtype) for d in saved), None, None
 
 
 _chunked.defvjp(_forward, _backward)
@@ -208,7 +288,7 @@ def _backward_tokens(
     layout: _LossLayout, saved: tuple[jax.Array, ...], g_NGC: jax.Array
 ) -> tuple[jax.Array | None, ...]:
     x_NGCD, weights_DV, targets_NGC = saved
-    return *_forward(x_NGCD, weights_DV, targets_NGC, layout, g_NGC)[1], None
+    return *_forward(x_NGCD, weights_DV, targets_NGC, (), layout, g_NGC)[1], None
 
 
 _chunked_tokens.defvjp(_forward_tokens, _backward_tokens)

@@ -1,4 +1,4 @@
-"""The loss of a decoder on the next tokens, its log-probabilities, and its FLOPs.
+"""Losses of a decoder on the next tokens, its log-probabilities, and its FLOPs.
 
 Shape letters: B batch, S sequence, D hidden, V vocab.
 """
@@ -8,14 +8,17 @@ Shape letters: B batch, S sequence, D hidden, V vocab.
 # pyright: reportUnknownParameterType=false
 
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.models.config import DecoderConfig
-from flax_mesh.models.cross_entropy import cross_entropy, project, token_losses
+from flax_mesh.models.cross_entropy import cross_entropy, distillation, project, token_losses
 from flax_mesh.models.decoder import Decoder
+from flax_mesh.models.ops.divergence import Divergence
 from flax_mesh.models.ops.router import Aux, router_losses
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import token_dims
@@ -23,6 +26,8 @@ from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text
 from flax_mesh.tree import PyTree
+
+_Result = TypeVar("_Result")
 
 
 def _tokens_of(batch: object, function: str) -> tuple[jax.Array, jax.Array]:
@@ -65,19 +70,78 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
         >>> int(weight)  # negative targets do not count
         8
     """
-    config, (loss, targets_BS, aux) = model.config, _of_targets(cross_entropy, model, batch, "next_token_loss")
+    loss, targets_BS, aux = _of_targets(cross_entropy, model, batch, "next_token_loss")
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
     if not aux:
         return loss, weight
+    total, metrics = _with_routers(loss, model, aux, weight)
+    return total, weight, {"cross_entropy": loss, **metrics}
+
+
+def distillation_loss(
+    model: Decoder,
+    teacher: Decoder,
+    batch: dict[str, jax.Array],
+    *,
+    direction: str = "forward",
+    temperature: float = 1.0,
+    alpha: float = 0.0,
+) -> tuple[PyTree, ...]:
+    """(loss_sum, number of tokens, metrics) of a student that learns the probabilities of a teacher.
+
+    The batch is as for `next_token_loss`. The loss of a token with a target is
+
+        (1 - alpha) temperature^2 KL + alpha cross-entropy
+
+    where KL is the sum over the vocabulary of p log(p / q) ("forward") or of q log(q / p) ("reverse"), with the
+    probabilities p of the teacher and q of the student, softmax(logits / temperature). The metrics are the sums of
+    "cross_entropy" and of "kl", with its factor temperature^2. Losses of routers of `model` are added, as in
+    `next_token_loss`. With `loss_chunk` of the config of `model`, only the logits of that many tokens per device exist
+    at a time, of both. The teacher has no gradient; its vocabulary must be the student's.
+
+    Source: Hinton et al. 2015 (temperature and alpha), Gu et al. 2024 (reverse).
+
+    Example:
+        >>> from flax_mesh.models import DecoderConfig, distillation_loss, make_decoder
+        >>> model, teacher = (make_decoder(DecoderConfig(num_layers=n), nnx.Rngs(n)) for n in (1, 2))
+        >>> tokens = jnp.zeros((2, 8), int)
+        >>> loss_sum, weight, metrics = distillation_loss(model, teacher, {"inputs": tokens, "targets": tokens})
+        >>> int(weight), bool(loss_sum > 0), bool(loss_sum == metrics["kl"])
+        (16, True, True)
+    """
+    if model.config.vocab_size != teacher.config.vocab_size:
+        raise ConfigError(
+            f"student and teacher must have the same vocabulary, got {model.config.vocab_size} and "
+            f"{teacher.config.vocab_size} tokens; choose a teacher with the tokenizer of the student"
+        )
+    segments = {key: batch[key] for key in ("segment_ids",) if key in batch}
+    of_teacher = teacher.hidden(_tokens_of(batch, "distillation_loss")[0], **segments)[:2]
+    losses = partial(
+        distillation,
+        teacher=of_teacher,
+        divergence=Divergence(direction, temperature, alpha),
+        teacher_cap=teacher.config.logit_softcap,
+    )
+    (loss, entropy, kl), targets_BS, aux = _of_targets(losses, model, batch, "distillation_loss")
+    weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
+    loss, metrics = _with_routers(loss, model, aux, weight) if aux else (loss, {})
+    return loss, weight, {"cross_entropy": entropy, "kl": kl, **metrics}
+
+
+def _with_routers(
+    loss: jax.Array, model: Decoder, aux: Aux, weight: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`loss` with the losses of the routers, and their metrics; changes the biases of the choice of experts."""
+    config = model.config
     if config.router_balance_rate:
         _balance(model, aux["expert_tokens"])
     losses = router_losses(aux)
-    metrics = {"cross_entropy": loss}
+    metrics: dict[str, jax.Array] = {}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
         metrics[name] = weight * combine(losses[name])
     for name in ("load_balance_loss", "router_z_loss"):
         loss = loss + weight * getattr(config, name) * jnp.sum(losses[name])
-    return loss, weight, metrics
+    return loss, metrics
 
 
 def _balance(model: Decoder, tokens_LE: jax.Array) -> None:
@@ -128,8 +192,8 @@ def scores_at(
 
 
 def _of_targets(
-    losses: Callable[..., jax.Array], model: Decoder, batch: dict[str, jax.Array], name: str
-) -> tuple[jax.Array, jax.Array, Aux]:
+    losses: Callable[..., _Result], model: Decoder, batch: dict[str, jax.Array], name: str
+) -> tuple[_Result, jax.Array, Aux]:
     """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
     inputs_BS, targets_BS = _tokens_of(batch, name)
     # Not passed as None, since a subclass may not take them.

@@ -110,6 +110,7 @@ def check_functions(config: TrainConfig) -> list[Problem]:
         "make_batches": (config.make_batches, ("config", "rows")[: 1 + (config.data.rows == "process")]),
         "flops_per_token": (config.flops_per_token, ("config", "num_parameters", "sequence_length")),
     }
+    functions |= {f"constants[{name!r}]": (function, ("config",)) for name, function in config.constants.items()}
     functions |= {
         f"eval_fns[{name!r}]": (function, ("config", "evaluate")) for name, function in config.eval_fns.items()
     }

@@ -207,6 +207,11 @@ class TrainConfig:
         model_from: `model_from(model, folder) -> model`, called when an override sets `checkpoint.start_from`: the
             config of the model in this folder, such as `flax_mesh.models.pretrained_config`. Overrides of `model.*` are
             applied to its result. None: `model` must equal the model of the folder.
+        constants: Name -> `constant(config) -> (make, folder)`: a module that `loss_fn` finds as this attribute of the
+            model, such as the teacher of recipes/distill.py. `make() -> nnx.Module` is only traced, and its variables
+            are those of `folder`, a Hugging Face folder or id of a decoder. They are read there whenever the run starts
+            or resumes, in the layout of the model's rules, and have neither gradients nor moments; a checkpoint has
+            only a checksum of their files.
         eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
             "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
             as floats. Called every `run.eval_every` steps and at the end.
@@ -238,9 +243,13 @@ class TrainConfig:
     hooks: tuple[Callable[..., object], ...] = ()
     make_batches: Callable[["TrainConfig"], object] | None = None
     model_from: Callable[..., object] | None = None
+    constants: Mapping[str, "MakeConstant"] = field(default_factory=dict[str, "MakeConstant"], hash=False)
     eval_fns: Mapping[str, Callable[..., Mapping[str, float]]] = field(
         default_factory=dict[str, Callable[..., Mapping[str, float]]], hash=False
     )
+
+
+MakeConstant = Callable[[TrainConfig], tuple[Callable[[], nnx.Module], str]]
 
 
 def trained_variables(config: TrainConfig) -> Filter:

@@ -2,10 +2,11 @@
 
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.filterlib import Filter
 from jax.extend.core import jaxpr_as_fun
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import DEFAULT_AXES, PartitionAxis
 from flax_mesh.errors import ConfigError
+from flax_mesh.modes import set_eval_mode
 from flax_mesh.sharding.abstract import (
     ATTRIBUTE,
     abstract_split,
@@ -23,7 +25,7 @@ from flax_mesh.sharding.abstract import (
 )
 from flax_mesh.sharding.annotations import annotations_of
 from flax_mesh.sharding.rules import PartitionRules, Rules, as_rules
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import Constant, PyTree
 from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 MakeModel = Callable[[], nnx.Module]
@@ -65,6 +67,29 @@ def make_model(make: Callable[..., object], config: object, seed: int) -> nnx.Mo
     if not isinstance(model, nnx.Pytree):
         raise ConfigError(joined("make_model", place, f"it must return an nnx.Module, got {type(model).__name__}"))
     return cast(nnx.Module, model)
+
+
+def with_constants(make: MakeModel, constants: Mapping[str, MakeModel]) -> nnx.Module:
+    """The model with modules as attributes, in eval mode, whose variables are `Constant`s: zeros until they are loaded.
+
+    Random streams stay as they are. The layers of the modules are layers of the model.
+    """
+    model = make()
+    for name, make_constant in constants.items():
+        if hasattr(model, name):
+            raise ConfigError(f"constants[{name!r}]: {type(model).__name__} has an attribute of this name; use another")
+        module = nnx.merge(*abstract_split(make_constant))
+        set_eval_mode(module)
+        for _, node in list(nnx.iter_graph(module, graph=True)):
+            for attribute, x in list(vars(node).items()) if isinstance(node, nnx.Module) else ():
+                if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngState):
+                    setattr(node, attribute, Constant(jnp.zeros(x.shape, x.dtype), **x.get_metadata()))
+        setattr(model, name, module)
+        if hasattr(model, ATTRIBUTE):
+            rules = partition_rules(model)
+            layers = (*rules.layers, *(f"{name}/{path}" for path in model_layers(module)))
+            setattr(model, ATTRIBUTE, PartitionRules(rules.table, rules.axes, layers))
+    return model
 
 
 def model_rules(

@@ -3,7 +3,7 @@
 # pyright: reportMissingTypeArgument=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 # pyright: reportUnknownMemberType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, cast
@@ -34,7 +34,7 @@ from flax_mesh.recipe.config import (
     tokens_per_step,
     trained_variables,
 )
-from flax_mesh.recipe.model import MakeModel, TracedOnce, make_model, method_of, model_notes, model_rules
+from flax_mesh.recipe.model import MakeModel, TracedOnce, make_model, method_of, model_notes, model_rules, with_constants
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
@@ -70,6 +70,7 @@ class Recipe:
         batch: The shapes of a batch, a pytree of ShapeDtypeStructs.
         tokens_per_step: Tokens of a batch; None for batches of `make_batches` without a known number.
         flops_per_token: num_parameters -> FLOPs per token as the recipe states them; None if it does not.
+        constants: Name -> folder of the parameters of a constant.
         eval_fns: Name -> function of `evaluate`.
         sample: `sample` of the recipe.
         chip: The chip of `run.hardware`; None: the table of known chips.
@@ -93,6 +94,7 @@ class Recipe:
     batch: PyTree
     tokens_per_step: int | None
     flops_per_token: Callable[[int], float] | None
+    constants: Mapping[str, str]
     eval_fns: EvalFns
     sample: Callable[..., jax.Array] | None
     chip: Chip | None
@@ -241,6 +243,7 @@ def _recipe(
         batch=shapes,
         tokens_per_step=tokens_per_step(config),
         flops_per_token=flops and _flops_of(flops, config.model, config.data.sequence_length),
+        constants={name: folder for name, (_, folder) in constants_of(config).items()},
         eval_fns={name: partial(function, config) for name, function in config.eval_fns.items()},
         sample=config.sample,
         chip=load_chip(run.hardware) if run.hardware else None,
@@ -262,7 +265,19 @@ def maker(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> MakeM
     model = config.model
     if mesh is not None:
         model = method_of(model, "on_mesh", lambda _: model)(mesh)
-    return TracedOnce(partial(make_model, config.make_model, model, config.run.seed))
+    make = partial(make_model, config.make_model, model, config.run.seed)
+    constants = {name: make_constant for name, (make_constant, _) in constants_of(config).items()}
+    return TracedOnce(partial(with_constants, make, constants) if constants else make)
+
+
+def constants_of(config: TrainConfig) -> dict[str, tuple[MakeModel, str]]:
+    """Name -> (make, folder) of the constants of a recipe."""
+    found: dict[str, tuple[MakeModel, str]] = {}
+    for name, constant in config.constants.items():
+        with user_code(f"constants[{name!r}]", place_of(constant)):
+            make, found_in = constant(config)
+            found[name] = make, str(found_in)
+    return found
 
 
 def rules_of(

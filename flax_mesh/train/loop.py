@@ -26,7 +26,7 @@ from flax_mesh.train.metrics import Row
 from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import check_agreement, folder_of_run, is_first, latest_step
 from flax_mesh.train.steps import TrainResult, newest_finite_text, run_steps
-from flax_mesh.train.warm_start import Start, check_start_settings, check_text, find_start, keep_other_files, start_from
+from flax_mesh.train.warm_start import Start, check_start_settings, check_text, find_start, keep_other_files, load_constants, start_from
 
 
 @check_types
@@ -154,7 +154,7 @@ def _resume(run: Run, checkpointer: Checkpointer, step: int, allow_changes: bool
             raise ConfigError(problem, repair="Repair it, start a new run (--restart), or pass --allow-changes.")
         say(f"changed since the checkpoint: {problem}")
     state = checkpointer.restore(run.program.layout, step, verify=False)  # latest_step has verified it
-    return run_steps(run, checkpointer, state, step, saved)
+    return run_steps(run, checkpointer, load_constants(recipe.constants, state), step, saved)
 
 
 def _with_search(program: TrainProgram, folder: Path, say: Say) -> TrainProgram:
@@ -174,7 +174,7 @@ def _initial(run: Run, start: Start | None, checkpointer: Checkpointer) -> Train
         if is_first():
             keep_other_files(start, run.folder / CHECKPOINTS)
         run.say(f"start: {start.folder}: {text}")
-    return state
+    return load_constants(run.recipe.constants, state)
 
 
 def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:

@@ -1,13 +1,17 @@
 """The metadata saved with every checkpoint, and its comparison with the settings of a run that resumes."""
 
+import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flax_mesh.checkpoint.base import make_base
 from flax_mesh.checkpoint.read import mesh_of
 from flax_mesh.data.run_data import RunData
 from flax_mesh.data.user_batches import row_changes
 from flax_mesh.errors import ConfigError
+from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.overrides import Change, changes, to_texts
 from flax_mesh.recipe.program import TrainProgram
@@ -23,6 +27,8 @@ AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, 
 def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, Any]:
     """The metadata of a run's checkpoints as JSON, with the fields that depend on the step filled in for step 0."""
     state = program.layout.to_nnx()
+    constants = program.recipe.constants
+    sums = broadcast_from_process_0("constants", lambda: constants_record(constants)) if constants else "{}"
     return {
         "format": FORMAT,
         "step": 0,
@@ -31,9 +37,16 @@ def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, A
         **layout_record(program.mesh.shape, program.rules, layout_of(state, program.rules.layers)),
         "sharding": sharding_fingerprint(state),
         "data": data.record(0),
+        "constants": json.loads(sums),
         "metrics": {},
         "versions": versions(),
     }
+
+
+def constants_record(folders: Mapping[str, str]) -> str:
+    """JSON of name -> a checksum of the safetensors in a folder; reads all of their bytes."""
+    files = {name: json.dumps(make_base(folder, {}).files, sort_keys=True) for name, folder in folders.items()}
+    return json.dumps({name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()})
 
 
 def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str, Any], data: RunData) -> dict[str, Any]:
@@ -84,6 +97,10 @@ def check_resume(
         note = "rounding only, unless a term of the loss depends on the entire batch, as a router's does"
         changed = [x._replace(changes_result=False, note=note) if x.key == MICROBATCHES else x for x in changed]
     changed += _data_changes(saved["data"], now["data"])
+    before = saved.get("constants", {})
+    for name, text in now.get("constants", {}).items():
+        if before.get(name, text) != text:
+            changed.append(Change(f"files of constants[{name!r}]", before[name][:12], text[:12], True))
     if ("state" in saved["data"]) != ("state" in now["data"]):
         before, after = ("present" if "state" in record["data"] else "(absent)" for record in (saved, now))
         changed.append(Change("state of the iterator of make_batches", before, after, True))

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.base import Base, frozen_on_disk, make_base
 from flax_mesh.checkpoint.checkpointer import load_parameters
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.find import find_valid, of_newest, step_number
+from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import KEPT, TOKENIZERS, is_huggingface, keep_files, other_files, tokenizer_file
 from flax_mesh.checkpoint.read import read_record
 from flax_mesh.data.run_data import TEXT, TOKENS
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, labelled
 from flax_mesh.processes import broadcast_from_process_0
 from flax_mesh.recipe.checks import MAY_DIFFER
 from flax_mesh.recipe.config import TrainConfig
@@ -144,6 +146,17 @@ def _start_from(
         return state, f"restored all {len(report.restored)} arrays of the model"
     skipped = "".join(f"{path} is damaged and was skipped; " for path in start.damaged)
     return state, f"{skipped}step {step_number(path)}, {report}"
+
+
+def load_constants(folders: Mapping[str, str], state: TrainState) -> TrainState:
+    """`state` with the parameters of the constants of a recipe, name -> folder."""
+    for name, folder in folders.items():
+        tree = state.to_nnx()
+        with labelled(f"constants[{name!r}]"):
+            loaded = open_decoder(model_folder(folder)).load(tree["model"][name])
+        model = nnx.State({**tree["model"].raw_mapping, name: loaded})
+        state = state.with_state(nnx.State({**tree.raw_mapping, "model": model}))
+    return state
 
 
 def keep_other_files(start: Start, checkpoints: Path) -> None:
