@@ -5,6 +5,7 @@ flax-mesh train recipes/distill.py checkpoint.start_from=FOLDER loss_fn.teacher=
 
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 
 from flax import nnx
 
@@ -39,10 +40,15 @@ class Distillation:
 
 
 def teacher(config):
-    """The teacher without its parameters, and their folder."""
+    """The teacher without its parameters, and their folder; for `flax-mesh explain` without one, as the student."""
     folder, student = config.loss_fn.teacher, config.model
     if not folder:
-        raise fm.ConfigError("loss_fn.teacher is empty; name the folder of the teacher, or its id of the hub")
+        return lambda: make_decoder(student, nnx.Rngs(0)), folder
+    if Path(folder, "checkpoints").is_dir():
+        raise fm.ConfigError(
+            f"loss_fn.teacher={folder} is the folder of a run; export it, and name the export: "
+            f"flax-mesh checkpoint export {folder} OUT --to safetensors"
+        )
     settings = decoder_config_from_hf(read_config(folder))
     settings |= {name: getattr(student, name) for name in COMPUTED_AS} | {"param_dtype": student.dtype}
     model = DecoderConfig(**settings)
@@ -58,6 +64,8 @@ def recipe() -> TrainConfig:
     read = cache(read_chats)  # for both functions below
 
     def chats(config):
+        if not config.loss_fn.teacher:
+            raise fm.ConfigError("loss_fn.teacher is empty; name the folder of the teacher, or its id of the hub")
         return read(config.data, config.checkpoint.start_from or config.loss_fn.teacher, config.model.vocab_size)
 
     return TrainConfig(

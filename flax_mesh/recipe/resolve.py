@@ -17,7 +17,7 @@ from flax_mesh.data.config import DataConfig
 from flax_mesh.data.evaluation import EvalFns
 from flax_mesh.data.streams.process_rows import process_rows
 from flax_mesh.data.user_batches import UserBatches
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, labelled
 from flax_mesh.fields import check_types
 from flax_mesh.hardware import Chip, load_chip
 from flax_mesh.lora import with_lora
@@ -274,7 +274,7 @@ def constants_of(config: TrainConfig) -> dict[str, tuple[MakeModel, str]]:
     """Name -> (make, folder) of the constants of a recipe."""
     found: dict[str, tuple[MakeModel, str]] = {}
     for name, constant in config.constants.items():
-        with user_code(f"constants[{name!r}]", place_of(constant)):
+        with labelled(f"constants[{name!r}]"), user_code("its function", place_of(constant)):
             make, found_in = constant(config)
             found[name] = make, str(found_in)
     return found

@@ -149,11 +149,18 @@ def _start_from(
 
 
 def load_constants(folders: Mapping[str, str], state: TrainState) -> TrainState:
-    """`state` with the parameters of the constants of a recipe, name -> folder."""
+    """`state` with the parameters of the constants of a recipe, name -> folder.
+
+    Arrays that they replace are deleted first, so that a device never has both.
+    """
     for name, folder in folders.items():
         tree = state.to_nnx()
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree["model"][name])
+        for x in jax.tree.leaves(tree["model"][name]):
+            if isinstance(x, jax.Array):
+                x.delete()
         with labelled(f"constants[{name!r}]"):
-            loaded = open_decoder(model_folder(folder)).load(tree["model"][name])
+            loaded = open_decoder(model_folder(folder)).load(abstract)
         model = nnx.State({**tree["model"].raw_mapping, name: loaded})
         state = state.with_state(nnx.State({**tree.raw_mapping, "model": model}))
     return state
