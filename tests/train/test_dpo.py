@@ -1,10 +1,13 @@
 """recipes/dpo.py: its loss against the formulas in float64, and runs that start at log 2 and resume bit for bit."""
 
 import math
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -83,6 +86,73 @@ def test_losses_and_metrics_equal_the_formulas():
         assert flat == pytest.approx(wanted, rel=1e-5, abs=1e-5)
         assert flat["loss"] != pytest.approx(by_hand(np.asarray(logits), swapped, *options)["loss"], rel=1e-3)
 
+
+# --- the numbers of TRL ---
+
+# (type, beta) -> loss, rewards of chosen and rejected, accuracies, margins: means over the pairs, of TRL 1.16.0 on CPU.
+OF_TRL = {
+    ("sigmoid", 0.3): [1.119526982, -0.5482930541, -1.719636440, 1 / 3, 1.171343565],
+    ("ipo", 0.5): [54.77653503, -0.9138216972, -2.866060495, 1 / 3, 1.952238679],
+}
+
+
+class Logits:
+    """A model with fixed logits (B, S, V): hidden states that are the logits, and weights that are the identity."""
+
+    config = SMALL
+
+    def __init__(self, logits: np.ndarray):
+        self.logits = jnp.asarray(logits)
+
+    def hidden(self, tokens: Any, *, segment_ids: Any) -> tuple[Any, ...]:
+        return self.logits, jnp.eye(SMALL.vocab_size), {}
+
+
+def example_of_trl() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    batch = batch_of_pairs()
+    return np.random.default_rng(1).normal(0, 2, (*batch["targets"].shape, SMALL.vocab_size)).astype(np.float32), batch
+
+
+def test_losses_equal_the_recorded_ones_of_trl():
+    logits, batch = example_of_trl()
+    loss_fn: Any = load_recipe(RECIPE).loss_fn
+    for (kind, beta), wanted in OF_TRL.items():
+        loss, weight, metrics = replace(loss_fn, type=kind, beta=beta)(Logits(logits), batch)
+        names = ("chosen", "rejected", "accuracies", "margins")
+        sums = [float(x) for x in (loss, *(metrics["rewards"][name] for name in names))]
+        assert [x / float(weight) for x in sums] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind, beta", OF_TRL)
+def test_the_recorded_numbers_are_those_of_trl(kind, beta):
+    """With its own code, called on the log-probabilities of the same logits."""
+    dpo, torch = pytest.importorskip("trl.trainer.dpo_trainer"), pytest.importorskip("torch")
+    logits, batch = example_of_trl()
+    log_probs = torch.log_softmax(torch.from_numpy(logits), -1)
+    documents = [(0, 1), (0, 3), (1, 1), (0, 2), (0, 4), (1, 2)]  # (row, segment): all chosen, then all rejected
+    completion, logps = torch.zeros(6, 13, dtype=torch.long), torch.zeros(6, 12)
+    reference = []
+    for n, (row, segment) in enumerate(documents):
+        for column in np.flatnonzero(batch["segment_ids"][row] == segment):
+            if (target := batch["targets"][row, column]) >= 0:
+                completion[n, column + 1] = 1
+                logps[n, column] = log_probs[row, column, target]
+        reference.append(float(batch["reference"][row][batch["segment_ids"][row] == segment].sum()))
+    others = {"entropy": logps, "mean_logits": logps, "is_top1": logps > 0}
+    outputs = SimpleNamespace(log_probs=logps, **others)
+    trainer = SimpleNamespace(
+        model=torch.nn.Linear(1, 1),
+        accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x, gather=lambda x: x),
+        precompute_ref_logps=True, ld_alpha=None, f_divergence_type="reverse_kl", beta=beta, loss_types=[kind],
+        loss_weights=[1.0], use_weighting=False, aux_loss_enabled=False, label_smoothing=0.0,
+        _metrics={"train": defaultdict(list)}, _total_train_tokens=0, _tp_size=1,
+    )  # fmt: skip
+    inputs = {"input_ids": torch.zeros_like(completion), "attention_mask": completion, "completion_mask": completion}
+    inputs |= {"ref_chosen_logps": torch.tensor(reference[:3]), "ref_rejected_logps": torch.tensor(reference[3:])}
+    loss = dpo.DPOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    names = ("chosen", "rejected", "accuracies", "margins")
+    rewards = [float(trainer._metrics["train"][f"rewards/{name}"][0]) for name in names]
+    assert [float(loss), *rewards] == pytest.approx(OF_TRL[kind, beta], rel=1e-5)
 
 def test_settings_of_the_loss_are_checked():
     config = load_recipe(RECIPE)
