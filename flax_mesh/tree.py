@@ -28,7 +28,7 @@ from flax_mesh.text import path_lines, shown
 PyTree: TypeAlias = Any
 
 
-class Constant(nnx.Variable):
+class Constant(nnx.Variable[jax.Array]):
     """A parameter that no step changes and no checkpoint contains, such as one of a teacher."""
 
 

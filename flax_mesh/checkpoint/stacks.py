@@ -11,7 +11,16 @@ from flax import nnx
 from flax_mesh.errors import ConfigError
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
-from flax_mesh.tree import Constant, PyTree, in_stack, named_leaves, path_and_start, path_of, ranks_of, without_single_layers
+from flax_mesh.tree import (
+    Constant,
+    PyTree,
+    in_stack,
+    named_leaves,
+    path_and_start,
+    path_of,
+    ranks_of,
+    without_single_layers,
+)
 
 MODEL = "model/"
 

@@ -1,7 +1,7 @@
 """Losses of the next token from hidden states, as sums or by token, with all logits at once or in chunks.
 
-Shape letters: B batch, S sequence, D hidden, E hidden of a teacher, V vocab; in chunks: N chunks, G groups of tokens, one per shard of
-the tokens on the mesh, C tokens of a group in one chunk.
+Shape letters: B batch, S sequence, D hidden, E hidden of a teacher, V vocab; in chunks: N chunks, G groups of tokens,
+one per shard of the tokens on the mesh, C tokens of a group in one chunk.
 """
 
 import math
@@ -107,15 +107,17 @@ def distillation(
     `teacher_cap` the soft cap of its logits. `chunk` is as in `cross_entropy`, for the logits of both.
     """
 
-    def losses(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, *teacher: jax.Array) -> _Sums:
-        teacher = jax.lax.stop_gradient(teacher)
+    def losses(
+        x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array, x_BSE: jax.Array, weights_EV: jax.Array
+    ) -> _Sums:
+        x_BSE, weights_EV = jax.lax.stop_gradient((x_BSE, weights_EV))
         if chunk:
             *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
-            others = _in_chunks(*teacher, targets_BS, chunk, axes)[:2]
+            others = _in_chunks(x_BSE, weights_EV, targets_BS, chunk, axes)[:2]
             layout = layout._replace(cap=cap, teacher_cap=teacher_cap, divergence=divergence)
             return _chunked(*arrays, others, layout)
         logits = soft_cap(project(x_BSD, weights_DV, axes), cap)
-        of_teacher = soft_cap(project(*teacher, axes), teacher_cap)
+        of_teacher = soft_cap(project(x_BSE, weights_EV, axes), teacher_cap)
         entropy_BS = _losses(logits, targets_BS)[0]
         return tuple(map(jnp.sum, _distilled(entropy_BS, logits, of_teacher, targets_BS, divergence)))
 
@@ -235,19 +237,20 @@ def _part(
     """The losses of the tokens of a chunk, as `_chunked` sums them, and the derivative of the first by the logits."""
     logits_GCV, divergence = _logits(x_GCD, weights_DV, layout), layout.divergence
     loss_GC, lse_GC, is_target_GCV = _losses(logits_GCV, targets_GC)
-    of_teacher = _logits(*teacher, layout._replace(cap=layout.teacher_cap)) if teacher else None
+    others_GCV = _logits(teacher[0], teacher[1], layout._replace(cap=layout.teacher_cap)) if divergence else None
 
     def derivative() -> jax.Array:
         d_GCV = jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV
-        if divergence is not None and of_teacher is not None:
-            d_GCV = divergence.mixed(d_GCV, jax.grad(lambda x: divergence.scaled(x, of_teacher).sum())(logits_GCV))
+        if divergence is not None and others_GCV is not None:
+            of_sum = jax.grad(lambda x_GCV, y_GCV: jnp.sum(divergence.scaled(x_GCV, y_GCV)))
+            d_GCV = divergence.mixed(d_GCV, of_sum(logits_GCV, others_GCV))
         d_GCV = jnp.where((targets_GC >= 0)[..., None], d_GCV, 0)
         # The second factor is the derivative of the soft cap.
         return d_GCV * (1 - jnp.square(logits_GCV / layout.cap)) if layout.cap else d_GCV
 
-    if divergence is None or of_teacher is None:
+    if divergence is None or others_GCV is None:
         return (loss_GC,), derivative
-    return _distilled(loss_GC, logits_GCV, of_teacher, targets_GC, divergence), derivative
+    return _distilled(loss_GC, logits_GCV, others_GCV, targets_GC, divergence), derivative
 
 
 def _zeros(groups: int, layout: _LossLayout) -> _Sums:

@@ -114,8 +114,8 @@ def distillation_loss(
             f"student and teacher must have the same vocabulary, got {model.config.vocab_size} and "
             f"{teacher.config.vocab_size} tokens; choose a teacher with the tokenizer of the student"
         )
-    segments = {key: batch[key] for key in ("segment_ids",) if key in batch}
-    of_teacher = teacher.hidden(_tokens_of(batch, "distillation_loss")[0], **segments)[:2]
+    inputs_BS, _ = _tokens_of(batch, "distillation_loss")
+    of_teacher = teacher.hidden(inputs_BS, segment_ids=batch.get("segment_ids"))[:2]
     losses = partial(
         distillation,
         teacher=of_teacher,

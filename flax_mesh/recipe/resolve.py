@@ -34,7 +34,15 @@ from flax_mesh.recipe.config import (
     tokens_per_step,
     trained_variables,
 )
-from flax_mesh.recipe.model import MakeModel, TracedOnce, make_model, method_of, model_notes, model_rules, with_constants
+from flax_mesh.recipe.model import (
+    MakeModel,
+    TracedOnce,
+    make_model,
+    method_of,
+    model_notes,
+    model_rules,
+    with_constants,
+)
 from flax_mesh.recipe.optimizers.optimizer import RecipeOptimizer
 from flax_mesh.recipe.schedule import pipeline_schedule, schedule_memory
 from flax_mesh.recipe.target import Target
@@ -272,12 +280,12 @@ def maker(config: TrainConfig, mesh: Mesh | AbstractMesh | None = None) -> MakeM
 
 def constants_of(config: TrainConfig) -> dict[str, tuple[MakeModel, str]]:
     """Name -> (make, folder) of the constants of a recipe."""
-    found: dict[str, tuple[MakeModel, str]] = {}
-    for name, constant in config.constants.items():
-        with labelled(f"constants[{name!r}]"), user_code("its function", place_of(constant)):
-            make, found_in = constant(config)
-            found[name] = make, str(found_in)
-    return found
+    constants: dict[str, tuple[MakeModel, str]] = {}
+    for name, function in config.constants.items():
+        with labelled(f"constants[{name!r}]"), user_code("its function", place_of(function)):
+            make, folder = function(config)
+            constants[name] = make, str(folder)
+    return constants
 
 
 def rules_of(

@@ -26,7 +26,15 @@ from flax_mesh.train.metrics import Row
 from flax_mesh.train.report import Run, Say, describe
 from flax_mesh.train.run_folder import check_agreement, folder_of_run, is_first, latest_step
 from flax_mesh.train.steps import TrainResult, newest_finite_text, run_steps
-from flax_mesh.train.warm_start import Start, check_start_settings, check_text, find_start, keep_other_files, load_constants, start_from
+from flax_mesh.train.warm_start import (
+    Start,
+    check_start_settings,
+    check_text,
+    find_start,
+    keep_other_files,
+    load_constants,
+    start_from,
+)
 
 
 @check_types

@@ -155,7 +155,9 @@ def load_constants(folders: Mapping[str, str], state: TrainState) -> TrainState:
     """
     for name, folder in folders.items():
         tree = state.to_nnx()
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree["model"][name])
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree["model"][name]
+        )
         for x in jax.tree.leaves(tree["model"][name]):
             if isinstance(x, jax.Array):
                 x.delete()

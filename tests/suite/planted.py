@@ -48,7 +48,7 @@ PLANTED = (
     ("flax_mesh/models/ops/lookup.py", "change_VD.astype(jnp.float32)", "change_VD"),
     # A target outside of the vocabulary has a finite loss.
     ("flax_mesh/models/cross_entropy.py", "targets < logits.shape[-1], jnp.float32(1), jnp.nan", "True, 1.0, jnp.nan"),
-    # The divergence of a teacher from a student is taken for the reverse one; it has a gradient 1 / temperature too small.
+    # The divergence of a student from its teacher has the other direction; it lacks a factor, the temperature.
     ("flax_mesh/models/ops/divergence.py", 'self.direction == "forward"', 'self.direction == "reverse"'),
     ("flax_mesh/models/ops/divergence.py", "self.temperature**2 * jnp", "self.temperature * jnp"),
     # Every pair has the reference of the one before it.

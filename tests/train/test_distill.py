@@ -1,7 +1,6 @@
 """recipes/distill.py: its loss against the formulas in float64; runs agree on all meshes and resume bit for bit."""
 
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def computed(student: Arrays, teacher: Arrays, targets: np.ndarray, loss: Diverg
 
     @jax.jit
     def sums(student: Any, teacher: Any, targets: Any) -> Any:
-        results = distillation(*student, targets, teacher=teacher, **options)
+        results = distillation(student[0], student[1], targets, teacher=teacher, **options)
         return results[0], results
 
     (_, results), grads = jax.value_and_grad(sums, has_aux=True)(student, teacher, jnp.asarray(targets))
@@ -119,7 +118,7 @@ def save(folder: Path, config: DecoderConfig, family: str, seed: int) -> Path:
     return folder
 
 
-def config_of(tmp_path: Path, name: str, changes: Mapping[str, object]) -> TrainConfig:
+def config_of(tmp_path: Path, name: str, changes: dict[str, object]) -> TrainConfig:
     rows = [{"prompt": "a" * (i % 7), "completion": "yes no"[: 1 + i % 5]} for i in range(60)]
     settings: dict[str, object] = {
         "checkpoint.start_from": save(tmp_path / "student", STUDENT, "llama", 0),
@@ -151,7 +150,9 @@ def test_the_teacher_is_a_constant_in_the_layout_of_the_rules(tmp_path, stand_in
         assert kernel.shape == (3, 32, 24) and kernel.sharding.spec == P(None, "fsdp", "tp")
         assert any("lora" in path for path in leaves) == (rank > 0)
     half = build_program(config_of(tmp_path, "run", {"model.dtype": "bfloat16", "mesh.shape": "fsdp:4"})).layout
-    assert {str(x.dtype) for path, x in named_leaves(half.to_nnx()) if path.startswith("model/teacher/")} == {"bfloat16"}
+    assert {str(x.dtype) for path, x in named_leaves(half.to_nnx()) if path.startswith("model/teacher/")} == {
+        "bfloat16"
+    }
 
 
 def test_teachers_that_cannot_be_used_are_refused(tmp_path, stand_in):

@@ -154,6 +154,7 @@ def test_the_recorded_numbers_are_those_of_trl(kind, beta):
     rewards = [float(trainer._metrics["train"][f"rewards/{name}"][0]) for name in names]
     assert [float(loss), *rewards] == pytest.approx(OF_TRL[kind, beta], rel=1e-5)
 
+
 def test_settings_of_the_loss_are_checked():
     config = load_recipe(RECIPE)
     changed: Any = apply_overrides(config, ["loss_fn.type=ipo", "loss_fn.beta=0.2"]).loss_fn
