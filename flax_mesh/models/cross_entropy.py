@@ -242,8 +242,9 @@ def _part(
     def derivative() -> jax.Array:
         d_GCV = jnp.exp(logits_GCV - lse_GC[..., None]) - is_target_GCV
         if divergence is not None and others_GCV is not None:
-            of_sum = jax.grad(lambda x_GCV, y_GCV: jnp.sum(divergence.scaled(x_GCV, y_GCV)))
-            d_GCV = divergence.mixed(d_GCV, of_sum(logits_GCV, others_GCV))
+            scaled = divergence.scaled
+            of_sum = jax.grad(lambda x_GCV, y_GCV: jnp.sum(scaled(x_GCV, y_GCV)))(logits_GCV, others_GCV)
+            d_GCV = divergence.mixed(d_GCV, of_sum)
         d_GCV = jnp.where((targets_GC >= 0)[..., None], d_GCV, 0)
         # The second factor is the derivative of the soft cap.
         return d_GCV * (1 - jnp.square(logits_GCV / layout.cap)) if layout.cap else d_GCV
