@@ -18,7 +18,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import cross_entropy, distillation, project, token_losses
 from flax_mesh.models.decoder import Decoder
-from flax_mesh.models.ops.divergence import Divergence
+from flax_mesh.models.ops.divergence import DIRECTIONS, Divergence
 from flax_mesh.models.ops.router import Aux, router_losses
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import token_dims
@@ -109,11 +109,12 @@ def distillation_loss(
         >>> int(weight), bool(loss_sum > 0), bool(loss_sum == metrics["kl"])
         (16, True, True)
     """
-    if model.config.vocab_size != teacher.config.vocab_size:
-        raise ConfigError(
-            f"student and teacher must have the same vocabulary, got {model.config.vocab_size} and "
-            f"{teacher.config.vocab_size} tokens; choose a teacher with the tokenizer of the student"
-        )
+    problems = [] if direction in DIRECTIONS else [f"direction must be forward or reverse, got {direction!r}"]
+    if (size := model.config.vocab_size) != (other := teacher.config.vocab_size):
+        text = f"must have the same vocabulary, got {size} and {other} tokens"
+        problems.append(f"student and teacher {text}; choose a teacher with the tokenizer of the student")
+    if problems:
+        raise ConfigError(problems)
     inputs_BS, _ = _tokens_of(batch, "distillation_loss")
     of_teacher = teacher.hidden(inputs_BS, segment_ids=batch.get("segment_ids"))[:2]
     losses = partial(
