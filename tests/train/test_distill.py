@@ -104,7 +104,7 @@ def test_chunks_on_a_mesh_have_the_same_loss_and_gradients():
 def test_another_vocabulary_or_direction_is_refused():
     model, teacher = (nnx.eval_shape(lambda c=c: make_decoder(c, nnx.Rngs(0))) for c in (STUDENT, DecoderConfig()))
     tokens: Any = jnp.zeros((1, 4), int)
-    with pytest.raises(ConfigError, match="got 'up'\n.* must have the same vocabulary, got 116 and 256 tokens"):
+    with pytest.raises(ConfigError, match=r"got 'up'\n.* must have the same vocabulary, got 116 and 256 tokens"):
         distillation_loss(model, teacher, {"inputs": tokens, "targets": tokens}, direction="up")
 
 
