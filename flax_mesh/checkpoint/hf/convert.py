@@ -98,8 +98,9 @@ def save_safetensors(
     """Write parameters to a new folder, as one file or several with an index; `config` becomes its config.json.
 
     The folder must not exist; it is written completely or not at all. `dtype` casts floating arrays, except for
-    balancing biases of experts, and replaces the torch_dtype in `config`. Only one parameter of one layer is on the host at a time. Works in one process only: in a
-    run over several, save a checkpoint and convert it (`flax-mesh checkpoint export`).
+    balancing biases of experts, and replaces the torch_dtype in `config`. Only one parameter of one layer is on the
+    host at a time. Works in one process only: in a run over several, save a checkpoint and convert it
+    (`flax-mesh checkpoint export`).
 
     Example:
         >>> from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
