@@ -70,11 +70,12 @@ def test_latent_attention_is_found_in_dense_layers_and_in_those_with_experts(mon
     """Keys and values have different head dims, and all heads share the rotated part of a key."""
     monkeypatch.setattr(find, "FEWEST", 2)
     graphdef, params, others = nnx.split(small(**LATENT), nnx.Param, ...)
+    batch = {"inputs": jnp.asarray(tokens_of(4)), "targets": jnp.asarray(tokens_of(4, seed=1))}
     lines = []
 
     def loss(params):
         model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
-        return next_token_loss(model, {"inputs": tokens_of(4), "targets": tokens_of(4, seed=1)})[0]
+        return next_token_loss(model, batch)[0]
 
     blockwise = transform.blockwise_attention(loss, block=4, say=lines.append)
     assert difference(loss, blockwise, [params]) < 2e-5
