@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -20,7 +19,7 @@ from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.convert import assembled, file_arrays, stored_value
+from flax_mesh.checkpoint.hf.convert import assembled, cast_dtype, file_arrays, stored_value
 from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
@@ -84,7 +83,7 @@ def _export(folder: str, out: str, to: str, step: int | None, dtype: str | None,
     record = saved_record(checkpoint)
     arrays = read_tree(checkpoint, record)
     tree = _parameters(arrays)
-    cast = {path: array._replace(dtype=_cast(array.dtype, dtype)) for path, array in tree.items()}
+    cast = {path: array._replace(dtype=cast_dtype(path, array.dtype, dtype).name) for path, array in tree.items()}
     averaged = averages(checkpoint, arrays, record) if average else {}
     with new_folder(out, checkpoint, by_orbax=to == "orbax") as work:
         details: dict[str, Any] = {
@@ -345,10 +344,6 @@ def _huggingface_config(
             f"the model of the checkpoint has no known Hugging Face equivalent (its settings: {error}); "
             "--to orbax exports any model"
         ) from error
-
-
-def _cast(stored: str, dtype: str | None) -> str:
-    return dtype if dtype and jnp.issubdtype(jnp.dtype(stored), jnp.floating) else stored
 
 
 def _save(folder: Path, step: int, state: PyTree, layers: Sequence[str], record: Mapping[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@ nothing else is changed.
 """
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from flax import nnx
 
 from flax_mesh.blockwise import transform
 from flax_mesh.blockwise.traced import find
+from flax_mesh.models import next_token_loss
 from tests.blockwise.compare import difference
+from tests.models.reference import small, tokens_of
 from tests.mpmd.zoo.models import BY_NAME
 from tests.sharding.foreign.styles import BY_NAME as STYLES
 from tests.sharding.foreign.styles import context_of, mesh_of
@@ -29,6 +32,8 @@ ATTENTIONS |= {
 }
 # Of two layers each; the routers of EasyDeL and the losses have other softmaxes.
 FOREIGN = dict.fromkeys(("maxtext_scanned", "maxtext_listed", "tunix", "easydel", "llm_examples", "llm_explicit"), 2)
+LATENT: dict[str, Any] = {"latent_size": 16, "head_dim": 12, "rotary_dims": 4, "value_head_dim": 8, "num_layers": 3}
+LATENT |= {"num_experts": 4, "dense_layers": 1, "dense_mlp_size": 40}
 CASES = BY_NAME | {name: style.case for name, style in STYLES.items()}
 
 
@@ -58,3 +63,20 @@ def compare(name, monkeypatch):
     assert difference(loss, blockwise, [params]) < 2e-5
     found = [int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line]
     assert sum(found) == (ATTENTIONS | FOREIGN)[name], lines
+
+
+@pytest.mark.slow
+def test_latent_attention_is_found_in_dense_layers_and_in_those_with_experts(monkeypatch):
+    """Keys and values have different head dims, and all heads share the rotated part of a key."""
+    monkeypatch.setattr(find, "FEWEST", 2)
+    graphdef, params, others = nnx.split(small(**LATENT), nnx.Param, ...)
+    batch = {"inputs": jnp.asarray(tokens_of(4)), "targets": jnp.asarray(tokens_of(4, seed=1))}
+    lines = []
+
+    def loss(params):
+        model = nnx.merge(graphdef, params, jax.tree.map(lambda x: x, others))
+        return next_token_loss(model, batch)[0]
+
+    blockwise = transform.blockwise_attention(loss, block=4, say=lines.append)
+    assert difference(loss, blockwise, [params]) < 2e-5
+    assert sum(int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line) == 3, lines

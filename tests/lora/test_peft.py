@@ -27,6 +27,7 @@ ALL = "attention/.*kernel|mlp/.*kernel|head"
 SCALE = 3 / 2
 FACTORS = "base_model.model."
 LAYERS = ("down", "gate", "k", "o", "q", "up", "v")
+LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj")
 CASES: dict[str, tuple[str, str, bool, list[str]]] = {  # folder, lora.modules, scan, target_modules
     "llama": ("llama", ALL, False, sorted(["lm_head", *(f"{one}_proj" for one in LAYERS)])),
     "one layer": ("llama", "1/attention/(q|o)", False, [f"model.layers.1.self_attn.{one}_proj" for one in "oq"]),
@@ -34,6 +35,7 @@ CASES: dict[str, tuple[str, str, bool, list[str]]] = {  # folder, lora.modules, 
     "biases": ("qwen2", "attention/(k|o)/kernel", True, ["k_proj", "o_proj"]),
     "experts": ("qwen3_moe", "attention/(q|o)/kernel", False, ["o_proj", "q_proj"]),
     "mixtral": ("mixtral", "attention/v/kernel", True, ["v_proj"]),
+    "latent": ("deepseek_v3", "attention/.*kernel", True, sorted(LATENT)),
 }
 
 
@@ -53,7 +55,7 @@ def save(folder: Path, start_from: str, modules: str, scan: bool, rank: int = 2,
     ]
     checkpoint = CheckpointConfig(start_from=str(base or DATA / start_from))
     config = TrainConfig(make_decoder, next_token_loss, model, lora=lora, checkpoint=checkpoint)
-    with Checkpointer(folder, layers=("layers",)) as checkpointer:
+    with Checkpointer(folder, layers=("dense_layers", "layers")) as checkpointer:
         state = {"model": jax.tree.unflatten(jax.tree.structure(shapes), leaves)}
         checkpointer.save(0, state, {"config": to_texts(config)})
 

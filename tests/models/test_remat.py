@@ -77,6 +77,19 @@ def test_every_name_and_every_layer_of_a_run_saves_its_bytes(scan):
     assert "mlp_up" not in EXPERTS.remat_names()
 
 
+def test_the_names_of_latent_attention_save_their_bytes():
+    latent = dataclasses.replace(CONFIG, num_kv_heads=2, latent_size=6, head_dim=10, rotary_dims=4, value_head_dim=12)
+    sizes = {"q": 2 * 10, "k": 2 * 10, "v": 2 * 12, "attention": 2 * 12}
+
+    def saved(remat: str) -> int:
+        return num_saved(dataclasses.replace(latent, remat=remat))
+
+    least = saved("full")
+    assert {name: saved(name) - least for name in sizes} == {
+        name: 4 * 2 * 12 * size * 4 for name, size in sizes.items()
+    }
+
+
 def test_names_on_the_host_are_saved_there():
     loss, state = loss_and_state(dataclasses.replace(CONFIG, remat="attention+mlp_up@host+layer_input@host"))
     residuals = jax.make_jaxpr(lambda state: jax.tree.leaves(jax.vjp(loss, state)[1]))(state).out_avals

@@ -194,6 +194,7 @@ HALF: dict[str, Any] = {"dtype": "bfloat16"}
 SHORT_PIPELINE: dict[str, Any] = {"batch": 128, "seq": 128, "schedule": "1f1b", "stage_remat": "full", "scan": True}
 SMALL_VIT: dict[str, Any] = {"width": 384, "depth": 6, "heads": 6, "batch": 64}
 LARGE_MOE: dict[str, Any] = {"batch": 16, "mlp_size": 2048, "num_experts": 8}
+LATENT: dict[str, Any] = {"latent_size": 128, "query_latent_size": 192}
 SMALL_MOE: dict[str, Any] = {"batch": 16, "seq": 256, "mlp_size": 512, "num_experts": 8, "num_layers": 4}
 LARGE_VIT: dict[str, Any] = {"width": 1024, "depth": 8, "heads": 8, "batch": 512, "dtype": jnp.bfloat16}
 SMALL_UNET: dict[str, Any] = {"widths": (64, 128, 256), "batch": 32, "size": 64}
@@ -228,6 +229,7 @@ CPU = [
     cpu("layers one by one", "fsdp:8"),
     cpu("layers one by one remat", "fsdp:4,tp:2", outside=ORDER, batch=64, num_layers=8, remat="full"),
     cpu("moe", "fsdp:4,ep:2", differs={"fsdp": ROUTED}, **SMALL_MOE, **REMAT),
+    cpu("latent", "fsdp:8", num_kv_heads=8, head_dim=96, rotary_dims=32, value_head_dim=64, **LATENT, **REMAT),
 ]
 PIPELINES = [
     cpu("pipeline 1f1b", "pp:2,fsdp:4", batch=64, seq=256, num_layers=12, schedule="1f1b", **SCAN),

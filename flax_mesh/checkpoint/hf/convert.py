@@ -25,13 +25,15 @@ from flax_mesh.fields import check_types
 from flax_mesh.modes import array_from
 from flax_mesh.sharding.gather import gather
 from flax_mesh.text import array_text, at_most, listed, path_lines
-from flax_mesh.tree import PyTree, Shaped, check_dtype
+from flax_mesh.tree import PyTree, check_dtype, path_and_start
 
 Tree = TypeVar("Tree")
 _Bounds = tuple[int, int]  # start and stop of a dim
 REPAIR = "Use the config and the table of the model that was saved; pass arrays that have no effect to ignore=."
 THREADS = 4  # parameters that are read at a time; the slices that this process needs of each are on the host
 _BYTES_IN_FLIGHT = 1 << 28  # from devices to the host
+# Balancing biases: models compute with them in float32, and changes below the precision of bfloat16 choose experts.
+IN_FLOAT32 = "moe/balance"
 COLUMNS = 8  # of a transposed copy at a time: 3 to 8 times as fast as a single copy (elements of 1 to 4 bytes)
 
 
@@ -95,9 +97,10 @@ def save_safetensors(
 ) -> None:
     """Write parameters to a new folder, as one file or several with an index; `config` becomes its config.json.
 
-    The folder must not exist; it is written completely or not at all. `dtype` casts floating arrays, and replaces the
-    torch_dtype in `config`. Only one parameter of one layer is on the host at a time. Works in one process only: in a
-    run over several, save a checkpoint and convert it (`flax-mesh checkpoint export`).
+    The folder must not exist; it is written completely or not at all. `dtype` casts floating arrays, except for
+    balancing biases of experts, and replaces the torch_dtype in `config`. Only one parameter of one layer is on the
+    host at a time. Works in one process only: in a run over several, save a checkpoint and convert it
+    (`flax-mesh checkpoint export`).
 
     Example:
         >>> from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
@@ -128,7 +131,10 @@ def file_arrays(params: Iterable[MappedParam], dtype: DTypeLike | None = None) -
         raise ConfigError(
             f"The table maps several parameters to one name: {listed(at_most(duplicates))}. Names must differ."
         )
-    return {array.name: jax.ShapeDtypeStruct(array.file_shape, _dtype(p.value, dtype)) for p, array in all_arrays}
+    return {
+        array.name: jax.ShapeDtypeStruct(array.file_shape, cast_dtype(p.path, p.value.dtype, dtype))
+        for p, array in all_arrays
+    }
 
 
 def assembled(pieces: Iterable[tuple[MappedArray, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
@@ -244,7 +250,9 @@ def _stored_values(params: Iterable[MappedParam], dtype: DTypeLike | None) -> It
             jobs.setdefault(arrays[0].name, []).append((param, layer, arrays))
     for param, layer, arrays in itertools.chain.from_iterable(jobs.values()):
         taken = param.value if layer is None else _take(param.value, layer)
-        value = gather(taken, dtype=dtype, bytes_in_flight=_BYTES_IN_FLIGHT)
+        value = gather(
+            taken, dtype=dtype and cast_dtype(param.path, taken.dtype, dtype), bytes_in_flight=_BYTES_IN_FLIGHT
+        )
         for array in arrays:
             yield array, stored_value(array, value[array.at[1:] if param.stacked else array.at])
 
@@ -253,8 +261,10 @@ def _take(stack: jax.Array | np.ndarray, layer: int) -> jax.Array | np.ndarray:
     return stack[layer] if isinstance(stack, np.ndarray) else jax.lax.dynamic_index_in_dim(stack, layer, keepdims=False)
 
 
-def _dtype(value: Shaped, dtype: DTypeLike | None) -> np.dtype:
-    return jnp.dtype(dtype) if dtype is not None and jnp.issubdtype(value.dtype, jnp.floating) else value.dtype
+def cast_dtype(path: str, stored: DTypeLike, dtype: DTypeLike | None) -> np.dtype:
+    """The dtype of a parameter that is exported with the option `dtype`."""
+    keeps = dtype is None or not jnp.issubdtype(stored, jnp.floating) or path_and_start(path)[0].endswith(IN_FLOAT32)
+    return jnp.dtype(stored if keeps else dtype)
 
 
 def _can_cast(stored: DTypeLike, target: DTypeLike) -> bool:

@@ -109,6 +109,11 @@ def test_saving_and_loading_cast_floats(tmp_path):
     assert {array.dtype for array in open_safetensors(tmp_path / "out").values()} == {jnp.dtype("bfloat16")}
     got = load_safetensors(tmp_path / "out", abstract, NAMES)
     check_leaves(got, jax.tree.map(lambda x: jax.device_put(x.astype("bfloat16").astype("float32"), x.sharding), state))
+    balance = {"layers": [{"moe": {"balance": jnp.full(4, 1 / 3)}}]}
+    table = [ParamMapping("layers/{i}/moe/balance", "{i}.bias", "e -> e")]
+    save_safetensors(tmp_path / "balance", balance, table, dtype="bfloat16")
+    kept = open_safetensors(tmp_path / "balance")["0.bias"]
+    assert kept.dtype == np.float32 and np.array_equal(kept, balance["layers"][0]["moe"]["balance"])
     write_safetensors(tmp_path / "integers", {"w": np.arange(4)}, [("w", np.arange(4))])
     with pytest.raises(ConfigError, match=r"w: folder i64\[4\], model f32\[4\]"):
         load_safetensors(tmp_path / "integers", {"w": jnp.zeros(4)}, [ParamMapping("w", "w", "d -> d")])

@@ -20,7 +20,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetens
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, load_decoder, make_decoder, next_token_loss
 from flax_mesh.tree import named_leaves
-from tests.checkpoint.hf.make_reference import CASES, DATA, LLAMA3, SMALL, randomize, tokens_of
+from tests.checkpoint.hf.make_reference import CASES, DATA, LLAMA3, MSCALE_YARN, SMALL, randomize, tokens_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = 1e-5  # of the largest value of a leaf, in float32
@@ -101,6 +101,26 @@ SCALINGS = (
 )
 
 
+def random_experts(config: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Groups, shared experts, first dense layers and latents, for the families that have them."""
+    pick = lambda values: values[rng.integers(len(values))]  # noqa: E731
+    layers, model_type = config["num_hidden_layers"], config["model_type"]
+    dense, (groups, top) = int(rng.integers(layers)), pick([(1, 1), (2, 1), (3, 2), (3, 3)])
+    found = {"n_group": groups, "topk_group": top, "n_shared_experts": pick([1, 2])}
+    found |= {"routed_scaling_factor": pick([1.0, 1.5]), "first_k_dense_replace": dense}
+    if model_type == "glm4_moe_lite":
+        del found["first_k_dense_replace"]
+        found["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if model_type == "deepseek_v2":
+        found["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    if model_type == "glm4_moe":
+        return found | {"partial_rotary_factor": pick([0.5, 1.0]), "use_qk_norm": bool(rng.integers(2))}
+    heads, rotary = config["num_attention_heads"], pick([4, 8])
+    found |= {"num_key_value_heads": heads, "head_dim": rotary, "qk_rope_head_dim": rotary}
+    found |= {"q_lora_rank": pick([None, 10]), "qk_nope_head_dim": pick([6, 10]), "v_head_dim": pick([4, 8, 12])}
+    return found | {"rope_scaling": dict(pick([*SCALINGS, MSCALE_YARN]))}
+
+
 def random_config(seed: int) -> dict[str, Any]:
     """A case with other sizes, and with each of the switches that its family has on or off."""
     rng = np.random.default_rng(seed)
@@ -117,7 +137,9 @@ def random_config(seed: int) -> dict[str, Any]:
         config["layer_types"] = [pick(kinds) for _ in range(layers)]
     if config.get("sliding_window"):
         config["sliding_window"] = int(rng.integers(1, 12))
-    for key in sorted({"attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias"} & family.keys.keys()):
+    for key in sorted(
+        {"attention_bias", "mlp_bias", "norm_topk_prob", "qkv_bias", "rope_interleave"} & family.keys.keys()
+    ):
         config[key] = config["model_type"] == "gpt_oss" or bool(rng.integers(2))
     for key in sorted({"hidden_act", "hidden_activation"} & family.keys.keys()):
         config[key] = pick(ACTIVATIONS) if config["model_type"] not in ("gpt_oss", "gemma") else config.get(key, "silu")
@@ -131,17 +153,19 @@ def random_config(seed: int) -> dict[str, Any]:
         config["rope_scaling"] = dict(pick(SCALINGS))
     if config["model_type"] == "smollm3":
         config["no_rope_layers"] = [int(rng.integers(2)) for _ in range(layers)]
+    if "n_routed_experts" in config:
+        config |= random_experts(config, rng)
     return config
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 69, 23))
+@pytest.mark.parametrize("first", range(0, 3 * len(CASES), len(CASES)))
 def test_random_configs_have_the_logits_of_transformers(first, tmp_path):
     """Three for every case."""
     torch = pytest.importorskip("torch", reason="comes with the extra hf")
     transformers = pytest.importorskip("transformers", reason="comes with the extra hf")
     mesh = create_mesh(ONE, devices=jax.devices()[:1])
-    for seed in range(first, first + 23):
+    for seed in range(first, first + len(CASES)):
         config, folder = random_config(seed), tmp_path / str(seed)
         of_case = transformers.AutoConfig.for_model(**config)
         model = transformers.AutoModelForCausalLM.from_config(of_case, attn_implementation="eager").eval()
