@@ -183,7 +183,7 @@ def splash_kernel(
         mask = masks.CausalMask(shape, 0, shard_count=parts)
     else:
         mask = masks.LocalMask(shape, band, 0, shard_count=parts)
-    if chunks:
+    if chunks and not isinstance(mask, masks.FullMask):
         mask.q_sequence = rows_of(length, chunks).reshape(-1)
     block = splash_block(length // (len(chunks) or parts))
     names = ("block_q", "block_kv", "block_kv_compute")

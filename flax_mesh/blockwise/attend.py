@@ -58,7 +58,7 @@ class Attention:
     def _balance(self, static: Static, block: int) -> None:
         """Puts the queries in head-tail order if that is worth an exchange of rows."""
         blocks, region = self.blocks, self.region
-        per_query = self.static.sure.reshape(blocks.parts, -1).mean(1) * blocks.k_size
+        per_query = np.asarray(self.static.sure).reshape(blocks.parts, -1).mean(1) * blocks.k_size
         leaves = [(x, labels) for x, labels in region.leaves.values() if region.q in labels]
         moves = all(region.k not in labels and not is_key(x.aval) for x, labels in leaves)
         if not moves or blocks.queries % 2 or not is_worth(per_query.max(), per_query.mean()):
@@ -70,7 +70,7 @@ class Attention:
         chunks = head_tail(blocks.parts)
         cut = replace(blocks, q_size=halves.queries // count, k_size=halves.k_size, chunks=chunks)
         visits, is_guarded = static_visits(region, cut, static)
-        work = work_of(visits.sure * cut.q_size * cut.k_size, blocks.parts)
+        work = work_of(np.asarray(visits.sure) * cut.q_size * cut.k_size, blocks.parts)
         if work.saves(blocks.queries):
             of_chunks = (np.asarray(x).reshape(len(chunks), -1, *x.shape[1:])[[*chunks]] for x in visits)
             self.static = Visits(*(x.reshape(-1, *x.shape[2:]) for x in of_chunks))

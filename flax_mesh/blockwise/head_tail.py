@@ -4,6 +4,9 @@ With a causal mask the last of n devices computes 2 - 1/n times the mean if quer
 scores as every other one in head-tail order. Rows are exchanged before an attention, and its result is given back.
 """
 
+# JAX has no types for some functions.
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -11,7 +11,7 @@ are skipped stay at the end of the order, and are visited if a row's maximum is 
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,9 @@ class Blocks:
     def num_k(self) -> int:
         return -(-self.keys // self.k_size)
 
-    def first_row(self, part: ArrayLike, i: ArrayLike) -> ArrayLike:
+    def first_row(self, part: ArrayLike, i: ArrayLike) -> jax.Array:
         """The position of the first query of block `i` of a device."""
-        at = i * self.q_size
+        part, at = cast(jax.Array, part), cast(jax.Array, i) * self.q_size
         if not self.chunks:
             return part * self.queries + at
         half = self.queries // 2

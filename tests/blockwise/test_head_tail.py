@@ -168,6 +168,7 @@ def test_splash_attention_in_head_tail_order_equals_the_attention_as_written(nam
         program = transform.program_of(jax.make_jaxpr(FORMS[name])(*args))
         found = transform.rewrite(program, layouts, lambda _: None, block=64, kernel="splash", platform="cpu")
         lines.extend(found.lines)
+        assert found.call is not None
         return found.call(*args)
 
     with jax.set_mesh(mesh):
