@@ -147,10 +147,30 @@ def splash_attention(
     return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
 
 
+def splash_block(length: int) -> int:
+    """The length of blocks of consecutive queries, and of keys."""
+    return max(size for size in range(LANES, BLOCK + 1, LANES) if length % size == 0)
+
+
+def rows_of(length: int, chunks: tuple[int, ...]) -> np.ndarray:
+    """(devices, rows): the positions that two of the equal `chunks` of a sequence have, for each device."""
+    rows = np.arange(length, dtype=np.int32).reshape(len(chunks), -1)[[*chunks]]
+    return rows.reshape(len(chunks) // 2, -1)
+
+
 @lru_cache(maxsize=64)
-def splash_kernel(length: int, band: Band, heads: int, parts: int, interpret: bool, cap: float = 0.0) -> PyTree:
+def splash_kernel(
+    length: int,
+    band: Band,
+    heads: int,
+    parts: int,
+    interpret: bool,
+    cap: float = 0.0,
+    chunks: tuple[int, ...] = (),
+) -> PyTree:
     """The kernel for `heads` of one device and one of `parts` of the queries, with the blocks that its mask leaves.
 
+    `chunks` are those of the queries that the parts consist of, if they are not in order, of the same number for each.
     Cached, because finding them takes seconds for long sequences, and every layer has the same ones.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
@@ -163,7 +183,9 @@ def splash_kernel(length: int, band: Band, heads: int, parts: int, interpret: bo
         mask = masks.CausalMask(shape, 0, shard_count=parts)
     else:
         mask = masks.LocalMask(shape, band, 0, shard_count=parts)
-    block = max(size for size in range(LANES, BLOCK + 1, LANES) if (length // parts) % size == 0)
+    if chunks and not isinstance(mask, masks.FullMask):
+        mask.q_sequence = rows_of(length, chunks).reshape(-1)
+    block = splash_block(length // (len(chunks) or parts))
     names = ("block_q", "block_kv", "block_kv_compute")
     names += ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")
     make: Callable[..., PyTree] = library.make_splash_mha

@@ -7,6 +7,7 @@
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,13 @@ from jax.sharding import PartitionSpec
 
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
+from flax_mesh.blockwise.head_tail import Work, after, exchange, head_tail, is_worth, work_of
 from flax_mesh.blockwise.loops import Loops, Saved
 from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
 from flax_mesh.blockwise.traced.region import Key, Region, Values
 from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
-from flax_mesh.tree import num_bytes
+from flax_mesh.kernels import rows_of
+from flax_mesh.tree import is_key, num_bytes
 
 _MOST = 2**24  # scores in one block, over batch and heads
 _LEAST = 128
@@ -44,8 +47,34 @@ class Attention:
         self.blocks = _blocks(region, self.parts, block)
         self.has_data = needs_data(region, static)
         self.constants = {key for key, x in static.items() if x is not None}
+        split = {*self.parts} - {region.q}
+        self.known = {key: x for key, x in static.items() if x is not None and not split & {*region.leaves[key][1]}}
         self.static, self.is_guarded = static_visits(region, self.blocks, static)
+        self.work: Work | None = None  # in head-tail order
+        if self.blocks.parts > 1:
+            self._balance(static, block)
         self.gathered = self._gathered(static, layouts) if placement and region.q in placement.axes else {}
+
+    def _balance(self, static: Static, block: int) -> None:
+        """Puts the queries in head-tail order if that is worth an exchange of rows."""
+        blocks, region = self.blocks, self.region
+        per_query = np.asarray(self.static.sure).reshape(blocks.parts, -1).mean(1) * blocks.k_size
+        leaves = [(x, labels) for x, labels in region.leaves.values() if region.q in labels]
+        moves = all(region.k not in labels and not is_key(x.aval) for x, labels in leaves)
+        if not moves or blocks.queries % 2 or not is_worth(per_query.max(), per_query.mean()):
+            return
+        halves = _blocks(region, {**self.parts, region.q: 2 * blocks.parts}, block)
+        count = next((n for n in range(halves.num_q, 2 * halves.num_q) if halves.queries % n == 0), 0)
+        if not count:
+            return
+        chunks = head_tail(blocks.parts)
+        cut = replace(blocks, q_size=halves.queries // count, k_size=halves.k_size, chunks=chunks)
+        visits, is_guarded = static_visits(region, cut, static)
+        work = work_of(np.asarray(visits.sure) * cut.q_size * cut.k_size, blocks.parts)
+        if work.saves(blocks.queries):
+            of_chunks = (np.asarray(x).reshape(len(chunks), -1, *x.shape[1:])[[*chunks]] for x in visits)
+            self.static = Visits(*(x.reshape(-1, *x.shape[2:]) for x in of_chunks))
+            self.blocks, self.is_guarded, self.work = cut, is_guarded, work
 
     def _gathered(self, static: Static, layouts: Mapping[int, Layout]) -> dict[Key, int]:
         """key -> dim of the keys, of the leaves whose parts are on different devices."""
@@ -71,9 +100,10 @@ class Attention:
     def text(self) -> str:
         blocks, region = self.blocks, self.region
         total = blocks.parts * blocks.num_q * blocks.num_k
+        of_rows = self.work.text(blocks.q_size * blocks.k_size) if self.work else ""
         visited = "blocks by data" if self.has_data else f"{int(self.static.sure.sum())} of {total} blocks"
         texts = [f"q {region.shape[region.q]} k {region.shape[region.k]}, {visited}"]
-        texts += self.placement.texts(region.q) if self.placement else []
+        texts += self.placement.texts(region.q, of_rows) if self.placement else []
         return ", ".join([*texts, "gathered keys"] if self.gathered else texts)
 
     # On one device
@@ -101,26 +131,47 @@ class Attention:
         return guarded(self.region, visits, values) if self.is_guarded else visits
 
     def _forward(self, *given: jax.Array) -> Results:
-        values = dict(zip(self.keys, given, strict=True))
-        if self.gathered:
-            names = self._axes(self.region.q)
-            done: list[jax.Array] = []
-            for key, dim in self.gathered.items():
-                values[key] = lax.all_gather(_after(values[key], done), names, axis=dim, tiled=True)
-                done = [values[key]]
-        loops = self._loops()
+        values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
+        names, done = self._axes(self.region.q), list[jax.Array]()
+        for key, dim in self.gathered.items():
+            values[key] = lax.all_gather(after(values[key], done), names, axis=dim, tiled=True)
+            done = [values[key]]
+        values = self._moved(values, done)
         out, saved = loops.forward(values, self._visits(loops, values))
-        return out, saved, [values[key] for key in self.gathered]
+        return self._exchanged(out, loops.out_dim, back=True), saved, [values[key] for key in self.gathered]
+
+    def _exchanged(self, x: jax.Array, dim: int, *, back: bool = False) -> jax.Array:
+        names = self._axes(self.region.q)
+        return exchange(x, dim, names, self.blocks.parts, back=back) if self.blocks.chunks else x
+
+    def _moved(self, values: Values, done: Arrays = (), *, back: bool = False) -> Values:
+        """`values`, those with a dim of queries in head-tail order, or `back`."""
+        moved, q = dict(values), self.region.q
+        for key in values if self.blocks.chunks else ():
+            if q not in (labels := self.region.leaves[key][1]):
+                continue
+            if key in self.known and not back:
+                rows = jnp.asarray(rows_of(self.region.shape[q], self.blocks.chunks))[lax.axis_index(self._axes(q))]
+                moved[key] = jnp.take(jnp.asarray(self.known[key]), rows, labels.index(q))
+            else:
+                moved[key] = self._exchanged(after(values[key], done), labels.index(q), back=back)
+                done = [moved[key]]
+        return moved
 
     def _backward(
         self, wanted: Sequence[Key], given: Arrays, saved: Saved[jax.Array], out: jax.Array, gradient: jax.Array
     ) -> list[jax.Array]:
         values, loops = dict(zip(self.keys, given, strict=True)), self._loops()
+        delta = loops.delta(out, gradient)
+        if self.blocks.chunks:
+            gradient = self._exchanged(gradient, loops.out_dim)
+            delta = self._exchanged(after(delta, [gradient]), self.region.q)
+            values = self._moved(values, [delta])
         visits = self._visits(loops, values)
-        gradients = loops.backward(values, wanted, visits, saved, out, gradient)
+        gradients = self._moved(loops.backward(values, wanted, visits, saved, gradient, delta), back=True)
         summed: list[jax.Array] = []
         for key in wanted:
-            summed.append(self._summed(key, _after(gradients[key], summed[-1:])))
+            summed.append(self._summed(key, after(gradients[key], summed[-1:])))
         return [x.astype(values[key].dtype) for key, x in zip(wanted, summed, strict=True)]
 
     def _summed(self, key: Key, x: jax.Array) -> jax.Array:
@@ -205,11 +256,6 @@ class Attention:
     def __call__(self, values: Arrays) -> jax.Array:
         """The result, which JAX can differentiate."""
         return with_type_of(self.placement, self.region.out, differentiable(self, values)(*values))
-
-
-def _after(x: jax.Array, done: Arrays) -> jax.Array:
-    """`x`, for a collective operation that starts after those with the results `done`."""
-    return lax.optimization_barrier((x, *done))[0] if done else x
 
 
 def _blocks(region: Region, parts: Mapping[int, int], block: int) -> Blocks:

@@ -12,10 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
+from flax_mesh.blockwise.head_tail import after, exchange, head_tail, work_of_band
 from flax_mesh.blockwise.mask import NoFormulaError
 from flax_mesh.blockwise.place import Placement, mesh_of, on_devices, with_type_of
+from flax_mesh.blockwise.traced.dims import Labels
 from flax_mesh.blockwise.traced.region import Region
 from flax_mesh.blockwise.visits import Static
+from flax_mesh.hardware import LANES
 from flax_mesh.kernels import (
     KERNELS,
     Band,
@@ -24,6 +27,7 @@ from flax_mesh.kernels import (
     gpu_problem,
     misfit,
     splash_attention,
+    splash_block,
     splash_kernel,
 )
 from flax_mesh.text import first_line
@@ -69,6 +73,7 @@ class Fused:
         )
         if text := misfit(name, need):
             raise NoFormulaError(text)
+        self.chunks, self.order = self._chunks()
         if name == "cudnn" and not self.is_reference:
             if text := gpu_problem():
                 raise NoFormulaError(text)
@@ -76,6 +81,15 @@ class Fused:
                 jax.eval_shape(self._attend, *(jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in self.leaves))
             except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
                 raise NoFormulaError(f"cuDNN cannot be traced here: {first_line(error)}") from error
+
+    def _chunks(self) -> tuple[tuple[int, ...], str]:
+        """The chunks of queries in head-tail order, if that is worth an exchange of rows, and a text about it."""
+        length, parts, band = self.region.shape[self.region.q], self._parts, self.formula.band
+        if parts == 1 or length % (2 * parts * LANES):
+            return (), ""
+        block = splash_block(length // (2 * parts))
+        work = work_of_band(length, band, block, parts)
+        return (head_tail(parts), work.text(block**2)) if work.saves(length // parts) else ((), "")
 
     @property
     def _parts(self) -> int:
@@ -95,7 +109,7 @@ class Fused:
         texts += ["interpreted: slow, for tests"] if self.is_reference and self.name == "splash" else []
         if self.placement and not self.placement.axes and self.placement.mesh.size > 1:
             texts.append("all of it on every device")
-        return ", ".join([*texts, *(self.placement.texts(region.q) if self.placement else [])])
+        return ", ".join([*texts, *(self.placement.texts(region.q, self.order) if self.placement else [])])
 
     def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
         place, formula = self.placement, self.formula
@@ -105,7 +119,7 @@ class Fused:
             return self._typed(on_devices(place, self._attend, tuple(values), tuple(specs), out))
         heads = self._size(formula.q, *formula.heads, *formula.groups)
         length = self.region.shape[self.region.q]
-        kernel = splash_kernel(length, formula.band, heads, self._parts, self.is_reference, formula.cap)
+        kernel = splash_kernel(length, formula.band, heads, self._parts, self.is_reference, formula.cap, self.chunks)
         of_kernel: object = jax.tree.map(lambda x: PartitionSpec(), kernel)
         if place is not None:
             names = place.axes.get(self.region.q, ())
@@ -124,9 +138,19 @@ class Fused:
         return self._as_written(out, values)
 
     def _attend_splash(self, kernel: PyTree, *values: jax.Array) -> jax.Array:
-        q_BSHC, *others = self._arranged(values)
+        q, moved = self.region.q, list[jax.Array]()
+        for x, operand in zip(values, self.formula.operands, strict=True):
+            is_split = self.chunks and q in operand.labels
+            moved.append(self._exchanged(after(x, moved), operand.labels) if is_split else x)
+        q_BSHC, *others = self._arranged(moved)
         q_BSHC = (q_BSHC.astype(jnp.float32) * self.formula.scale).astype(q_BSHC.dtype)  # the scale is not rounded
-        return self._as_written(splash_attention(kernel, q_BSHC, *others), values)
+        out = self._as_written(splash_attention(kernel, q_BSHC, *others), values)
+        return self._exchanged(out, self.region.out_labels, back=True) if self.chunks else out
+
+    def _exchanged(self, x: jax.Array, labels: Labels, *, back: bool = False) -> jax.Array:
+        assert self.placement is not None
+        names = self.placement.axes[self.region.q]
+        return exchange(x, labels.index(self.region.q), names, self._parts, back=back)
 
     def _arranged(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Queries, keys and values as (B, S, heads, C), ids of documents as (B, S)."""

@@ -64,8 +64,7 @@ class Loops:
 
     def block(self, at_q: ArrayLike, at_k: ArrayLike) -> Block:
         q, k, blocks = self.region.q, self.region.k, self.blocks
-        first = self.index.get(q, 0) * blocks.queries + at_q * blocks.q_size
-        offsets = {q: first, k: at_k * blocks.k_size}
+        offsets = {q: blocks.first_row(self.index.get(q, 0), at_q), k: at_k * blocks.k_size}
         return Block({q: blocks.q_size, k: blocks.k_size}, offsets, self.parts, self.index)
 
     def _shape_of(self, shape: Sequence[int], labels: Labels, num_q: int, num_k: int) -> tuple[int, ...]:
@@ -107,6 +106,10 @@ class Loops:
         like = jax.ShapeDtypeStruct(self.rows(x.shape[self.out_dim]), x.dtype)
         to_out = lambda s: jnp.broadcast_to(self.to_out(s), x.shape)  # noqa: E731
         return jax.linear_transpose(to_out, like)(x)[0]
+
+    def delta(self, out: jax.Array, gradient: jax.Array) -> jax.Array:
+        """Of every row, the sum of the result times its gradient, which the backward pass reads."""
+        return self.from_out(gradient.astype(_F32) * out.astype(_F32))
 
     # One block
 
@@ -229,15 +232,14 @@ class Loops:
         wanted: Sequence[Key],
         visits: Visits,
         saved: Saved[jax.Array],
-        out: jax.Array,
         gradient: jax.Array,
+        delta: jax.Array,
     ) -> Values:
         """The gradients of the leaves `wanted`, in float32 and summed over the queries of this device."""
         q, blocks, size = self.region.q, self.blocks, self.blocks.q_size
         shapes = {key: x.shape for key, x in values.items()}
         values = {key: self._padded(key, x) for key, x in values.items()}
         gradient = gradient.astype(_F32)
-        delta = self.from_out(gradient * out.astype(_F32))
         missing = blocks.num_q * size - blocks.queries
         # Rows that do not exist have weights of 0.
         rows = [(gradient, self.out_dim, 0.0), (delta, q, 0.0), (saved.maximum, q, jnp.inf), (saved.total, q, 1.0)]

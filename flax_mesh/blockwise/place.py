@@ -45,9 +45,10 @@ class Placement(NamedTuple):
     def is_explicit(self) -> bool:
         return AxisType.Explicit in self.mesh.axis_types
 
-    def texts(self, of_queries: int) -> list[str]:
-        dims = ((f"dim {d}" if d != of_queries else "queries", names) for d, names in self.axes.items())
-        return [f"{name} over {'+'.join(names)}" for name, names in dims]
+    def texts(self, of_queries: int, order: str = "") -> list[str]:
+        """`order`: what to say about the order of the queries."""
+        dims = {d: "+".join(names) for d, names in self.axes.items()}
+        return [f"queries over {x}{order}" if d == of_queries else f"dim {d} over {x}" for d, x in dims.items()]
 
 
 def on_devices(placement: Placement | None, fn: Callable[..., R], args: PyTree, ins: PyTree, outs: PyTree) -> R:

@@ -11,12 +11,13 @@ are skipped stay at the end of the order, and are visited if a row's maximum is 
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from flax_mesh.blockwise.bounds import Array, Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
 from flax_mesh.blockwise.traced.region import Key, Region, Values
@@ -44,6 +45,7 @@ class Blocks:
     q_size: int
     k_size: int
     parts: int  # devices that the queries are split over
+    chunks: tuple[int, ...] = ()  # of queries, of all devices in `head_tail` order; (): each has its rows in order
 
     @property
     def num_q(self) -> int:
@@ -53,14 +55,22 @@ class Blocks:
     def num_k(self) -> int:
         return -(-self.keys // self.k_size)
 
+    def first_row(self, part: ArrayLike, i: ArrayLike) -> jax.Array:
+        """The position of the first query of block `i` of a device."""
+        part, at = cast(jax.Array, part), cast(jax.Array, i) * self.q_size
+        if not self.chunks:
+            return part * self.queries + at
+        half = self.queries // 2
+        return jnp.asarray(self.chunks)[2 * part + at // half] * half + at % half
+
     def cuts(self, region: Region, part: jax.Array | int | None = None) -> Cuts:
         """Of one device, or of all of them."""
         if part is None:
             rows = np.arange(self.parts)[:, None] * self.queries + np.arange(self.num_q) * self.q_size
             starts, stop = rows.reshape(-1), self.parts * self.queries
         else:
-            starts = jnp.asarray(part * self.queries) + np.arange(self.num_q) * self.q_size
-            stop = (part + 1) * self.queries
+            starts = jnp.asarray(self.first_row(part, np.arange(self.num_q)))
+            stop = self.parts * self.queries if self.chunks else (part + 1) * self.queries
         columns = np.arange(self.num_k) * self.k_size
         return {region.q: (starts, self.q_size, stop), region.k: (columns, self.k_size, self.keys)}
 

@@ -93,6 +93,7 @@ class UserBatches:
         self.iterator = None if missing else IteratorBatches(batches, self.place)
         stream = self.iterator if resumable else StreamBatches(batches, self.place)
         self._function, self._batch, self._stream, self._num_rows = batches, stream or self._call, stream, rows
+        self._content_hash: str | None = None
         self._checksums: dict[int, list[str]] = {}  # of the newest batches: one, or with `own_rows` one for each row
         # The iterator of `read_preferences` knows the shapes: what it computes for a batch is left to the run.
         self.shapes = getattr(batches, "flax_mesh_shapes", None) or self._shapes_of(self.first)
@@ -115,9 +116,14 @@ class UserBatches:
         rows = rows() if callable(rows) else None
         return rows if isinstance(rows, RowHashes) else None
 
-    @cached_property
+    @property
     def content_hash(self) -> str:
         """SHA-256 of all rows, if they are known, or of the first batch: paths, dtypes, shapes and values."""
+        if self._content_hash is None:  # not a cached_property: Python 3.11 would hold its lock during the exchange
+            self._content_hash = self._hash_content()
+        return self._content_hash
+
+    def _hash_content(self) -> str:
         if self.rows:
             return self.rows.content
         if self.own_rows is None:
