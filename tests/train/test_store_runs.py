@@ -1,6 +1,8 @@
 """Runs whose folder is in a store: the same rows, files and checkpoints as in a folder, under a lease."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from flax_mesh.train.run_folder import MetricsFile, folder_of_run
 from flax_mesh.train.stores import copy, lease
 from flax_mesh.train.stores.copy import RunFiles
 from tests.checkpoint.stores import failing_server, gs_server, s3_server, store_of_files
+from tests.train import bigram
 from tests.train.bigram import recipe
 from tests.train.support.runs import losses, run
 
@@ -86,6 +89,29 @@ def test_a_folder_that_was_copied_to_a_store_is_resumed_there(files, tmp_path):
     assert [row["step"] for row in read_metrics(files)] == list(range(1, 13)) and not (
         files / "metrics.jsonl"
     ).is_file()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_saves_to_an_s3_server_has_the_rows_of_an_undisturbed_one(tmp_path, monkeypatch):
+    settings = [*SETTINGS[1:-1], "run.steps=40", "checkpoint.every=1", "run.platform=cpu:2"]
+    train = [sys.executable, "-m", "flax_mesh.cli", "train", bigram.__file__, *settings]
+    subprocess.run([*train, f"run.folder={tmp_path / 'plain'}"], stdout=subprocess.DEVNULL, check=True)
+    expected = losses(read_metrics(tmp_path / "plain"))
+    rng, last = np.random.default_rng(0), 0
+    with s3_server(monkeypatch, tmp_path / "log") as bucket:
+        command = [*train, f"run.folder={bucket / 'run'}"]
+        for _ in range(5):
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                steps = (line for line in process.stdout if line.startswith("step "))
+                last = [int(next(steps).split()[1]) for _ in range(int(rng.integers(2, 6)))][-1]
+                time.sleep(rng.uniform(0, 0.2))
+                process.kill()
+            rows = [row["step"] for row in read_metrics(bucket / "run")]
+            saved = max(committed_steps(bucket / "run/checkpoints"), default=0)
+            assert rows == list(range(1, len(rows) + 1)) and saved <= len(rows) and last <= saved + 3
+        assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+        assert losses(read_metrics(bucket / "run")) == expected
 
 
 # --- rows in parts ---
