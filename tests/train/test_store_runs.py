@@ -13,7 +13,9 @@ import pytest
 
 from flax_mesh import ConfigError, SaveError
 from flax_mesh.checkpoint.find import committed_steps
+from flax_mesh.checkpoint.hf.kept import KEPT, keep_files
 from flax_mesh.cli import main
+from flax_mesh.data import preferences
 from flax_mesh.store import StorePath, stored_path, working_copy
 from flax_mesh.train import apply_overrides, read_metrics, train
 from flax_mesh.train.run_folder import MetricsFile, folder_of_run
@@ -112,6 +114,18 @@ def test_a_run_that_is_killed_in_saves_to_an_s3_server_has_the_rows_of_an_undist
             assert rows == list(range(1, len(rows) + 1)) and saved <= len(rows) and last <= saved + 3
         assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
         assert losses(read_metrics(bucket / "run")) == expected
+
+
+def test_files_beside_the_parameters_and_the_reference_of_preferences_are_kept_in_a_store(files, tmp_path):
+    for names in (("config.json", "vocab.txt"), ("config.json", "tokenizer.json")):
+        (tmp_path / names[1]).mkdir()
+        for name in names:
+            (tmp_path / names[1] / name).write_text("{}")
+        keep_files(tmp_path / names[1], files / "checkpoints")
+        assert {*(files / "checkpoints" / KEPT).names()} == {*names}
+    preferences._write(files / preferences.FILE, "key", np.arange(3.0))
+    assert np.array_equal(preferences._read(files / preferences.FILE, "key"), np.arange(3.0))
+    assert preferences._read(files / preferences.FILE, "another key") is None is preferences._read(files / "x", "key")
 
 
 # --- rows in parts ---

@@ -49,10 +49,11 @@ class Lease:
         self._renewals += 1
         if not self._path.exchange(self._is_mine, self._record()):
             self.is_lost, content = True, self._read()
-            what = "its lease was removed" if content is None else f"it was taken over by {_holder(content)}"
+            late = f"since this run did not renew its lease for {SECONDS:.0f} s"
+            what = f"{LEASE} was removed" if content is None else f"it was taken over by {_holder(content)}, {late}"
             raise ConfigError(
-                f"run.folder={self._folder}: {what}, since this run could not renew its lease for {SECONDS:.0f} s; "
-                "this run ends, and writes nothing more there. Start it again to resume"
+                f"run.folder={self._folder}: {what}; this run ends, and writes nothing more there. Start it again to "
+                "resume"
             )
 
     def release(self) -> None:
