@@ -8,6 +8,7 @@ tensorstore, which find the credentials as other programs of the cloud do.
 
 import atexit
 import errno
+import hashlib
 import importlib.util
 import os
 import re
@@ -129,9 +130,16 @@ class StorePath(PosixPath):
         return len(data)
 
     def create(self, data: bytes) -> bool:
-        """Write the object if there is none of its name, by a conditional request; whether it contains `data` then."""
+        """Write the object if there is none of its name; whether it contains `data` then."""
+        return self.exchange(lambda content: content is None, data)
+
+    def exchange(self, is_expected: Callable[[bytes | None], bool], data: bytes | None) -> bool:
+        """Write the object, or delete it, if its content `is_expected`, by a conditional request; None is no object.
+
+        Returns whether it contains `data` then.
+        """
         value = self.ask(lambda: self._bucket.read(self._key))
-        if value.state == "missing":
+        if is_expected(None if value.state == "missing" else value.value):
             self.ask(lambda: self._bucket.write(self._key, data, if_equal=value.stamp.generation))
         return self._read() == data  # of a request that was repeated, the first may have written it
 
@@ -203,6 +211,14 @@ def stored_path(path: str | os.PathLike[str]) -> Path:
 def stored_path_problem(text: str) -> str:
     """`path_problem`, but none of an address in a store."""
     return "" if text.partition(":/")[0] in DRIVERS else path_problem(text)
+
+
+def working_copy(folder: Path) -> Path:
+    """`folder`, or the folder of this machine with the files of a run in a store, in ~/.cache or XDG_CACHE_HOME."""
+    if not isinstance(folder, StorePath):
+        return folder
+    cache, name = os.environ.get("XDG_CACHE_HOME") or "~/.cache", hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    return Path(os.path.expanduser(cache), "flax_mesh", "runs", name, folder.name)
 
 
 @cache

@@ -37,7 +37,7 @@ FLOORS = (
     ("models", "data", "lora", "recipe.optimizers"),
     ("models.generation",),
     ("recipe",),
-    ("train.hooks",),
+    ("train.hooks", "train.stores"),
     ("train",),
     ("inference",),
     ("plan.program",),
@@ -70,7 +70,7 @@ SHARED = """
     plan.calibrate plan.report plan.search.report plan.search.space processes.launch
     processes.output program.follow program.program program.rewrite recipe.checks recipe.optimizers.schedule_free
     recipe.saved sharding.annotations sharding.explicit sharding.memory step.callbacks step.divided step.loss
-    step.optimizer train.export train.run_folder
+    step.optimizer train.export
 """
 
 

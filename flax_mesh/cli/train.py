@@ -38,6 +38,7 @@ from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.overrides import to_lines
+from flax_mesh.store import working_copy
 from flax_mesh.train import TrainConfig, TrainProgram, TrainResult, train
 from flax_mesh.train.run_folder import COMPILED, Row
 
@@ -73,8 +74,9 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         start = Start(display.say, programs)
 
         def on_start(program: TrainProgram, folder: Path) -> None:
-            has_compiled = (folder / COMPILED).is_dir()  # by an earlier start
-            kept = use_compilation_cache(folder / COMPILED) if config.run.compilation_cache else None
+            compiled = working_copy(folder) / COMPILED
+            has_compiled = compiled.is_dir()  # by an earlier start
+            kept = use_compilation_cache(compiled) if config.run.compilation_cache else None
             if first:
                 start.begin(program, kept)
                 forecast.start(program, after_step=has_compiled)

@@ -1,6 +1,7 @@
 """Pairs of a chosen and a rejected completion as packed batches, with their log-probabilities under a reference."""
 
 import hashlib
+import io
 import logging
 import os
 import time
@@ -21,9 +22,9 @@ from flax_mesh.data.rows.kinds import BadRowError, Message
 from flax_mesh.data.rows.tokens import Encoder, Line
 from flax_mesh.data.user_batches import RowHashes, hash_rows
 from flax_mesh.errors import ConfigError, Problem
-from flax_mesh.fields import check_types, user_path
+from flax_mesh.fields import check_types
 from flax_mesh.processes.agree import assert_equal, decide_at_process_0
-from flax_mesh.store import model_folder
+from flax_mesh.store import StorePath, model_folder, stored_path
 from flax_mesh.text import count_text
 
 ANSWERS = ("chosen", "rejected")
@@ -152,7 +153,7 @@ def read_preferences(
         raise ConfigError(Problem("data.train_on", reason, value=config.train_on))
     rows = read_rows(config, folder, vocab_size, _encoded)
     facts = "\n".join([key, *_files(model_folder(folder))])
-    return Preferences(config, *rows, log_probs, user_path(keep_in), facts)
+    return Preferences(config, *rows, log_probs, stored_path(keep_in), facts)
 
 
 def _encoded(encoder: Encoder, line: Line) -> Row:
@@ -195,18 +196,22 @@ def _files(folder: Path) -> list[str]:
 def _read(file: Path, key: str) -> np.ndarray | None:
     """The results that were kept under `key`; None if there are none, or the file is damaged."""
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as arrays:
             return arrays["reference"] if arrays["key"] == key else None
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
 def _write(file: Path, key: str, reference: np.ndarray) -> None:
-    written = file.with_name(f".{file.name}.{os.getpid()}")
+    content = io.BytesIO()
+    np.savez(content, key=key, reference=reference)
     try:
+        if isinstance(file, StorePath):
+            file.write_bytes(content.getvalue())
+            return
         file.parent.mkdir(parents=True, exist_ok=True)
-        with written.open("wb") as target:
-            np.savez(target, key=key, reference=reference)
+        written = file.with_name(f".{file.name}.{os.getpid()}")
+        written.write_bytes(content.getvalue())
         written.replace(file)
     except OSError as error:
         raise ConfigError(f"run.folder: {file} cannot be written ({error.strerror}); use another folder") from error

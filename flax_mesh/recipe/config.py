@@ -94,7 +94,8 @@ class CheckpointConfig:
         best_metric: Name of a metric in metrics.jsonl; lower is better.
         keep_every: Keep in addition every checkpoint whose step is a multiple of this. 0: none.
         compress: Compress with zstd: smaller files, slower saves.
-        on_failure: "stop" the run if a checkpoint cannot be written, or "continue" without it.
+        on_failure: If a checkpoint cannot be written: "stop" the run, "continue" without it, or "auto": continue if
+            `run.folder` is in a store, which may work again, else stop.
         start_from: A run folder, a checkpoint, a folder of safetensors, or the id of a model of the hub (org/name or
             org/name@revision), from which a new run takes its initial parameters, as far as their paths and shapes
             match. "": random initialization.
@@ -108,7 +109,7 @@ class CheckpointConfig:
     best_metric: str = field(default="eval_loss", metadata=SAME_RESULT)
     keep_every: int = field(default=0, metadata=SAME_RESULT | AT_LEAST_0)
     compress: bool = field(default=True, metadata=SAME_RESULT)
-    on_failure: str = field(default="stop", metadata=SAME_RESULT | {"one_of": ("stop", "continue")})
+    on_failure: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ("auto", "stop", "continue")})
     start_from: str = field(default="", metadata={"path": stored_path_problem})
 
 
@@ -118,7 +119,8 @@ class RunConfig:
 
     Attributes:
         steps: Step at which training stops. It does not affect the learning rate.
-        folder: The run folder: metrics.jsonl, config.txt and checkpoints/.
+        folder: The run folder: metrics.jsonl, config.txt and checkpoints/. It may be an address in a store, such as
+            s3://bucket/run, gs://bucket/run or, of another server, s3+https://host:port/bucket/run.
         seed: Seed of parameters, random streams and, unless `data.seed` is set, the order of the data.
         platform: "auto" (the devices that JAX finds; the mesh is shrunk to fit them), "cpu", "cpu:8" (8 virtual CPU
             devices), "gpu" or "tpu".
@@ -144,7 +146,7 @@ class RunConfig:
     __repr__ = changed_repr
 
     steps: int = field(default=1000, metadata=SAME_RESULT | AT_LEAST_1)
-    folder: str = field(default="runs/default", metadata=SAME_RESULT | {"path": True})
+    folder: str = field(default="runs/default", metadata=SAME_RESULT | {"path": stored_path_problem})
     seed: int = field(default=0, metadata={"at_least": 0, "below": 2**32})
     platform: str = field(default="auto", metadata=SAME_RESULT)
     eval_every: int = field(default=100, metadata=SAME_RESULT | AT_LEAST_0)

@@ -7,14 +7,13 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, read_file, type_problems, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
-from flax_mesh.store import DATASET, with_commit
+from flax_mesh.store import DATASET, StorePath, stored_path, with_commit
 from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -96,10 +95,13 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 def with_commits(config: TrainConfig) -> TrainConfig:
     """`config` with the commits of its ids of the hub: those that its run folder began with, if any."""
     checkpoint, data, earlier = config.checkpoint, config.data, {}
-    if any(map(type_problems, (checkpoint, data, config.run))):
+    has_names = checkpoint.start_from or isinstance(data, ChatConfig)
+    if any(map(type_problems, (checkpoint, data, config.run))) or not has_names:
         return config
     with suppress(OSError, ConfigError):
-        lines = read_file(Path(config.run.folder, RECORDED)).decode(errors="replace").splitlines()
+        path = stored_path(config.run.folder) / RECORDED
+        content = path.read_bytes() if isinstance(path, StorePath) else read_file(path)
+        lines = content.decode(errors="replace").splitlines()
         earlier = {name: value for name, _, value in (line.partition("=") for line in lines)}
     if start := checkpoint.start_from:
         start = with_commit(start, earlier.get("checkpoint.start_from", ""))

@@ -33,4 +33,5 @@ from flax_mesh.step.step import make_eval_step as make_eval_step
 from flax_mesh.step.step import make_train_step as make_train_step
 from flax_mesh.train.loop import train as train
 from flax_mesh.train.ray import ray_trainer as ray_trainer
+from flax_mesh.train.run_folder import read_metrics as read_metrics
 from flax_mesh.train.steps import TrainResult as TrainResult

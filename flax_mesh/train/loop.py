@@ -17,6 +17,7 @@ from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.program import TrainProgram, build_program
 from flax_mesh.recipe.saved import run_metadata
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import stored_path, working_copy
 from flax_mesh.text import count_text, mesh_text
 from flax_mesh.train.checks import changes_since, check_recording, check_stages, check_trace, not_resumable
 from flax_mesh.train.hooks.load import find_hooks
@@ -77,7 +78,7 @@ def train(
             in one error, before anything compiles. Or a file of `data.source` changed under the run, or a batch of
             `make_batches` differs from the first one in its tree, shapes or dtypes.
         CheckpointCorruptedError: The run folder has checkpoints, but none of them is valid.
-        SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` is "stop" or it is the final one.
+        SaveError: A checkpoint cannot be written, and `checkpoint.on_failure` says so or it is the final one.
 
     Example:
         >>> import tempfile
@@ -95,12 +96,13 @@ def train(
         raise ConfigError(problems)
     factories, data = find_hooks(config.run.hooks, config.hooks), load_data(program)
     _watch_pipeline(watch, program)
-    with folder_of_run(user_path(config.run.folder), restart) as folder:
+    with folder_of_run(stored_path(config.run.folder), restart, say) as (folder, publish):
         record = run_record(recipe, program, data)
         check_agreement(record)
-        program = _with_search(program, folder, say)
+        program = _with_search(program, working_copy(folder), say)
         evaluate = evaluation_of(program, data)
-        run = Run(program, data, evaluate, record, folder, say, hooks, factories, stop_together(should_stop), trace)
+        should_stop = stop_together(should_stop)
+        run = Run(program, data, evaluate, record, folder, publish, say, hooks, factories, should_stop, trace)
         describe(run)
         on_start(program, folder)
         return _begin_or_resume(run, allow_changes)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,9 +13,10 @@ import jax
 
 from flax_mesh.checkpoint.find import find_step
 from flax_mesh.errors import ConfigError
-from flax_mesh.fields import check_types, user_path
+from flax_mesh.fields import check_types
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import RunConfig, TrainConfig
+from flax_mesh.store import stored_path, stored_path_problem
 from flax_mesh.text import shown
 from flax_mesh.train.loop import train
 from flax_mesh.train.metrics import Row
@@ -125,7 +125,7 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
         if not isinstance(value, int | float) or not 0 <= value < math.inf
     }:
         problems.append(f"resources must be finite numbers of at least 0, got {shown(wrong)}")
-    if not os.path.isabs(os.path.expanduser(str(run.folder))):
+    if not stored_path_problem(str(run.folder)) and not stored_path(run.folder).is_absolute():
         problems.append(
             f"run.folder must be absolute, got {run.folder}: every worker runs in another folder; use one "
             "that all of them have access to"
@@ -144,7 +144,7 @@ def _problems(run: RunConfig, num_workers: int, resources: Mapping[str, float], 
 def _work(make_config: Callable[[], TrainConfig], report_every: int | None) -> TrainResult:
     """The work of every worker. All of them report equally often, as Ray requires."""
     config = make_config()
-    every, folder, reported = report_every or config.checkpoint.every, user_path(config.run.folder), None
+    every, folder, reported = report_every or config.checkpoint.every, stored_path(config.run.folder), None
 
     def report(row: Row) -> None:
         nonlocal reported

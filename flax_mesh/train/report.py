@@ -18,6 +18,7 @@ from flax_mesh.recipe.program import TrainProgram
 from flax_mesh.recipe.resolve import Recipe
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import StorePath
 from flax_mesh.text import bytes_text, mesh_text
 from flax_mesh.train.hooks.load import Factory
 from flax_mesh.train.metrics import Row
@@ -33,6 +34,7 @@ class Run:
     evaluate: Callable[[TrainState], Row] | None  # None: nothing is evaluated
     record: dict[str, Any]  # metadata saved with every checkpoint
     folder: Path
+    publish: Callable[[], None]  # the files of a folder in a store
     say: Say
     hooks: Sequence[Callable[[Row], None]]
     factories: Sequence[tuple[str, Factory]]  # of the hooks of run.hooks and of the recipe, for process 0
@@ -44,7 +46,8 @@ class Run:
         return self.program.recipe
 
     def warn_or_raise(self, error: SaveError) -> None:
-        if self.recipe.checkpoint.on_failure == "stop":
+        choice, in_store = self.recipe.checkpoint.on_failure, isinstance(self.folder, StorePath)
+        if choice == "stop" or (choice == "auto" and not in_store):
             raise error
         self.say(f"warning: {error}; training continues (checkpoint.on_failure)")
 

@@ -14,20 +14,21 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import jax
 
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.checkpoint.find import CHECKPOINTS, LAST_STEP
+from flax_mesh.errors import ConfigError, SaveError, UnreadableError
 from flax_mesh.processes import assert_equal, broadcast_from_process_0
 from flax_mesh.recipe.overrides import RECORDED
+from flax_mesh.store import StorePath, is_present, stored_path, working_copy
 from flax_mesh.text import count_text
 from flax_mesh.train.hooks.load import Row
+from flax_mesh.train.stores.copy import COMPILED, METRICS, RunFiles, joined_rows
 
-METRICS, CONFIG, LOCK = "metrics.jsonl", RECORDED, ".lock"
-COMPILED = "compiled"  # the cache of compiled programs, which the command line uses
+CONFIG, LOCK = RECORDED, ".lock"
 PLAIN_ROW = re.compile(rb'\{"step": ([0-9]{1,18})(?:,[^{}\0]*)?\}')  # not two rows; found 10 times faster than by JSON
 KINDS = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder"}
 FOLDER = ("a folder", os.R_OK | os.W_OK | os.X_OK)
@@ -43,7 +44,7 @@ def is_first() -> bool:
 def next_free(folder: Path) -> Path:
     """`folder`, or the first of folder-2, folder-3 ... that does not exist."""
     candidates = (folder, *(folder.with_name(f"{folder.name}-{i}") for i in range(2, 10_000)))
-    return next(path for path in candidates if not os.path.lexists(path))
+    return next(path for path in candidates if not is_present(path))
 
 
 @contextmanager
@@ -80,17 +81,32 @@ def run_folder(folder: Path) -> Iterator[None]:
         yield
 
 
+class Place(NamedTuple):
+    """The folder of a run; `publish` writes its files to the store if it is in one, and is called before a save."""
+
+    folder: Path
+    publish: Callable[[], None]
+
+
 @contextmanager
-def folder_of_run(wanted: Path, restart: bool) -> Iterator[Path]:
+def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> Iterator[Place]:
     """Yield the run folder, selected and locked by process 0. A ConfigError of process 0 is raised in all processes."""
+    if isinstance(wanted, StorePath) and jax.process_count() > 1:
+        raise ConfigError(
+            f"run.folder={wanted}: several processes cannot save to a store; use a folder that they share"
+        )
+    publish: Callable[[], None] = lambda: None  # noqa: E731
     with ExitStack() as stack:
 
         def choose() -> str:
+            nonlocal publish
             folder = next_free(wanted) if restart else wanted
-            stack.enter_context(run_folder(folder))
+            stack.enter_context(run_folder(working_copy(folder)))
+            if isinstance(folder, StorePath):
+                publish = stack.enter_context(RunFiles(folder, working_copy(folder), say)).publish
             return str(folder)
 
-        yield Path(broadcast_from_process_0("folder", choose))
+        yield Place(stored_path(broadcast_from_process_0("folder", choose)), publish)
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
@@ -208,6 +224,30 @@ def rows_until(text: bytes, step: int) -> bytes:
     numbered = [(_step_of(line), line) for line in text.split(b"\n")]
     rows = {number: line + b"\n" for number, line in numbered if 0 < number <= step}
     return b"".join(rows[number] for number in sorted(rows))
+
+
+def read_metrics(folder: str | Path) -> list[Row]:
+    """The rows of metrics of a run, one for each step in order; its folder may be in a store, and the run in progress.
+
+    Raises ConfigError if the folder has no metrics, and UnreadableError if they cannot be read.
+
+    Example:
+        >>> from flax_mesh.train import apply_overrides, load_recipe, read_metrics, train
+        >>> settings = ["run.steps=2", "model.num_layers=1", "run.sample_tokens=0", "run.folder=runs/two"]
+        >>> result = train(apply_overrides(load_recipe("recipes/tiny.py"), settings))
+        >>> [row["step"] for row in read_metrics("runs/two")]
+        [1, 2]
+    """
+    path = stored_path(folder)
+    try:
+        first, parts = joined_rows(path) if isinstance(path, StorePath) else ((path / METRICS).read_bytes(), [])
+    except (FileNotFoundError, NotADirectoryError):
+        first, parts = b"", []
+    except OSError as error:
+        raise UnreadableError(f"the metrics of {path} cannot be read: {error.strerror}") from error
+    if not (rows := rows_until(first + b"".join(parts), LAST_STEP)):
+        raise ConfigError(f"{path} contains no {METRICS}; pass the folder of a run that has completed a step")
+    return [json.loads(line) for line in rows.splitlines()]
 
 
 def _step_of(line: bytes) -> int:

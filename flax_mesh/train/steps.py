@@ -23,6 +23,7 @@ from flax_mesh.mpmd.runtime.profile import costs_of, trace_step
 from flax_mesh.mpmd.schedules.simulate import simulate
 from flax_mesh.step.loss import Limits, Metrics
 from flax_mesh.step.state import TrainState
+from flax_mesh.store import working_copy
 from flax_mesh.text import count_text
 from flax_mesh.train.checks import TRACED
 from flax_mesh.train.hooks.load import Hooks
@@ -68,14 +69,15 @@ def run_steps(
     _say_base(run, checkpointer.base)
     settings, config = run.recipe.run, run.recipe.config
     is_recorded = is_first() and not profile_problem(settings.profile, start, settings.steps)
-    hooks = Hooks(run.factories if is_first() else (), run.folder, config, start, run.say)
+    here = working_copy(run.folder)
+    hooks = Hooks(run.factories if is_first() else (), here, config, start, run.say)
     repeats = partial(repeats_rows, run.record, config)
-    file = MetricsFile(run.folder, config_lines(run.record), start, run.say, repeats) if is_first() else None
+    file = MetricsFile(here, config_lines(run.record), start, run.say, repeats) if is_first() else None
     check = StepCheck(settings, saved)
     rows = Rows(
         file, run.program, start, check, hooks=[*run.hooks, hooks], say=run.say, warn_or_raise=run.warn_or_raise
     )
-    profile = Profile(run.folder, settings.profile if is_recorded else 0, start, run.say)
+    profile = Profile(here, settings.profile if is_recorded else 0, start, run.say)
     with closing(rows), closing(hooks), closing(profile):
         steps = _Steps(run, checkpointer, state, start, rows, profile)
         status = steps.train()
@@ -177,7 +179,11 @@ class _Steps:
         self._check_callbacks()
         self._run.data.check_unchanged()
         record = step_record(self._run.record, self.step, self._rows.last, self._check.record(), self._run.data)
-        save = partial(self._checkpointer.save, self.step, self.state, record)
+
+        def save() -> None:
+            self._run.publish()  # first, so that a step in a store never lacks rows of metrics
+            self._checkpointer.save(self.step, self.state, record)
+
         for call in (self._checkpointer.wait, save):  # a failure of the previous save does not prevent this one
             try:
                 call()

@@ -250,7 +250,7 @@ with Checkpointer(sys.argv[1], keep=2) as checkpointer:
 def test_after_kills_in_saves_to_an_s3_server_the_newest_step_is_whole(tmp_path, monkeypatch):
     rng, newest = np.random.default_rng(0), 0
     with s3_server(monkeypatch, tmp_path / "log") as bucket:
-        for _ in range(4):
+        for _ in range(20):
             command = [sys.executable, "-c", SAVES, str(bucket / "run")]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
                 assert process.stdout is not None

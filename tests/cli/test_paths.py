@@ -82,8 +82,8 @@ def test_a_command_refuses_an_address_before_it_writes(command, tmp_path, monkey
 
 
 def test_settings_that_are_paths_refuse_an_address():
-    keys = ("run.folder", "run.hardware", "data.source", "pipeline.schedule", "checkpoint.start_from")
-    settings = [*(f"{key}=s3://a/x.txt" for key in keys[:-1]), f"{keys[-1]}=hdfs://a/x.txt"]
+    keys = ("run.hardware", "data.source", "pipeline.schedule", "run.folder", "checkpoint.start_from")
+    settings = [*(f"{key}=s3://a/x.txt" for key in keys[:3]), *(f"{key}=hdfs://a/x.txt" for key in keys[3:])]
     config = apply_overrides(load_recipe(RECIPE), ["mesh.shape=pp:2", *settings])
     address = re.compile(r"is an address \((s3|hdfs):\), but must be a path of this machine")
     problems = [line for line in check_config(config) if address.search(line)]

@@ -63,10 +63,13 @@ def keep_files(folder: Path, checkpoints: Path) -> None:
     if not (files := other_files(folder)):
         return
     kept = checkpoints / KEPT
-    shutil.rmtree(kept, ignore_errors=True)
-    kept.mkdir(parents=True)
+    if isinstance(kept, StorePath):
+        kept.remove(last=CONFIG)
+    else:
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
     for file in files:
-        shutil.copyfile(file, kept / file.name)
+        (kept / file.name).write_bytes(file.read_bytes())
 
 
 def read_kept_config(checkpoints: Path) -> Json:

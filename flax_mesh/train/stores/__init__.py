@@ -1,0 +1,1 @@
+"""A run folder in an object store: its lease, and the working copy of its files."""

@@ -1,0 +1,162 @@
+"""The files of a run whose folder is in a store: the run uses a working copy on this machine, which is published.
+
+Rows of metrics are objects metrics/000000.jsonl, metrics/000001.jsonl and so on, of which a run writes only the last,
+until that has a megabyte. Together they are metrics.jsonl, whose steps may be repeated if a resumed run was killed.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flax_mesh.errors import ConfigError, SaveError
+from flax_mesh.store import StorePath
+from flax_mesh.train.stores import lease
+
+METRICS = "metrics.jsonl"
+COMPILED = "compiled"  # the cache of compiled programs, which the command line uses
+PARTS = "metrics"
+PART = 2**20  # bytes from which on the rows are in the next object
+LOCAL = (COMPILED, "wandb")  # folders that stay on this machine, as hidden files do; wandb sends its files itself
+_UNFINISHED = (".new", ".part")
+
+
+def joined_rows(folder: StorePath) -> tuple[bytes, list[bytes]]:
+    """The rows in a metrics.jsonl, of a folder that was copied to the store, and those in its parts."""
+    names = folder.names()
+    parts = [(folder / name).read_bytes() for name in names if name.startswith(f"{PARTS}/")]
+    return (folder / METRICS).read_bytes() if METRICS in names else b"", parts
+
+
+class RunFiles:
+    """The files of the run in `folder`, whose working copy `here` is locked. As a context: with the lease.
+
+    `publish` writes what has changed since the last call to the store. A thread publishes new rows, and renews the
+    lease. At the start the store replaces the working copy, except for what is LOCAL.
+    """
+
+    def __init__(self, folder: StorePath, here: Path, say: Callable[[str], None]):
+        self._folder, self._here, self._say = folder, here, say
+        self._lease, self._lock, self._over = lease.Lease(folder, here, say), threading.Lock(), threading.Event()
+        self._sent: dict[str, tuple[int, int]] = {}  # name -> size and time of change
+        self._number, self._start, self._last = 0, 0, b""  # of the last part: number, place in metrics.jsonl, content
+        self._num_parts = 0  # in the store
+        self._thread = threading.Thread(target=self._publish_rows, daemon=True)
+
+    def __enter__(self) -> "RunFiles":
+        try:
+            self._lease.claim()
+            self._fetch()
+        except OSError as error:
+            self._lease.release()
+            raise ConfigError(
+                f"run.folder={self._folder} cannot be used: {error.strerror}; repair that, or use another folder"
+            ) from error
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+        try:
+            if not self._lease.is_lost:
+                self.publish()
+        except (ConfigError, SaveError) as failure:
+            self._say(f"warning: {failure}")
+        self._lease.release()
+
+    def publish(self) -> None:
+        """Write all changes. SaveError if the store refuses, and ConfigError if another run has the lease."""
+        self._publish(lambda: True)
+
+    def _publish(self, is_for_all: Callable[[], bool]) -> None:
+        with self._lock:
+            try:
+                self._lease.renew()
+                if is_for_all():
+                    self._send_files()
+                self._send_rows()
+            except OSError as error:
+                raise SaveError(
+                    f"metrics and other files could not be written to {self._folder}: {error.strerror}; they are in "
+                    f"{self._here}, and the next save of this run writes them"
+                ) from error
+
+    def _publish_rows(self) -> None:
+        while not self._over.wait(lease.RENEWED):
+            with suppress(ConfigError, SaveError):  # the next save raises it
+                self._publish(lambda: not self._rows(self._start).startswith(self._last))
+
+    def _fetch(self) -> None:
+        """Replace the working copy by the objects that are directly in the folder, and by the joined metrics."""
+        for entry in self._here.iterdir():
+            if entry.name not in LOCAL and not entry.name.startswith("."):
+                (shutil.rmtree if entry.is_dir() and not entry.is_symlink() else os.unlink)(entry)
+        names = [name for name in self._folder.names() if "/" not in name and name != lease.LEASE]
+        for name in names:
+            (self._here / name).write_bytes((self._folder / name).read_bytes())
+            self._sent[name] = _status(self._here / name)
+        first, parts = joined_rows(self._folder)
+        if rows := first + b"".join(parts):
+            (self._here / METRICS).write_bytes(rows)
+        self._num_parts = len(parts)
+        if parts and not first:
+            self._number, self._start, self._last = len(parts) - 1, sum(map(len, parts[:-1])), parts[-1]
+
+    def _send_files(self) -> None:
+        """All files but the metrics; those that are gone here are deleted there."""
+        now = {name: _status(self._here / name) for name in _files(self._here)}
+        for name, status in now.items():
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                if self._sent.get(name) != status:
+                    (self._folder / name).write_bytes((self._here / name).read_bytes())
+                    self._sent[name] = status
+        for name in self._sent.keys() - now.keys() - {METRICS}:
+            (self._folder / name).unlink()
+            del self._sent[name]
+
+    def _send_rows(self) -> None:
+        rows, at = self._rows(self._start), 0
+        if not rows.startswith(self._last):  # cut back to a checkpoint, or of another run
+            self._number, self._start, self._last = 0, 0, b""
+            rows = self._rows(0)
+        while at < len(rows):
+            end = rows.find(b"\n", at + PART) + 1 or len(rows)
+            if rows[at:end] != self._last:
+                (self._folder / PARTS / f"{self._number:06}.jsonl").write_bytes(rows[at:end])
+                self._num_parts, self._last = max(self._num_parts, self._number + 1), rows[at:end]
+            if end < len(rows):
+                self._number, self._start, self._last = self._number + 1, self._start + end - at, b""
+            at = end
+        while self._num_parts > self._number + (self._last != b""):
+            (self._folder / PARTS / f"{self._num_parts - 1:06}.jsonl").unlink()
+            self._num_parts -= 1
+        if self._sent.pop(METRICS, None):
+            (self._folder / METRICS).unlink()
+
+    def _rows(self, start: int) -> bytes:
+        """The complete lines of metrics.jsonl from the byte `start` on."""
+        with suppress(FileNotFoundError), (self._here / METRICS).open("rb") as file:
+            file.seek(start)
+            rows = file.read()
+            return rows[: rows.rfind(b"\n") + 1]
+        return b""
+
+
+def _files(folder: Path) -> Sequence[str]:
+    """The names of the files to publish."""
+    names: list[str] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and (name not in LOCAL or parent != str(folder))
+        ]
+        paths = [Path(parent, name) for name in files if not name.startswith(".") and not name.endswith(_UNFINISHED)]
+        names += [path.relative_to(folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
+    return sorted({*names} - {METRICS})
+
+
+def _status(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
