@@ -186,7 +186,7 @@ class Attention:
         return lax.psum(x, names) if names else x
 
     def _axes(self, label: int) -> tuple[str, ...]:
-        return self.placement.axes[label] if self.placement else ()
+        return self.placement.axes.get(label, ()) if self.placement else ()
 
     # On all devices
 

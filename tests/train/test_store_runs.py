@@ -124,7 +124,8 @@ def test_files_beside_the_parameters_and_the_reference_of_preferences_are_kept_i
         keep_files(tmp_path / names[1], files / "checkpoints")
         assert {*(files / "checkpoints" / KEPT).names()} == {*names}
     preferences._write(files / preferences.FILE, "key", np.arange(3.0))
-    assert np.array_equal(preferences._read(files / preferences.FILE, "key"), np.arange(3.0))
+    kept = preferences._read(files / preferences.FILE, "key")
+    assert kept is not None and np.array_equal(kept, np.arange(3.0))
     assert preferences._read(files / preferences.FILE, "another key") is None is preferences._read(files / "x", "key")
 
 
