@@ -16,7 +16,7 @@ from flax_mesh.hardware import CHIPS, Chip, load_chip
 from flax_mesh.mesh.torus.shapes import best_shape, nearest_counts
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.recipe import plan_for
-from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
+from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_functions
@@ -44,6 +44,11 @@ class Planned(NamedTuple):
     plan: Plan
     tokens: int  # per step; rows, if the tokens of a batch are not known
     unit: str = "tok"
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as they are typed: `mesh.shape=fsdp:8`."""
+        return overrides(self.settings)
 
     @property
     def seconds_per_token(self) -> float:

@@ -14,8 +14,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh, without_mesh
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule
-from flax_mesh.mpmd.split import assign as cut
-from flax_mesh.mpmd.split.assign import CutError
+from flax_mesh.mpmd.split.assign import CutError, label
 from flax_mesh.mpmd.split.problems import (
     check_effects,
     check_layers,
@@ -34,7 +33,7 @@ from flax_mesh.mpmd.split.stages.arguments import (
     schedule_and_sizes,
     trained_filter,
 )
-from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, calls_in_order, copies_beside
+from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, calls_in_order, copies_beside, rank_costs
 from flax_mesh.mpmd.split.trace import Layer, open_forward, places_of, split_leaves
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -163,8 +162,8 @@ def _divided(whole: StagedModel, cuts: Sequence[int] | None, balance: str) -> St
     ranks = {layer: at for at, layer in enumerate(order)}
 
     def staged_with(copies: Mapping[str, Layer]) -> StagedModel:
-        labels = cut.label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
-        costs = cut.costs(opened.program, labels, len(order))
+        labels = label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
+        costs = rank_costs(opened.program, labels, len(order))
         sizes = functools.partial(boundary_bytes, opened, labels, len(order))
         bounds, remark = bounds_of(costs, whole.num_stages, cuts, balance, sizes)
         staged = replace(
