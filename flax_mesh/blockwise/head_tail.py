@@ -73,11 +73,15 @@ def head_tail(parts: int) -> tuple[int, ...]:
 def exchange(x: jax.Array, dim: int, names: Axes, parts: int, *, back: bool = False) -> jax.Array:
     """The rows that this device has in head-tail order, from those in order, or `back`; inside of a shard_map."""
     device_of = {c: n // 2 for n, c in enumerate(head_tail(parts))}
+    ordered = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
+    # ppermute counts the devices along the axes in the order of the mesh, and parts are in the order of `names`.
+    grid = np.arange(parts).reshape([lax.axis_size(name) for name in ordered])
+    place = grid.transpose([ordered.index(name) for name in names]).ravel().tolist()
     halves: list[jax.Array] = []
     for n, half in enumerate(jnp.split(x, 2, dim)):
-        pairs = [(d, device_of[2 * d + n]) for d in range(parts)]
+        pairs = [(place[d], place[device_of[2 * d + n]]) for d in range(parts)]
         pairs = [(b, a) for a, b in pairs] if back else pairs
-        halves.append(lax.ppermute(after(half, halves), names, pairs))
+        halves.append(lax.ppermute(after(half, halves), ordered, pairs))
     return jnp.concatenate(halves, dim)
 
 

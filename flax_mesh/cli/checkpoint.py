@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from flax_mesh.checkpoint import find
 from flax_mesh.checkpoint import read as describe
 from flax_mesh.checkpoint.base import read_base
@@ -30,6 +32,7 @@ from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.store import stored_path
 from flax_mesh.text import array_text
 from flax_mesh.train.export import export, import_huggingface, reshard
+from flax_mesh.tree import Constant
 
 RECIPE = re.compile(r".*\.py(:\w+)?")
 DIR = "a run folder, its checkpoints/, or one step in it"
@@ -301,7 +304,7 @@ def _recipe_record(config: TrainConfig) -> tuple[dict[str, Any], dict[str, descr
     check(config)
     recipe = derive(config, abstract_target(config.mesh, config.run.platform), {})
     # With pp this is the mesh of one group: arrays are split in the same way on all groups.
-    state = abstract_state(recipe.make, recipe.mesh, **vars(recipe.layout))
+    state = nnx.filter_state(abstract_state(recipe.make, recipe.mesh, **vars(recipe.layout)), nnx.Not(Constant))
     rules, sizes = recipe.rules, recipe.target.sizes
     layout = layout_of(state, rules.layers)
     record = layout_record(sizes, rules, layout) | {"config": to_texts(config)}

@@ -26,7 +26,7 @@ from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, st
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel, finite_problem
-from flax_mesh.models import Generated, Sampling, generate
+from flax_mesh.models import Generated, Sampling, SpeedReport, generate
 from flax_mesh.models.generation.generate import length_problems, option_problems
 from flax_mesh.models.generation.memory import check_cache
 from flax_mesh.processes.output import reader_has_ended
@@ -85,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="FILE.jsonl", type=os.path.expanduser, help="write a line of JSON for every prompt"
     )
     parser.add_argument("--json", action="store_true", help="print these lines instead of the text")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print the time of a token to standard error, beside the time in which the memory can be read for it",
+    )
 
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -122,6 +127,7 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
             **sizes,
             on_token=on_token,
             on_result=on_result,
+            on_report=_say_report if arguments.report else None,
         )
         say(printer.summary())
         if warning := finite_problem([prompt.name for prompt in prompts], results):
@@ -141,11 +147,17 @@ def _chat(arguments: argparse.Namespace) -> int:
             say(note)
         printer = Printer([Prompt("line", text)], [row], tokenizer, frozenset(stops), arguments.max_tokens, quiet=False)
         options = {"sampling": _sampling(arguments), "stop_tokens": stops, "seed": arguments.seed, **sizes}
-        (result,) = generate(trained.model, [row], **options, on_token=printer.token)
+        on_report = _say_report if arguments.report else None
+        (result,) = generate(trained.model, [row], **options, on_token=printer.token, on_report=on_report)
         chat.answer(row, result, tokenizer, stops)
         if reader_has_ended(sys.stdout):
             break
     return DONE
+
+
+def _say_report(report: SpeedReport) -> None:
+    for line in str(report).splitlines():
+        say(line)
 
 
 def _turns() -> Iterator[str]:

@@ -6,6 +6,7 @@ from flax_mesh.models.decoder import make_decoder as make_decoder
 from flax_mesh.models.generation.generate import Generated as Generated
 from flax_mesh.models.generation.generate import generate as generate
 from flax_mesh.models.generation.generate import sample as sample
+from flax_mesh.models.generation.report import SpeedReport as SpeedReport
 from flax_mesh.models.load import load_decoder as load_decoder
 from flax_mesh.models.load import pretrained_config as pretrained_config
 from flax_mesh.models.loss import distillation_loss as distillation_loss

@@ -60,7 +60,8 @@ def cross_entropy(
     def loss(x_BSD: jax.Array, weights_DV: jax.Array, targets_BS: jax.Array) -> jax.Array:
         if chunk:
             *arrays, layout = _in_chunks(x_BSD, weights_DV, targets_BS, chunk, axes)
-            return _chunked(*arrays, (), layout._replace(cap=cap))[0]
+            (loss,) = _chunked(*arrays, (), layout._replace(cap=cap))
+            return loss
         return jnp.sum(_losses(soft_cap(project(x_BSD, weights_DV, axes), cap), targets_BS)[0])
 
     return on_auto_axes(loss, x_BSD, weights_DV, targets_BS, out=[()], axes=axes)

@@ -54,7 +54,7 @@ from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, witho
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.tree import MODEL, OPTIMIZER, PyTree, named_leaves, shard_bytes
+from flax_mesh.tree import MODEL, OPTIMIZER, Constant, PyTree, named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
 
@@ -351,7 +351,8 @@ def split_recipe(recipe: Recipe) -> Split:
     assert isinstance(mesh, AbstractMesh) and schedule is not None
     staged = split_model(recipe, mesh)
     abstract = abstract_state(recipe.make, mesh, **vars(recipe.layout))
-    named = named_leaves(abstract_train_state(recipe.make, abstract).to_nnx())
+    state = abstract_train_state(recipe.make, abstract).to_nnx()
+    named = named_leaves(state)
     model = [leaf for path, leaf in named if path.startswith(MODEL)]
     shardings = [model[leaf.source].sharding for leaf in staged.leaves]
     staged = staged.with_layout(mesh, [x.sharding.spec for x in model], recipe.rules.axes)
@@ -361,7 +362,8 @@ def split_recipe(recipe: Recipe) -> Split:
         sizes[kind] = bytes_of_groups(staged, schedule.stage_to_group, leaves)
     hosted = [(path, x, shard_bytes(x) if is_on_host(x) else 0) for path, x in named]
     host = bytes_of_groups(staged, schedule.stage_to_group, hosted)
-    count = sum(math.prod(x.shape) for path, x in named if _kind(path, x) == "parameters")
+    without_constants = named_leaves(nnx.filter_state(state, nnx.Not(Constant)))
+    count = sum(math.prod(x.shape) for path, x in without_constants if _kind(path, x) == "parameters")
     products = _product_flops(recipe, staged.split_model[1])
     return Split(recipe, mesh, staged, schedule, shardings, sizes, host, products, count)
 

@@ -22,7 +22,7 @@ from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES, TRANSPORTS
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.store import stored_path_problem
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import Constant, PyTree
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "loss_fn", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
@@ -241,7 +241,7 @@ class TrainConfig:
     rules: Any = None
     make_optimizer: Callable[["TrainConfig", PyTree], optax.GradientTransformation] | None = None
     make_schedule: Callable[["TrainConfig"], optax.Schedule] | None = None
-    wrt: Any = nnx.Param
+    wrt: Any = field(default=nnx.Param, metadata={"of_user": True})  # some filters of NNX are dataclasses
     hooks: tuple[Callable[..., object], ...] = ()
     make_batches: Callable[["TrainConfig"], object] | None = None
     model_from: Callable[..., object] | None = None
@@ -256,7 +256,8 @@ MakeConstant = Callable[[TrainConfig], tuple[Callable[[], nnx.Module], str]]
 
 def trained_variables(config: TrainConfig) -> Filter:
     """The filter of NNX that selects the trained variables: with adapters, these alone."""
-    return nnx.LoRAParam if config.lora.rank else config.wrt
+    trained = nnx.LoRAParam if config.lora.rank else config.wrt
+    return nnx.All(trained, nnx.Not(Constant)) if config.constants else trained  # a filter of paths selects both
 
 
 def data_seed(data: DataConfig, run: RunConfig) -> int:

@@ -6,6 +6,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flax import nnx
+
+from flax_mesh.checkpoint import read_config
 from flax_mesh.checkpoint.base import make_base
 from flax_mesh.checkpoint.read import mesh_of
 from flax_mesh.data.run_data import RunData
@@ -19,6 +22,7 @@ from flax_mesh.recipe.saved import FORMAT, layout_of, layout_record, versions
 from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.text import mesh_text
 from flax_mesh.train.metrics import Row
+from flax_mesh.tree import Constant
 
 MICROBATCHES = "pipeline.num_microbatches"
 AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, so all updates must have one decay
@@ -26,7 +30,7 @@ AVERAGE_DECAY = "optimizer.ema"  # the average is divided by 1 - decay^updates, 
 
 def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, Any]:
     """The metadata of a run's checkpoints as JSON, with the fields that depend on the step filled in for step 0."""
-    state = program.layout.to_nnx()
+    state = nnx.filter_state(program.layout.to_nnx(), nnx.Not(Constant))
     constants = program.recipe.constants
     sums = broadcast_from_process_0("constants", lambda: constants_record(constants)) if constants else "{}"
     return {
@@ -44,9 +48,10 @@ def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, A
 
 
 def constants_record(folders: Mapping[str, str]) -> str:
-    """JSON of name -> a checksum of the safetensors in a folder; reads all of their bytes."""
-    files = {name: json.dumps(make_base(folder, {}).files, sort_keys=True) for name, folder in folders.items()}
-    return json.dumps({name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()})
+    """JSON of name -> a checksum of config.json and the safetensors in a folder; reads all of their bytes."""
+    contents = {name: [read_config(folder), make_base(folder, {}).files] for name, folder in folders.items()}
+    texts = {name: json.dumps(content, sort_keys=True) for name, content in contents.items()}
+    return json.dumps({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
 
 
 def step_record(run: Mapping[str, Any], step: int, row: Row, check: Mapping[str, Any], data: RunData) -> dict[str, Any]:

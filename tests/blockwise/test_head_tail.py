@@ -135,6 +135,17 @@ def test_attention_in_head_tail_order_equals_the_attention_as_written(name, sp, 
 
 
 @pytest.mark.usefixtures("_always")
+def test_axes_in_another_order_than_the_mesh_have_the_same_result():
+    mesh = fm.create_mesh((2, 2), ("a", "b"), devices=jax.devices()[:4])
+    _, args, _ = placed("causal", 2)
+    spec, lines = PartitionSpec(None, ("b", "a")), []
+    attention = fm.blockwise_attention(causal, block=BLOCK, in_specs=(spec,) * 3, say=lines.append)
+    with jax.set_mesh(mesh):
+        found = jax.jit(attention)(*[jax.device_put(x, NamedSharding(mesh, spec)) for x in args])
+    assert " in head-tail order" in lines[0] and apart(found, causal(*args)) < 1e-5
+
+
+@pytest.mark.usefixtures("_always")
 @pytest.mark.slow
 def test_a_mistake_in_the_positions_of_exchanged_rows_is_found(monkeypatch):
     mesh, args, given = placed("causal", 2)

@@ -36,7 +36,7 @@ def rows(text: str) -> list[dict]:
 def test_streamed_text_equals_the_json_and_ends_before_a_stop_token(run, command, tmp_path):
     out = tmp_path / "out.jsonl"
     options = (MESH, "--temperature", 1, "--seed", 4, "--max-tokens", 12)
-    code, text, errors = command(run, "--prompt", "é and", *options, "--out", out)
+    code, text, errors = command(run, "--prompt", "é and", *options, "--out", out, "--report")
     assert code == DONE
     (row,) = rows(out.read_text())
     assert text == printable(row["text"]) + "\n"
@@ -46,6 +46,8 @@ def test_streamed_text_equals_the_json_and_ends_before_a_stop_token(run, command
     assert f"model: {run}/checkpoints/3, step 3" in errors and "tokenizer: bytes" in errors
     assert "note: 18 tokens of a prompt and its text are more than the 16 of the sequences of the trai" in errors
     assert "1 prompt, 12 tokens: first token after " in errors and "with compilation; then " in errors
+    assert "steps: 12 steps of 1 row with 28 slots, 3 dispatches, 0.250 per step" in errors and "\nmeasured: " in errors
+    assert "floor: the bandwidth of the memory is not known; " in errors
     token = row["tokens"][4]
     stopped_at = row["tokens"].index(token)
     (stopped,) = rows(command(run, "--prompt", "é and", *options, "--json", "--stop", token)[1])

@@ -1,5 +1,6 @@
 """Prompts in the rows of a batch: groups of tokens, stops inside of groups, and prompts that take free rows."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,8 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_mesh import hardware
 from flax_mesh.models import Sampling, generate
 from flax_mesh.models.cache import bucket_slots
+from flax_mesh.models.generation import report
 from flax_mesh.models.generation.batches import Batches
 from flax_mesh.models.generation.programs import GROUP, Computed, Programs
 from flax_mesh.tree import named_leaves
@@ -16,6 +19,7 @@ from tests.models.reference import SMALL, small
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 STOP, MOST = 1, 128
+CHIPS = {chip.name: chip for chip in hardware.CHIPS}
 COMPUTED: Any = Computed
 RANDOM = Sampling(temperature=1.2, top_k=20, top_p=0.95)
 
@@ -115,10 +119,28 @@ def test_groups_and_free_rows_have_the_tokens_of_single_prompts():
         np.testing.assert_allclose(one.log_probs, log_probs, atol=1e-5)
 
 
+def test_the_report_has_the_bytes_of_a_step_and_the_time_of_groups_after_groups(monkeypatch):
+    config = {"dtype": "bfloat16", "num_layers": 1, "num_experts": 4, "experts_per_token": 1, "tied": False}
+    model, reports = small(SMALL, **config), []
+    monkeypatch.setattr(report, "chip_of", lambda kind: CHIPS["H100"])
+    generate(model, [[1, 2], [3]], max_tokens=22, on_report=reports.append)
+    (one,) = reports
+    # q and o, k and v, two of four experts, two rows of the table, the head, three norms; the router is float32
+    numbers = 2 * 32 * 32 + 2 * 32 * 16 + 2 * 3 * 32 * 48 + 2 * 32 + 32 * 64 + 3 * 32
+    assert one.parameter_bytes == 2 * numbers + 4 * 32 * 4
+    assert one.cache_bytes == 2 * 2 * 2 * 8 * (16 + 22) * 2  # keys and values, rows, heads, their dim, slots
+    assert (one.rows, one.slots, one.steps, one.dispatches) == (2, 38, 22, 4)  # 1, 4, 16 and 1 tokens
+    assert (one.measured_steps, one.measured_tokens) == (17, 34) and one.seconds > 0
+    assert one.floor_seconds == (one.parameter_bytes + one.cache_bytes) / 2.9e12
+    assert f"on H100, measured {one.step_seconds / one.floor_seconds:.2f} times; " in str(one)
+    short = str(dataclasses.replace(one, measured_steps=0))
+    assert "measured: not measured" in short and "times" not in short
+
+
 def test_parameters_are_cast_once_if_every_use_casts_them():
     config = {"dtype": "bfloat16", "num_layers": 1, "num_experts": 4, "experts_per_token": 2, "attention_sinks": True}
     model = small(SMALL, **config)
-    leaves = Programs(model, 0, RANDOM)._leaves
+    leaves = Programs(model, 0, RANDOM).leaves
     dtypes = {path: str(x.dtype) for (path, _), x in zip(named_leaves(nnx.state(model)), leaves, strict=True)}
     kept = {path for path, dtype in dtypes.items() if dtype == "float32"}
     assert kept == {"layers/0/moe/router/kernel", "layers/0/attention/sinks"} and len(dtypes) > 8

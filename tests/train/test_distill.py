@@ -139,9 +139,10 @@ def stand_in(monkeypatch):
 
 
 def test_the_teacher_is_a_constant_in_the_layout_of_the_rules(tmp_path, stand_in):
-    """With adapters too: they are the student's alone."""
-    for rank in (0, 2):
+    """With adapters too: they are the student's alone. And with a filter of paths that the teacher has too."""
+    for rank, wrt in ((0, nnx.Param), (2, nnx.Param), (0, nnx.PathContains("mlp"))):
         config = config_of(tmp_path, "run", {"mesh.shape": "fsdp:4,tp:2", "lora.rank": rank})
+        config = replace(config, wrt=wrt)
         state = build_program(config).layout.to_nnx()
         leaves = dict(named_leaves(state))
         of_teacher = {path: x for path, x in leaves.items() if "teacher" in path}

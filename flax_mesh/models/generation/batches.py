@@ -16,6 +16,7 @@ import numpy as np
 
 from flax_mesh.models.cache import bucket_slots
 from flax_mesh.models.generation.programs import GROUP, Computed, Programs, State
+from flax_mesh.models.generation.report import Meter, SpeedReport
 
 _FIRST_GROUP = 4  # tokens, so that a text begins soon
 _MOST_GROUPS = 2  # dispatched, and not read
@@ -69,9 +70,13 @@ class Batches:
         self._log_probs: list[list[np.float32]] = [[] for _ in rows]
         self._has_ended = [False] * len(rows)
         self._state: State
+        self._meter = Meter()
 
     def run(
-        self, on_token: Callable[[int, int], bool | None] | None, on_result: Callable[[int, Generated], None] | None
+        self,
+        on_token: Callable[[int, int], bool | None] | None,
+        on_result: Callable[[int, Generated], None] | None,
+        on_report: Callable[[SpeedReport], object] | None = None,
     ) -> list[Generated]:
         """The continuations of all prompts; the functions are as of `generate`."""
         results: list[Generated] = []
@@ -82,7 +87,7 @@ class Batches:
                 size, self._next_group = self._next_group, GROUP
                 self._add(self._programs.decode(tokens_B, cache, ids_B, size, bool(self._waiting)), self._prompts, size)
             if not self._blocks:
-                return results
+                break
             self._read(self._blocks.popleft(), on_token)
             while len(results) < len(self._rows) and self._has_ended[n := len(results)]:
                 results.append(self._result(n))
@@ -91,6 +96,9 @@ class Batches:
             free = [b for b, n in enumerate(self._prompts) if n < 0 or self._has_ended[n]]
             while free and self._waiting:
                 self._insert(free)
+        if on_report is not None:
+            on_report(self._meter.report(self._programs.model, self._programs.leaves, self._state[2]))
+        return results
 
     def _needs_group(self) -> bool:
         """Whether a row has tokens left that no group computes."""
@@ -132,10 +140,14 @@ class Batches:
 
     def _add(self, computed: Computed, prompts: Sequence[int], size: int) -> None:
         self._state = computed.state
+        self._meter.dispatched(is_group=size > 1)
         self._blocks.append(_Block(computed.tokens_GB, computed.log_probs_GB, list(prompts), size))
 
     def _read(self, block: _Block, on_token: Callable[[int, int], bool | None] | None) -> None:
-        for tokens_B, log_probs_B in zip(*jax.device_get((block.tokens, block.log_probs)), strict=True):
+        tokens_GB, log_probs_GB = jax.device_get((block.tokens, block.log_probs))
+        is_token_GB = np.asarray(tokens_GB) >= 0
+        self._meter.read(int(is_token_GB.any(axis=1).sum()), int(is_token_GB.sum()), is_group=block.size > 1)
+        for tokens_B, log_probs_B in zip(tokens_GB, log_probs_GB, strict=True):
             for n, token, log_prob in zip(block.prompts, tokens_B.tolist(), log_probs_B, strict=True):
                 if n < 0 or token < 0 or self._has_ended[n]:
                     continue

@@ -18,6 +18,7 @@ from flax_mesh.models.cache import cache_shape, round_up, row_multiple, slot_mul
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.models.generation.batches import Batches, Generated
 from flax_mesh.models.generation.programs import Programs
+from flax_mesh.models.generation.report import SpeedReport
 from flax_mesh.models.ops.sampling import Sampling, choose_tokens
 from flax_mesh.text import at_most, count_text
 from flax_mesh.tree import PyTree
@@ -35,6 +36,7 @@ def generate(
     cache_length: int | None = None,
     on_token: Callable[[int, int], bool | None] | None = None,
     on_result: Callable[[int, Generated], None] | None = None,
+    on_report: Callable[[SpeedReport], object] | None = None,
 ) -> list[Generated]:
     """Continue prompts of any lengths, with the model on the devices and in the sharding of its parameters.
 
@@ -55,16 +57,15 @@ def generate(
         seed: Token i of prompt n depends on (seed, n, i), the model and the prompt, not on other prompts or the batch.
         batch_size: Number of prompts that are computed together.
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
-        on_token: Called as `on_token(prompt, token)` for each generated token, in the order in which they are computed.
-            If it returns True, the continuation ends with this token.
+        on_token: Called as `on_token(prompt, token)` for each token, in the order of computation; True ends the text.
         on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when it is complete.
+        on_report: Called once at the end with the measured speed and the least time that the memory needs.
 
     Returns:
         The continuation of every prompt.
 
     Raises:
-        ConfigError: An argument is out of its limits, a prompt is empty, has an id outside of the vocabulary or does
-            not fit in the cache. The error lists all of them.
+        ConfigError: All arguments out of their limits, and all prompts that are empty, too long or have unknown ids.
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, generate, make_decoder
@@ -73,14 +74,16 @@ def generate(
         >>> one.tokens.shape, one.log_probs.dtype, one.stopped
         ((5,), dtype('float32'), False)
     """
-    functions = {"on_token": on_token, "on_result": on_result}
+    functions = {"on_token": on_token, "on_result": on_result, "on_report": on_report}
     require_types(generate, prompts=prompts, stop_tokens=stop_tokens, sampling=sampling, **functions)
     rows, stop_tokens = [_as_row(prompt) for prompt in prompts], tuple(stop_tokens)
     _check_values(model, rows, sampling, stop_tokens, seed, max_tokens, batch_size, cache_length)
     programs = Programs(model, seed, sampling, stop_tokens, max_tokens)
     sizes = {"max_tokens": max_tokens, "batch_size": batch_size, "cache_length": cache_length}
     shape = cache_shape(model.axes, programs.mesh, list(map(len, rows)), **sizes)
-    return Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens)).run(on_token, on_result) if rows else []
+    if not rows:
+        return []
+    return Batches(programs, rows, *shape, max_tokens, frozenset(stop_tokens)).run(on_token, on_result, on_report)
 
 
 def _as_row(prompt: object) -> np.ndarray:

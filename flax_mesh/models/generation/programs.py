@@ -65,12 +65,12 @@ class Programs:
         self.mesh = _mesh_of(leaves) or current_mesh()
         self.rows = row_multiple(model.axes, self.mesh)
         self.slots = slot_multiple(model.axes, self.mesh)
-        self._leaves = leaves
+        self.model, self.leaves = model, leaves
         dtype = getattr(getattr(model, "config", None), "dtype", None)  # another model may have none
         if dtype is not None and any(x.dtype.itemsize > jnp.dtype(dtype).itemsize for x in leaves):
             with in_mesh(self.mesh):
                 casts = _casts(graphdef, tree, tuple(map(shape_of, leaves)), self.mesh, self.rows, self.slots)
-                self._leaves = [x if to is None else x.astype(to) for x, to in zip(leaves, casts, strict=True)]
+                self.leaves = [x if to is None else x.astype(to) for x, to in zip(leaves, casts, strict=True)]
         self._prefill, self._insert, self._decode = _compiled(graphdef, tree)
         stops = sorted(set(stop_tokens))
         stops_S = np.array(stops + [-1] * (-len(stops) % _STOPS or _STOPS), np.int32)
@@ -108,7 +108,7 @@ class Programs:
 
     def _call(self, program: Callable[..., Computed], *arrays: PyTree, **static: int) -> Computed:
         with in_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            return program(self._leaves, self._options, *arrays, **static)
+            return program(self.leaves, self._options, *arrays, **static)
 
 
 @lru_cache(maxsize=4)  # compiled programs of that many models
