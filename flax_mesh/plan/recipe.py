@@ -121,12 +121,6 @@ def _options(compiler_options: Mapping[str, object] | None) -> dict[str, bool]:
     return {"excess_precision": str(allows).lower() not in ("false", "0")}  # as XLA reads them
 
 
-def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[PyTree, ...]]:
-    """The program of a recipe, whose mesh may be abstract, and the abstract arguments of its step."""
-    program = train_program(recipe)
-    return program, arguments_of(program)
-
-
 def arguments_of(program: TrainProgram) -> tuple[PyTree, ...]:
     """The abstract arguments of a step."""
     recipe = program.recipe

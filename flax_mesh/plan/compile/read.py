@@ -61,11 +61,8 @@ def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]
     sends: list[Collective] = []
     for name, instructions in program.computations.items():
         for instruction in instructions:
-            if (
-                instruction.opcode != "send"
-                or not (kind := SLICES.search(instruction.text))
-                or isinstance(instruction.shape, Array)
-            ):
+            kind = SLICES.search(instruction.text) if instruction.opcode == "send" else None
+            if kind is None or isinstance(instruction.shape, Array):
                 continue
             sent, counts = instruction.shape[0], program.executions[name]
             if isinstance(sent, Array):

@@ -250,9 +250,8 @@ def plan_layout(config: TrainConfig, topology: Topology, batch: PyTree = None) -
 def tokens_text(planned: Planned) -> str:
     if planned.plan.fits is False:
         return f"needs {planned.fullness:.1f} times the memory"
-    return (
-        f"{1 / planned.seconds_per_token:,.0f} {planned.unit}/s" if math.isfinite(planned.seconds_per_token) else "none"
-    )
+    rate = 1 / planned.seconds_per_token
+    return f"{rate:,.0f} {planned.unit}/s" if rate else "none"
 
 
 def parse_chips(text: str, chip: Chip | None = None) -> Topology:

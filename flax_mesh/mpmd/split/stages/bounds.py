@@ -26,12 +26,6 @@ def copies_beside(program: Program, leaves: Sequence[ModelLeaf], ranks: Mapping[
     return copies if all(a in (b, OUTSIDE, VARIABLES) for a, b in zip(alone, beside, strict=True)) else {}
 
 
-def calls_in_order(program: Program, leaves: Sequence[ModelLeaf]) -> list[Layer]:
-    """The layers in the order in which the program calls them."""
-    layer_of = {v: leaf.layer for v, leaf in zip(program.inputs, leaves, strict=False) if leaf.layer is not None}
-    return layer_order(program, layer_of, program.inputs[len(leaves) :])
-
-
 def layer_order(program: Program, layer_of: Mapping[Var, Layer], data: Iterable[Var]) -> list[Layer]:
     """The layers in the order of their first use: the first equation on a layer and the batch.
 
@@ -80,16 +74,6 @@ def boundary_bytes(opened: Forward, labels: Sequence[int], num_ranks: int) -> li
     return totals
 
 
-def entry_costs(sizes: Sequence[int]) -> list[int]:
-    """The cost in FLOPs of the boundary before each rank, from `boundary_bytes`.
-
-    Only bytes beyond twice the smallest boundary count, which no choice avoids: stages of equal layers are balanced by
-    their FLOPs alone.
-    """
-    free = 2 * min(sizes[1:], default=0)
-    return [_FLOPS_PER_BYTE * max(0, size - free) for size in sizes]
-
-
 def balanced(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
     """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
 
@@ -134,7 +118,10 @@ def bounds_of(
     if balance == "count" or num_stages in (1, len(costs)):
         return tuple(balanced([1] * len(costs), num_stages)), ""
     sizes = measure_boundaries()
-    equal, by_bytes = (tuple(balanced(costs, num_stages, x)) for x in ((), entry_costs(sizes)))
+    # Bytes that no choice avoids do not count: stages of equal layers are balanced by their FLOPs alone.
+    free = 2 * min(sizes[1:], default=0)
+    entries = [_FLOPS_PER_BYTE * max(0, size - free) for size in sizes]
+    equal, by_bytes = (tuple(balanced(costs, num_stages, x)) for x in ((), entries))
     if by_bytes == equal:
         return by_bytes, ""
     before, after = (bytes_text(sum(sizes[at] for at in bounds[1:-1])) for bounds in (equal, by_bytes))

@@ -33,7 +33,7 @@ from flax_mesh.mpmd.split.stages.arguments import (
     schedule_and_sizes,
     trained_filter,
 )
-from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, calls_in_order, copies_beside, rank_costs
+from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, copies_beside, layer_order, rank_costs
 from flax_mesh.mpmd.split.trace import Layer, open_forward, places_of, split_leaves
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -157,7 +157,9 @@ def _divided(whole: StagedModel, cuts: Sequence[int] | None, balance: str) -> St
     check_references(opened.program)
     check_meshes(opened.program.eqns)
     check_trained(single, whole.wrt)
-    order = list(whole.ranks) or calls_in_order(opened.program, single)
+    inputs = opened.program.inputs
+    layer_of = {v: leaf.layer for v, leaf in zip(inputs, single, strict=False) if leaf.layer is not None}
+    order = list(whole.ranks) or layer_order(opened.program, layer_of, inputs[len(single) :])
     check_layers(whole.model, single, whole.layers, order, whole.num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
 
