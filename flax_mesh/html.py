@@ -35,13 +35,9 @@ def html_table(table: Table) -> str:
         parts = (f"<{tag}{look}>{escape(cell)}</{tag}>" for look, cell in zip(looks, cells, strict=True))
         return f"<tr>{''.join(parts)}</tr>"
 
-    caption = f"{html_note(table.caption)}\n" if table.caption else ""
+    caption = f'<p class="note">{escape(table.caption)}</p>\n' if table.caption else ""
     head, body = row_text("th", table.heads), "".join(row_text("td", row) for row in table.rows)
     return f'{caption}<div class="wide"><table><thead>{head}</thead><tbody>{body}</tbody></table></div>'
-
-
-def html_note(text: str) -> str:
-    return f'<p class="note">{escape(text)}</p>'
 
 
 def html_tiles(tiles: Sequence[tuple[str, str]]) -> str:

@@ -480,30 +480,7 @@ def lower_without_devices(
     if pallas.name != "pallas_call" or not callable(lower_pallas):  # used only by programs with Pallas kernels
         raise TypeError(f"{pallas} and {lower_pallas} are not a primitive and its lowering")
 
-    def rule(name: str) -> Any:
-        def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
-            kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
-            avals = [*ctx.avals_in[:3], *ctx.avals_in[10:]]
-            # Outputs with three dims are the statistics of the softmax, which are float32 for every dtype of the
-            # operands.
-            call = mlir.custom_call(
-                ATTENTION,
-                result_types=[
-                    ir.RankedTensorType.get(
-                        aval.shape, ir.F32Type.get() if aval.ndim == 3 else operands[0].type.element_type
-                    )
-                    for aval in ctx.avals_out
-                ],
-                operands=kept,
-                backend_config=f"{name} {mask_type} {sliding_window_length or 0}",
-            )
-            # Without a rule, Shardy propagates no shardings through a custom call.
-            call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
-                _attention_rule(avals, ctx.avals_out, swapped=layout == 1)
-            )
-            return call.results
-
-        return lower
+    directions = ((forward, "forward"), (backward, "backward"))
 
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
         if (flops := _splash_flops(ctx.avals_in, params)) is None:
@@ -514,7 +491,8 @@ def lower_without_devices(
         config = f"flops: {flops}"
         return mlir.custom_call(KERNEL, result_types=types, operands=kept, backend_config=config).results
 
-    rules = ((forward, rule("forward")), (backward, rule("backward")), (pallas, lower_kernel))
+    attention = [(primitive, _attention_lowering(ir, mlir, name)) for primitive, name in directions]
+    rules = (*attention, (pallas, lower_kernel))
     # This set is a global of JAX, so the two primitives are put back even if lowering raises an error.
     # JAX keeps the answer for each trace: a run on these devices lowers the same trace, which needs them.
     removed = set[object]() if has_devices else {forward, backward} & needing_devices
@@ -524,6 +502,34 @@ def lower_without_devices(
         return traced.lower(lowering_platforms=(platform,), _private_parameters=parameters)
     finally:
         needing_devices |= removed
+
+
+def _attention_lowering(ir: Any, mlir: Any, name: str) -> Callable[..., object]:
+    """The lowering of cuDNN's attention to a call of `ATTENTION`; `name` is "forward" or "backward"."""
+
+    def lower(ctx: Any, *operands: Any, mask_type: Any, layout: int, sliding_window_length: Any, **_: Any) -> Any:
+        kept = [*operands[:3], *operands[10:]]  # between them: bias, lengths, offsets and pages
+        avals = [*ctx.avals_in[:3], *ctx.avals_in[10:]]
+        # Outputs with three dims are the statistics of the softmax, which are float32 for every dtype of the
+        # operands.
+        call = mlir.custom_call(
+            ATTENTION,
+            result_types=[
+                ir.RankedTensorType.get(
+                    aval.shape, ir.F32Type.get() if aval.ndim == 3 else operands[0].type.element_type
+                )
+                for aval in ctx.avals_out
+            ],
+            operands=kept,
+            backend_config=f"{name} {mask_type} {sliding_window_length or 0}",
+        )
+        # Without a rule, Shardy propagates no shardings through a custom call.
+        call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(
+            _attention_rule(avals, ctx.avals_out, swapped=layout == 1)
+        )
+        return call.results
+
+    return lower
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -26,6 +26,7 @@ from flax_mesh.text import path_lines, shown
 
 # Any tree of JAX: dicts, lists, modules and states, or a single leaf. JAX has no type for it.
 PyTree: TypeAlias = Any
+MODEL, OPTIMIZER = "model/", "optimizer/"  # the paths of a train state begin with one of them
 
 
 class Constant(nnx.Variable[jax.Array]):

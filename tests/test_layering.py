@@ -64,10 +64,9 @@ MAIN = f"{NAME}.cli.main"  # it prints help without JAX, and imports the rest in
 SHARED = """
     blockwise.loops checkpoint.base checkpoint.checksums checkpoint.diff checkpoint.find checkpoint.hf.kept
     checkpoint.hf.peft checkpoint.hf.safetensors checkpoint.layout checkpoint.read data.rows.tokens data.corpus
-    data.run_data data.tokenizers.chat data.tokenizers.process hlo.collectives hlo.live hlo.program inference.chat
-    inference.memory inference.prompts inference.source inference.tokenizer mesh.shape mesh.torus.assign
-    mesh.torus.shapes mesh.torus.torus models.cache mpmd.runtime.compile mpmd.runtime.placement mpmd.runtime.search
-    plan.calibrate plan.report plan.search.report plan.search.space processes.launch
+    data.run_data data.tokenizers.chat data.tokenizers.process hlo.collectives hlo.program inference.prompts
+    inference.source inference.tokenizer mesh.shape mesh.torus.assign mesh.torus.shapes mesh.torus.torus
+    models.generation.memory mpmd.runtime.compile mpmd.runtime.search plan.calibrate plan.report processes.launch
     processes.output program.follow program.program program.rewrite recipe.checks recipe.optimizers.schedule_free
     recipe.saved sharding.annotations sharding.explicit sharding.memory step.callbacks step.divided step.loss
     step.optimizer train.export

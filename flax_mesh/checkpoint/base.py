@@ -25,10 +25,9 @@ from flax_mesh.sharding.memory import brought, is_on_host
 from flax_mesh.step.state import TrainState
 from flax_mesh.store import commit_of, model_folder, stored_path, with_commit
 from flax_mesh.text import path_lines
-from flax_mesh.tree import Shaped, model_state, named_leaves, nest
+from flax_mesh.tree import MODEL, Shaped, model_state, named_leaves, nest
 
 BASE = "base"  # section of the metadata
-_MODEL = "model/"
 
 
 class Base(NamedTuple):
@@ -194,11 +193,11 @@ def _read_base(folder: Path, target: Target) -> dict[str, jax.Array]:
         return orbax.read_arrays(folder, target)
     default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     tree = nest(
-        (path.removeprefix(_MODEL), jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default))
+        (path.removeprefix(MODEL), jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default))
         for path, x in target.items()
     )
     decoder = open_decoder(folder)._replace(ignore=("",))  # all arrays that are not in `target`
-    return {_MODEL + path: value for path, value in named_leaves(decoder.load(tree))}
+    return {MODEL + path: value for path, value in named_leaves(decoder.load(tree))}
 
 
 def _described(x: Shaped) -> list[object]:

@@ -12,6 +12,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.step.state import TrainState
 from flax_mesh.text import array_text, path_lines
 from flax_mesh.tree import (
+    MODEL,
     Constant,
     PyTree,
     in_stack,
@@ -21,8 +22,6 @@ from flax_mesh.tree import (
     ranks_of,
     without_single_layers,
 )
-
-MODEL = "model/"
 
 
 def tree_of(state: PyTree) -> PyTree:

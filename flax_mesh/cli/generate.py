@@ -19,16 +19,16 @@ from flax_mesh.cli.common import (
     settings_files,
     write_file,
 )
+from flax_mesh.cli.text.chat import Conversation
 from flax_mesh.cli.text.generated import Printer, json_of
 from flax_mesh.errors import ConfigError, Mistakes
-from flax_mesh.inference.chat import Conversation
-from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, read_prompts, stop_ids
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import open_tokenizer, stop_tokens
 from flax_mesh.inference.trained import TrainedModel, finite_problem
 from flax_mesh.models import Generated, Sampling, SpeedReport, generate
 from flax_mesh.models.generation.generate import length_problems, option_problems
+from flax_mesh.models.generation.memory import check_cache
 from flax_mesh.processes.output import reader_has_ended
 from flax_mesh.text import listed
 

@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     what, devices = arguments.what, arguments.devices_per_process
-    problems = []
+    problems: list[str] = []
     if arguments.processes < 1:
         problems.append(f"-n must be at least 1, got {arguments.processes}")
     if devices is not None and devices < 1:

@@ -18,6 +18,7 @@ from flax_mesh.cli.common import (
     with_files,
     write_file,
 )
+from flax_mesh.cli.text import layouts
 from flax_mesh.cli.text.arguments import add_recipe
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import load_chip
@@ -26,10 +27,8 @@ from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.compile import compile_recipe
 from flax_mesh.plan.compile.recipe import LIMIT_S
 from flax_mesh.plan.report import WIDTH
-from flax_mesh.plan.search import report as search_report
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.search import PLANS, parse_chips
-from flax_mesh.plan.search.space import SEARCHED
+from flax_mesh.plan.search.search import PLANS, SEARCHED, parse_chips
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import PLATFORM, TrainConfig
@@ -150,13 +149,13 @@ def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
     words, plans = with_files(arguments.overrides), PLANS if arguments.plans is None else arguments.plans
     fixed = [name for text in words if (name := setting_of(text)) in SEARCHED]
     with progress_line() as say:
-        layouts = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
+        search = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
     if arguments.json:
-        print(json.dumps(search_report.to_dict(layouts), indent=1))
+        print(json.dumps(layouts.to_dict(search), indent=1))
     else:
         command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
-        print(search_report.to_text(layouts, command, min(table_width(), SEARCH_WIDTH)))
-    return FINDINGS if layouts.planned[0].plan.fits is False else DONE
+        print(layouts.to_text(search, command, min(table_width(), SEARCH_WIDTH)))
+    return FINDINGS if search.planned[0].plan.fits is False else DONE
 
 
 def topology_of(text: str | None, config: TrainConfig) -> Topology | None:

@@ -61,7 +61,7 @@ def _walk(root: Path, excluded: set[str]) -> dict[str, Path]:
     def fail(error: OSError) -> None:  # by default os.walk skips folders that cannot be read
         raise error
 
-    files = {}
+    files: dict[str, Path] = {}
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if name not in excluded and not name.startswith(".")]
         paths = [Path(folder, name) for name in names if not name.startswith(".")]

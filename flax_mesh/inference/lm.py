@@ -20,11 +20,11 @@ from tqdm import tqdm
 from flax_mesh.data.tokenizers.chat import ChatTokenizer
 from flax_mesh.data.tokenizers.chat import open_tokenizer as open_chat_tokenizer
 from flax_mesh.errors import ConfigError, Mistakes
-from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.scores import score
 from flax_mesh.inference.tokenizer import named_token
 from flax_mesh.inference.trained import TrainedModel, finite_problem
 from flax_mesh.models import Sampling, generate
+from flax_mesh.models.generation.memory import check_cache
 
 DEFAULT_LENGTH, DEFAULT_TOKENS = 2048, 256  # of lm-eval, for folders and for tasks that name none
 END_OF_BYTES = 0  # the token between texts for a model of bytes

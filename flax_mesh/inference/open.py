@@ -25,7 +25,6 @@ from flax_mesh.lora import merge_lora
 from flax_mesh.mesh.create import create_mesh
 from flax_mesh.mesh.shape import format_mesh_shape
 from flax_mesh.models import Decoder, DecoderConfig
-from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.checks import check_model_on_mesh
 from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
 from flax_mesh.recipe.resolve import Recipe, derive
@@ -34,7 +33,7 @@ from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.sharding.transfer import reshard
 from flax_mesh.text import mesh_text
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import MODEL, PyTree
 
 Say = Callable[[str], None]
 

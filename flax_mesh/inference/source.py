@@ -3,7 +3,7 @@
 Everything in it is untrusted: settings are read as text, and the recipe that a checkpoint names is never executed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +53,7 @@ class Source:
     files: Path
     is_text: bool = False
     sequence_length: int | None = None
-    record: Record = field(default_factory=dict)
+    record: Record = field(default_factory=dict[str, object])
     decoder: DecoderFolder | None = None
     lora: LoraConfig = LoraConfig()  # noqa: RUF009 (a frozen value)
     damaged: tuple[Path, ...] = ()
@@ -149,7 +149,7 @@ def _saved_model(step: Path, saved: Record) -> TrainConfig:
 
 
 @contextmanager
-def is_decoder(step: Path) -> Iterator[None]:
+def is_decoder(step: Path) -> Generator[None]:
     """Add to errors that `step` is then no checkpoint of a Decoder."""
     try:
         yield

@@ -12,13 +12,13 @@ from jax.sharding import Mesh
 from flax_mesh.errors import ConfigError, Mistakes, Problem
 from flax_mesh.fields import integer_problems, path_problem
 from flax_mesh.inference.evaluate import Evaluation, evaluate, length_problems, read_set
-from flax_mesh.inference.memory import check_cache
 from flax_mesh.inference.prompts import Prompt, encode_prompts, stop_ids, unicode_problems
 from flax_mesh.inference.source import Source
 from flax_mesh.inference.tokenizer import Tokenizer, text_of
 from flax_mesh.models import Decoder, DecoderConfig, Generated, Sampling, generate
 from flax_mesh.models.generation.generate import length_problems as cache_length_problems
 from flax_mesh.models.generation.generate import option_problems
+from flax_mesh.models.generation.memory import check_cache
 
 PASS_IDS = "pass token ids to flax_mesh.models.generate"
 GREEDY = Sampling()

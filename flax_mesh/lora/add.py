@@ -10,7 +10,7 @@ The model is unmodified: which weights are multiplied, and along which dims, is 
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -94,21 +94,20 @@ def add_lora(
     shapes_of(batch)
     products = _Search(make, loss_fn, batch, patterns).products()
     scale = (rank if alpha is None else alpha) / rank
+    return lambda: _with_adapters(make(), products, rank, scale, seed)
 
-    def make_adapted() -> Any:
-        model = make()
-        layers = model_layers(model)
-        for path, weight in variables_of(model).items():
-            if path in products:
-                owner, name = owner_of(model, path)
-                product, shape = products[path], weight.shape
-                a = _initial_a(path, shape, product, layers, rank, seed)
-                b = jnp.zeros((*(shape[d] for d in product.batch), rank, *(shape[d] for d in product.free)))
-                dims = (*product.batch, *product.contracted, None), (*product.batch, None, *product.free)
-                set_adapter(owner, name, a, b, dims, scale)
-        return model
 
-    return make_adapted
+def _with_adapters(model: Any, products: Mapping[str, _Product], rank: int, scale: float, seed: int) -> Any:
+    layers = model_layers(model)
+    for path, weight in variables_of(model).items():
+        if path in products:
+            owner, name = owner_of(model, path)
+            product, shape = products[path], weight.shape
+            a = _initial_a(path, shape, product, layers, rank, seed)
+            b = jnp.zeros((*(shape[d] for d in product.batch), rank, *(shape[d] for d in product.free)))
+            dims = (*product.batch, *product.contracted, None), (*product.batch, None, *product.free)
+            set_adapter(owner, name, a, b, dims, scale)
+    return model
 
 
 def _initial_a(

@@ -73,8 +73,8 @@ class Sample(NamedTuple):
 
     @property
     def rate(self) -> str:
-        unit, size = ("GFLOP/s", 1e9) if self.kind == "matmul" else ("GB/s", 1e9)
-        return f"{number(self.work / self.seconds / size)} {unit}"
+        unit = "GFLOP/s" if self.kind == "matmul" else "GB/s"
+        return f"{number(self.work / self.seconds / 1e9)} {unit}"
 
 
 @dataclass(frozen=True)
@@ -312,9 +312,8 @@ def _collective(mesh: Mesh, kind: str, size: int) -> _Case:
     ring = [(k, (k + 1) % count) for k in range(count)]
     length = payload // count if kind == "all-gather" else payload
 
-    def gather(
-        i: jax.Array, x: jax.Array
-    ) -> jax.Array:  # which part is used depends on i, so that XLA cannot omit the others
+    def gather(i: jax.Array, x: jax.Array) -> jax.Array:
+        # Which part is used depends on i, so that XLA cannot omit the others.
         return jax.lax.dynamic_slice(jax.lax.all_gather(x, AXIS, tiled=True), (i % count * length,), (length,))
 
     bodies: dict[str, Body] = {

@@ -5,12 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax_mesh.plan import report
-from flax_mesh.plan.results import CATEGORIES as CATEGORIES
-from flax_mesh.plan.results import Memory as Memory
-from flax_mesh.plan.results import Moment as Moment
-from flax_mesh.plan.results import Part as Part
-from flax_mesh.plan.results import Time as Time
-from flax_mesh.plan.results import Traffic as Traffic
+from flax_mesh.plan.results import Memory, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import folded, plain_data

@@ -16,11 +16,10 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
 from flax_mesh.hardware import load_chip
 from flax_mesh.jax_compat import kernels_without_devices
-from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
 from flax_mesh.mpmd.runtime.search import SEARCH, SEARCHED
 from flax_mesh.mpmd.schedules import Schedule, StageCost, search_schedule
 from flax_mesh.mpmd.schedules.simulate import simulate
-from flax_mesh.mpmd.split.split import StagedModel
+from flax_mesh.mpmd.split.split import StagedModel, bytes_of_groups
 from flax_mesh.plan.advice import Given, certainty, memory_findings, summary, surprises
 from flax_mesh.plan.forecast import (
     Estimate,
@@ -55,7 +54,7 @@ from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, witho
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
-from flax_mesh.tree import Constant, PyTree, named_leaves, shard_bytes
+from flax_mesh.tree import MODEL, OPTIMIZER, Constant, PyTree, named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
 
@@ -120,12 +119,6 @@ def _options(compiler_options: Mapping[str, object] | None) -> dict[str, bool]:
     """The options of XLA that an estimate depends on, as keywords of `estimate`."""
     allows = (compiler_options or {}).get("xla_allow_excess_precision", True)
     return {"excess_precision": str(allows).lower() not in ("false", "0")}  # as XLA reads them
-
-
-def step_of(recipe: Recipe) -> tuple[TrainProgram, tuple[PyTree, ...]]:
-    """The program of a recipe, whose mesh may be abstract, and the abstract arguments of its step."""
-    program = train_program(recipe)
-    return program, arguments_of(program)
 
 
 def arguments_of(program: TrainProgram) -> tuple[PyTree, ...]:

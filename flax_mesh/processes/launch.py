@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 
@@ -26,7 +26,8 @@ HOST = "127.0.0.1"
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-class _End(NamedTuple):
+@dataclass(frozen=True)
+class _End:
     """How process `index` ended; a negative code is the number of a signal."""
 
     index: int
@@ -69,7 +70,7 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
 
 
 @contextmanager
-def _process_group(children: Sequence[subprocess.Popen[str]]) -> Iterator[int]:
+def _process_group(children: Sequence[subprocess.Popen[str]]) -> Generator[int]:
     """A process group for `children`. None of it outlives the context, or this process, even if that is killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("orphans.py")), str(ORPHAN_GRACE_S)],
@@ -141,7 +142,7 @@ def _forward_output(index: int, child: subprocess.Popen[str], printing: threadin
 
 
 @contextmanager
-def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
+def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Generator[None]:
     def forward(number: int, frame: object) -> None:
         _send_signal(children, number)
 

@@ -7,13 +7,14 @@ of process 0.
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import shown
 
 
-class Launcher(NamedTuple):
+@dataclass(frozen=True)
+class Launcher:
     """Names of variables. `hosts` contains the host of process 0 in its first line; without a `port`, PORT is used.
 
     `misleads_jax` if JAX's own detection raises an error where these variables are set.
@@ -43,7 +44,8 @@ POD = "JOB_COMPLETION_INDEX"  # the number of a pod of Kubernetes, which does no
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
 
 
-class Launched(NamedTuple):
+@dataclass(frozen=True)
+class Launched:
     """By its launcher, this process is number `index` of `count`. `coordinator` is "" if it states no address."""
 
     launcher: Launcher

@@ -8,7 +8,7 @@ at one place the meaning of such an error.
 import io
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -47,7 +47,7 @@ class Output(io.TextIOWrapper):
 
 
 @contextmanager
-def tolerant_output() -> Iterator[None]:
+def tolerant_output() -> Generator[None]:
     """Replaces standard output and standard error by `Output`, unless another program, such as pytest, has done so."""
     before = sys.stdout, sys.stderr
     with open(os.devnull, "w") as nothing:

@@ -2,8 +2,9 @@
 
 import re
 import socket
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -18,7 +19,8 @@ _NO_COUNT = "Number of processes must be defined"  # if JAX_COORDINATOR_ADDRESS 
 _NO_MPI4PY = "requires mpi4py"  # part of JAX's error if it detects Open MPI 5
 
 
-class Processes(NamedTuple):
+@dataclass(frozen=True)
+class Processes:
     """This process has number `index` of `count`; process 0 listens at `coordinator`, "host:port"."""
 
     index: int
@@ -109,7 +111,9 @@ def start_processes(given: Processes | None, *, coordinator: str = "") -> int:
 
 def _detect(launched: Launched | None) -> None:
     """Initialize jax.distributed by JAX's own detection, or by the variables of a launcher that it does not know."""
-    stated = Processes(*launched[1:]) if launched is not None and launched.coordinator else None
+    stated = None
+    if launched is not None and launched.coordinator:
+        stated = Processes(launched.index, launched.count, launched.coordinator)
     if launched is not None and launched.launcher.misleads_jax and stated is not None:
         return _initialize(stated)
     try:

@@ -9,7 +9,7 @@ from flax_mesh.data.user_batches import abstract_batch
 from flax_mesh.errors import Problem
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.mpmd import CutError
-from flax_mesh.mpmd.runtime.placement import MODEL, OPTIMIZER, bytes_of_groups
+from flax_mesh.mpmd.split.split import bytes_of_groups
 from flax_mesh.recipe.checks import check_on_mesh, sequence_length_of
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.model import method_of, model_notes
@@ -20,6 +20,7 @@ from flax_mesh.sharding import Explanation
 from flax_mesh.sharding.report.explain import explain_sharding
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import bytes_text, count_text
+from flax_mesh.tree import MODEL, OPTIMIZER
 from flax_mesh.user_code import place_of, user_code
 
 

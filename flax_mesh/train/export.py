@@ -38,7 +38,6 @@ from flax_mesh.errors import ConfigError, SaveError
 from flax_mesh.fields import parse_value, user_path
 from flax_mesh.lora.adapters import A, B
 from flax_mesh.mesh.create import create_mesh
-from flax_mesh.mpmd.runtime.placement import MODEL
 from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.optimizers.schedule_free import NOT_EVALUATED, schedule_free_sources
 from flax_mesh.recipe.overrides import to_texts
@@ -60,7 +59,7 @@ from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.step.state import TrainState
 from flax_mesh.store import commit_of, is_present, on_this_machine, stored_path, with_commit
 from flax_mesh.text import mesh_text, one_line
-from flax_mesh.tree import PyTree, named_leaves, nest
+from flax_mesh.tree import MODEL, PyTree, named_leaves, nest
 
 ImportModel = Callable[[Mapping[str, Any]], TrainConfig]  # decoder settings from config.json -> config
 FILE_BYTES = 5_000_000_000  # maximum size of one safetensors file

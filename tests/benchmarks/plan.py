@@ -22,8 +22,9 @@ from flax_mesh.mesh.shape import parse_mesh_shape
 from flax_mesh.plan import plan
 from flax_mesh.plan.calibrate import calibrate
 from flax_mesh.plan.forecast import SLICES, Estimate, estimate, parts_of
-from flax_mesh.plan.recipe import step_of
+from flax_mesh.plan.recipe import arguments_of
 from flax_mesh.plan.topology import parse_topology
+from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import resolve_checked
 from flax_mesh.recipe.target import chip_target
 from tests.benchmarks.common.report import options, print_json, print_table, report, use_cpu
@@ -71,8 +72,8 @@ def estimate_of(run: Run) -> Estimate:
     sizes = dict(parse_mesh_shape(run.mesh, ("dp", "fsdp", "ep", "tp", "sp"), omitted=1))
     with kernels_without_devices():
         target = chip_target(sizes, parse_topology(run.topology).chip)
-        program, arguments = step_of(resolve_checked(run.config(), target))
-        return estimate(program.step, arguments, sizes, "tpu")
+        program = train_program(resolve_checked(run.config(), target))
+        return estimate(program.step, arguments_of(program), sizes, "tpu")
 
 
 def fit(arguments: Sequence[str] | None) -> int:

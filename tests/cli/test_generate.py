@@ -13,10 +13,10 @@ import pytest
 
 from flax_mesh.cli.common import BAD_INPUT, DONE, INTERRUPTED
 from flax_mesh.cli.text.generated import Printer, json_of, printable
-from flax_mesh.inference import memory
 from flax_mesh.inference.prompts import Prompt
 from flax_mesh.inference.tokenizer import JsonTokenizer
 from flax_mesh.models import Generated
+from flax_mesh.models.generation import memory
 from tests.inference.small_run import TOKENS, save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from flax_mesh.cli.text import chat
 from flax_mesh.data import chats
 from flax_mesh.data.rows.kinds import BadRowError
 from flax_mesh.data.rows.tokens import Encoder
 from flax_mesh.data.tokenizers import process as tokenizer_process
 from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference import chat
 from tests.data import chat_templates
 from tests.data.chat_files import config_of, read
 from tests.data.chat_templates import MISTRAL, PHI_3, QWEN_25

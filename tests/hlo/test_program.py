@@ -2,8 +2,8 @@
 
 import pytest
 
-from flax_mesh.hlo.live import walk
 from flax_mesh.hlo.program import read_hlo, read_shape
+from flax_mesh.plan.compile.live import walk
 
 LOOP = """HloModule step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias) }, entry_computation_layout={}
 

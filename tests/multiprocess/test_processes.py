@@ -139,7 +139,7 @@ def test_processes_are_parsed_from_text():
 def test_launchers_are_detected_by_their_variables(variables, expected):
     environment = dict(text.split("=", 1) for text in variables.split(" ") if text)
     found = detect_launcher({name: text.replace("\\n", "\n") for name, text in environment.items()})
-    assert expected == (found and (found.launcher.name, *found[1:]))
+    assert expected == (found and (found.launcher.name, found.index, found.count, found.coordinator))
 
 
 @pytest.mark.parametrize("variables", [{"PMI_RANK": "x", "PMI_SIZE": "2"}, {"PMI_RANK": "2", "PMI_SIZE": "2"}])

@@ -166,6 +166,7 @@ def operand_errors(found: Figures, true: Figures) -> dict[str, float]:
 
 def main(names: Sequence[str]) -> None:
     by_name = {case.name: case for case in CASES}
+    assert len(by_name) == len(CASES)
     for name in names:
         programs = compile_here(by_name[name])
         print(json.dumps({key: asdict(figures) for key, figures in programs.items()}), flush=True)

@@ -33,9 +33,8 @@ from flax_mesh.plan.calibrate import (
     forecast,
     unit_network,
 )
-from flax_mesh.plan.topology import topology_of_devices
 from flax_mesh.train import DataConfig
-from tests.plan.ranking import LAYOUTS, config_of, rank
+from tests.plan.ranking import config_of
 
 SMALL = Sizes((64, 128), (1 << 20,), (1 << 14, 1 << 20))
 SHORT = 0.005  # seconds of a repetition
@@ -215,16 +214,3 @@ def test_the_command_writes_the_file(measured, monkeypatch, tmp_path, capsys):
     assert re.search(r"^memory_bandwidth +1e\+10 +\d", out, re.MULTILINE)
     assert out.endswith(f"{file}: written; use it with run.hardware={file}\n")
     assert load_chip(file).platform == jax.default_backend()
-
-
-# --- the benchmark ---
-
-
-@pytest.mark.slow
-def test_layouts_are_ranked_by_plan_and_by_cpu_time(measured, quick_compilation):
-    config = config_of("fsdp:8", "none", MODEL, DATA)
-    (row,) = rank(measured.chip, {"fsdp": config}, rounds=1)
-    topology = topology_of_devices(jax.devices(), measured.chip)
-    assert row.predicted == plan(config, topology).time.seconds
-    assert row.layout == "fsdp" and row.measured > 0
-    assert len(set(LAYOUTS)) == len(LAYOUTS) == 8

@@ -21,10 +21,10 @@ from jax.sharding import AbstractMesh
 from flax_mesh.cli import main
 from flax_mesh.errors import ConfigError
 from flax_mesh.hlo.collectives import read_collectives
-from flax_mesh.hlo.live import walk
 from flax_mesh.hlo.program import read_hlo
 from flax_mesh.plan.compile import Compiled, compile_recipe, recipe, worker
 from flax_mesh.plan.compile.child import ask, first_message, how_it_ended
+from flax_mesh.plan.compile.live import walk
 from flax_mesh.plan.compile.read import gathers, operation_text, rematerialized
 from flax_mesh.plan.compile.target import GPU_TARGETS, check_target, environment, group_topology
 from flax_mesh.plan.topology import parse_topology

@@ -1,4 +1,4 @@
-"""A plan as text, JSON and HTML, for plans that are written by hand."""
+"""A plan as text and JSON, for plans that are written by hand."""
 
 import dataclasses
 import json
@@ -11,8 +11,9 @@ from flax_mesh.models import DecoderConfig
 from flax_mesh.mpmd.schedules import Schedule
 from flax_mesh.plan.advice import Given, certainty, memory_findings, summary
 from flax_mesh.plan.forecast import SLICES, waiting
-from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
+from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import MOST_ROWS, compiled_line, forecast_line, group_parts, measured_line, number, ranges
+from flax_mesh.plan.results import Memory, Moment, Part, Time, Traffic
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.recipe.optimizers.config import OptimizerConfig
 from flax_mesh.sharding.rules import Finding

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flax_mesh.cli import main
+from flax_mesh.cli.text.layouts import comparison, to_dict, to_text
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.plan import plan
 from flax_mesh.plan.search import search as module
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.report import comparison, to_dict, to_text
 from flax_mesh.plan.search.search import Planned, parse_chips
 from flax_mesh.plan.search.space import MESH, SEARCHED, TOO_LARGE, Space, StateBytes, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import regress

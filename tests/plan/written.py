@@ -2,7 +2,8 @@
 
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.plan.forecast import thinned
-from flax_mesh.plan.plan import Memory, Moment, Part, Plan, Time, Traffic
+from flax_mesh.plan.plan import Plan
+from flax_mesh.plan.results import Memory, Moment, Part, Time, Traffic
 from flax_mesh.plan.topology import parse_topology
 from flax_mesh.sharding.rules import Finding
 

@@ -68,7 +68,7 @@ def inspect_text(data: Mapping[str, Any], arrays: Sequence[Array], width: int, *
     alike = [(array.shape, array.dtype, array.split) for array in listed]
     paths = [array.path for array in listed]
     groups = [(path, [i]) for i, path in enumerate(paths)] if every else group_paths(paths, alike)
-    rows = []
+    rows: list[list[str]] = []
     for path, members in groups:
         times, array = len(members), listed[members[0]]
         number = f"{times} x " if times > 1 else ""
@@ -173,7 +173,7 @@ def _difference_lines(rows: Sequence[Difference]) -> list[str]:
     of_model = {row.name.removeprefix("model/"): row[2:] for row in rows if row.name.startswith("model/")}
     owned = owners_of([row.name for row in rows if row.name.startswith("optimizer/")], of_model)
     apart = [row for row in rows if row.name not in owned or of_model[owned[row.name]] != row[2:]]
-    lines = []
+    lines: list[str] = []
     for path, members in group_paths([row.name for row in apart], [row[2:] for row in apart]):
         number = f" ({len(members)})" if len(members) > 1 else ""
         lines.append(f"  {plain(path)}{number}: {_sides(apart[members[0]])}")

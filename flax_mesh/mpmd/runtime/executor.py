@@ -71,9 +71,8 @@ class ScheduleRun:
         self._sender, self._receivers, self._trains = compiled.sender, compiled.receivers, compiled.trains
         self._move_to = compiled.transfers.move_to
         self.saved: Saved = {}
-        self.values: dict[
-            tuple[Var, int, int], jax.Array | None
-        ] = {}  # (variable, microbatch, receiving stage) -> activation there
+        # (variable, microbatch, receiving stage) -> activation there
+        self.values: dict[tuple[Var, int, int], jax.Array | None] = {}
         # (variable, microbatch, stage that received it) -> its gradient on the group that computed the variable
         self.cotangents: dict[tuple[Var, int, int], jax.Array | None] = {}
         self.changed: dict[int, jax.Array] = {}  # leaf -> new value, on the group that stores it

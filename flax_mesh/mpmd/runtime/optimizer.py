@@ -120,9 +120,8 @@ class Update:
         transfer: Callable[..., PyTree],
     ) -> tuple[tuple[jax.Array, ...], Metrics, dict[int, tuple[jax.Array, dict[int, jax.Array]]]]:
         env = self._inputs(leaves, grads, sums, shared, old, limits, transfer)
-        packs: dict[
-            tuple[int, int, int], list[jax.Array]
-        ] = {}  # (group and phase of the sender, reader) -> vectors of scalars
+        # (group and phase of the sender, reader) -> vectors of scalars
+        packs: dict[tuple[int, int, int], list[jax.Array]] = {}
 
         def send(group: int, phase: int, packed: Sequence[jax.Array], reader: int) -> None:
             target = self.replicated[reader]

@@ -21,7 +21,7 @@ from flax_mesh.mpmd.runtime.batch import place_array
 from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_stages, link_stages
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
-from flax_mesh.mpmd.runtime.placement import MODEL, LeafOwner, chunked, init_leaves, make_of, place
+from flax_mesh.mpmd.runtime.placement import LeafOwner, chunked, init_leaves, make_of, place
 from flax_mesh.mpmd.runtime.transfers import GroupTransfers
 from flax_mesh.mpmd.schedules.schedule import Action, Schedule, forward_schedule
 from flax_mesh.mpmd.schedules.validate import check_schedule
@@ -37,7 +37,7 @@ from flax_mesh.step.loss import NO_LIMITS, Batch, Limits, Metrics
 from flax_mesh.step.options import PipelineKeywords, StateLayout, StepOptions, with_keywords
 from flax_mesh.step.state import TrainState, check_not_donated
 from flax_mesh.text import lines_of, shown
-from flax_mesh.tree import PyTree
+from flax_mesh.tree import MODEL, PyTree
 
 TRANSPORTS = ("auto", "server", "ordered")
 REMAT_MODES = ("none", "cheap", "full")

@@ -1,7 +1,7 @@
 """Placement of a pipeline's state: which group owns each leaf, and how it is sharded there."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,17 +16,14 @@ from flax_mesh.modes import optimizer_of
 from flax_mesh.mpmd.chunks import Chunks, Value, rows_of
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.split.problems import filter_text
-from flax_mesh.mpmd.split.split import StagedModel
-from flax_mesh.mpmd.split.trace import ModelLeaf
+from flax_mesh.mpmd.split.split import StagedModel, parts_of
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.mpmd.transport.layout import on_all_groups, remote_array, sharding_on
 from flax_mesh.sharding.abstract import Make, abstract_state, initialized, made_leaves
 from flax_mesh.step.options import StateLayout
 from flax_mesh.step.state import TrainState, TreeDefinition, abstract_train_state
 from flax_mesh.text import path_lines
-from flax_mesh.tree import PyTree, Shaped, named_leaves, owners_of
-
-MODEL, OPTIMIZER = "model/", "optimizer/"
+from flax_mesh.tree import MODEL, PyTree, named_leaves
 
 
 class LeafOwner(NamedTuple):
@@ -95,8 +92,7 @@ def place(
     named = named_leaves(sharded)
     check_specs([(path, leaf.sharding.spec) for path, leaf in named], mesh)
     owners: list[LeafOwner] = []
-    parts_of = _parts_of(named, staged, stage_to_group)
-    for source, ((path, leaf), parts) in enumerate(zip(named, parts_of, strict=True)):
+    for source, ((path, leaf), parts) in enumerate(zip(named, parts_of(named, staged, stage_to_group), strict=True)):
         for rows, group, at in parts:
             sharding = sharding_on(leaf.sharding, mesh.jax_mesh if group == SHARED else groups[group])
             owners.append(LeafOwner(path, source, rows, group, at, sharding))
@@ -109,21 +105,6 @@ def place(
     tree = jax.tree.unflatten(plain.definition.treedef, chunked(owners, leaves))
     definition = TreeDefinition(plain.definition.graphdef, jax.tree.structure(tree))
     return Placement(tuple(owners), TrainState(tuple(leaves), definition), plain)
-
-
-def bytes_of_groups(
-    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Shaped, int]]
-) -> list[int]:
-    """Bytes per device of each group, from (path, leaf, bytes per device) of all leaves of the plain state."""
-    leaves = list(leaves)
-    sizes = [0] * (max(stage_to_group) + 1)
-    parts_of = _parts_of([(path, leaf) for path, leaf, _ in leaves], staged, stage_to_group)
-    for (_, leaf, size), parts in zip(leaves, parts_of, strict=True):
-        for rows, group, _ in parts:
-            share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
-            for owner in range(len(sizes)) if group == SHARED else (group,):
-                sizes[owner] += share
-    return sizes
 
 
 def chunked(owners: Sequence[LeafOwner], values: Sequence[PyTree]) -> list[Value]:
@@ -200,25 +181,3 @@ def _check_rows(owners: Sequence[LeafOwner], leaves: Sequence[jax.ShapeDtypeStru
             + "\nThe leading dim of a scanned stack counts its layers, which the stages divide among them. Name the "
             "stack in the rules, which then apply to the other dims: PartitionRules(..., layers=...)."
         )
-
-
-def _parts_of(
-    named: Sequence[tuple[str, Shaped]], staged: StagedModel, stage_to_group: Sequence[int]
-) -> Iterator[list[tuple[tuple[int, int] | None, int, int | None]]]:
-    """(rows, group, index into staged.leaves) for each part of every (path, leaf) of the plain state."""
-    model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
-    owned = owners_of([path for path, _ in named if not path.startswith(MODEL)], model_paths)
-    model_parts: dict[int, list[tuple[int, int, ModelLeaf]]] = {}  # index, group and leaf, by source
-    for at, leaf in enumerate(staged.leaves):
-        model_parts.setdefault(leaf.source, []).append((at, stage_to_group[staged.users[at][0]], leaf))
-    for path, leaf in named:
-        in_model = path.startswith(MODEL)
-        owner = path.removeprefix(MODEL) if in_model else owned.get(path)
-        parts = [] if owner is None else model_parts[model_paths.index(owner)]
-        depth = parts[-1][2].rows[1] if parts and parts[-1][2].rows else 0
-        if in_model:
-            yield [(part.rows, group, at) for at, group, part in parts]
-        elif depth and leaf.shape[:1] == (depth,):  # has a layer dim, as its parameter
-            yield [(part.rows, group, None) for _, group, part in parts]
-        else:
-            yield [(None, parts[0][1] if parts else SHARED, None)]

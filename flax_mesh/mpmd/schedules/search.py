@@ -56,13 +56,12 @@ def search_schedule(
     seconds: float = 5.0,
     seed: int = 0,
 ) -> SearchResult:
-    """Searches for a schedule of minimal makespan, or period, within a memory limit.
+    """Searches for a schedule of minimal makespan, or period, within a memory limit, by a beam search (`beam.py`).
 
-    A beam search extends partial schedules, ranked by a lower bound on their makespan; see `beam.py`. The result is
-    never slower than a named schedule that fits the memory limit, including the V schedule of that limit. It is a
-    deterministic function of the arguments: `seconds` is converted into a number of partial schedules at a fixed rate.
-    The search stops early if the schedule is proven optimal. Ctrl-C (KeyboardInterrupt) ends it as well; the result is
-    then the best schedule so far.
+    The result is never slower than a named schedule that fits the memory limit, including the V schedule of that limit.
+    It is a deterministic function of the arguments: `seconds` is converted into a number of partial schedules at a
+    fixed rate. The search stops early if the schedule is proven optimal. Ctrl-C (KeyboardInterrupt) ends it as well;
+    the result is then the best schedule so far.
 
     Args:
         costs: (F, B, W) or (F, B, W, T) of every stage, in any unit of time; see `StageCost`.
@@ -75,18 +74,16 @@ def search_schedule(
             stages, placed as in interleaved-1f1b or, for two per group, as in zb-v if that is faster.
         stage_to_group: The group of every stage. None: the search chooses the placement.
         splits_backward: Whether W is a separate action. If False, B takes the time of both halves.
-        objective: "makespan", or "period": the longest time from the first to the last action of a group, which is the
-            time between two steps if a group starts the next one while others finish.
+        objective: "makespan", or "period", the time between two steps if a group starts the next one while others
+            finish: the longest time from the first to the last action of a group.
         seconds: Approximate upper bound on the search time of one two-core machine.
         seed: Seed of the random weights in the ranking.
 
     Returns:
-        A `SearchResult`: the schedule, its makespan and period, a lower bound of the objective, and the fastest named
-        schedule that fits.
+        A `SearchResult`, with a lower bound of the objective and the fastest named schedule that fits.
 
     Raises:
-        ValueError: If the arguments are inconsistent, or no schedule fits the memory limit. The message contains the
-            minimum memory limit.
+        ValueError: The arguments are inconsistent, or the memory limit is below the minimum, which is in the message.
 
     Example:
         >>> from flax_mesh.mpmd.schedules import search_schedule
@@ -107,7 +104,10 @@ def search_schedule(
     for placement in _that_fit(_placements(len(stages), num_groups, stage_to_group), sizes, limits):
         problem = make_problem(stages, num_microbatches, placement, limits, splits_backward, sizes)
         searches.append(_Search(problem, stages, placement, sizes, objective))
-    interrupted = _run(searches, seconds, seed)
+    return _result(searches, _run(searches, seconds, seed))
+
+
+def _result(searches: Sequence["_Search"], interrupted: bool) -> SearchResult:
     best = min(searches, key=lambda search: search.value)
     bound = min(search.bound for search in searches)  # the bound of a placement holds for it only
     named = min((search for search in searches if search.named), key=lambda search: search.named_value, default=None)
@@ -120,7 +120,7 @@ def search_schedule(
         best_named=named and named.named,
         best_named_makespan=named and named.of_named.makespan,
         best_named_period=named and named.of_named.period,
-        objective=objective,
+        objective=best.objective,
         interrupted=interrupted,
     )
 

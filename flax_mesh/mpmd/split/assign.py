@@ -2,7 +2,7 @@
 
 1. `label`: the parameters of the layer that is called r-th have rank r. An equation has the largest rank among its
    dependencies, so it never depends on an equation of a later rank. Equations without a layer have a negative label.
-2. `balance`: stages are contiguous ranges of ranks, with equal FLOPs and without boundaries of many bytes.
+2. `stages/bounds.py`: stages are contiguous ranges of ranks, with equal FLOPs and without boundaries of many bytes.
 3. `cut_stages` repeats 4 and 5 until every stage that reads a variable returns its new value.
 4. `settle`: equations without a layer are assigned to the first stage that uses them, except cheap ones that depend
    only on the batch or only on parameters. Every stage that uses such an equation computes it, so its results are not
@@ -24,8 +24,7 @@ Example: four layers w0..w3 in two stages, with an embedding e that is also the 
     stage 0: mask x0 x1 x2  -- x2 -->  stage 1: mask x3 x4 t loss
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend import core as jex
@@ -34,7 +33,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import REMAT
 from flax_mesh.mpmd.split.min_cut import minimum_cut, recomputed
 from flax_mesh.program.follow import all_equations
-from flax_mesh.program.program import Eqn, Program, Var, flops, is_var, needed, variables
+from flax_mesh.program.program import Eqn, Program, Var, is_var, needed, variables
 from flax_mesh.tree import num_bytes
 
 # Labels of equations that depend on no layer: on no input, only on variables of the model, only on the batch, on both.
@@ -47,8 +46,6 @@ EXPENSIVE |= {"eigh", "svd"}
 # stages. The rules of custom_jvp are linear.
 RUN_ONCE = EXPENSIVE | {"custom_vjp_call"}
 
-# The cost of a byte of a stage boundary activation: accelerators compute 400 to 10,000 FLOPs while it is transferred.
-_FLOPS_PER_BYTE = 1000
 _NO_UPDATES: Mapping[int, int] = {}
 
 mark_p = jex.Primitive("layer_mark")  # identity on the outputs of layer call number `call`
@@ -90,27 +87,6 @@ class StageProgram(NamedTuple):
         return program.call(*(known[v] for v in program.inputs))
 
 
-def layer_order(program: Program, layer_of: Mapping[Var, Any], data: Iterable[Var]) -> list[Any]:
-    """The layers, as sortable keys, in the order of their first use: the first equation on a layer and the batch.
-
-    Equations on parameters alone are not a use, because a loss may compute the norm of all weights before it calls the
-    model. Layers that are never combined with the batch come last.
-    """
-    mixed = set(data)
-    layers: dict[Var, frozenset[Any]] = {v: frozenset([layer]) for v, layer in layer_of.items()}
-    order: dict[Any, None] = {}
-    for eqn in program.eqns:
-        inputs = variables(eqn.invars)
-        among = frozenset().union(*(layers.get(v, ()) for v in inputs))
-        if mixed.isdisjoint(inputs):
-            layers |= dict.fromkeys(eqn.outvars, among)
-        else:
-            order |= dict.fromkeys(sorted(among))
-            mixed |= set(eqn.outvars)
-    used = {layers[v] for eqn in program.eqns for v in eqn.invars if is_var(v) and v in layer_of}
-    return list(order | dict.fromkeys(sorted(frozenset().union(*used))))
-
-
 def label(program: Program, rank_of: Mapping[Var, int], num_ranks: int) -> list[int]:
     """The rank of every equation, or its negative label. `rank_of` contains the rank or label of every input."""
     known, labels = dict(rank_of), []
@@ -141,63 +117,6 @@ def _label_before_marks(program: Program, labels: Sequence[int]) -> list[int]:
         ranks[i] = call if ranks[i] == OUTSIDE else ranks[i]
         feeds |= {v: min(feeds.get(v, call), call) for v in variables(eqn.invars)}
     return ranks
-
-
-def costs(program: Program, labels: Sequence[int], num_ranks: int) -> list[int]:
-    """FLOPs of the forward pass per rank. The first rank includes equations before the layers, the last those after."""
-    totals = [0] * num_ranks
-    for eqn, rank in zip(program.eqns, labels, strict=True):
-        totals[max(rank, 0)] += flops(eqn)
-    return totals
-
-
-def boundary_bytes(program: Program, labels: Sequence[int], num_ranks: int, is_data: Sequence[bool]) -> list[int]:
-    """Bytes of the activations that are transferred over a boundary before each rank; 0 before the first.
-
-    The split has one stage per rank. The outputs of `program` must be sums.
-    """
-    settled, targets = settle(program, labels, num_ranks, {})
-    stages = stage_programs(program, settled, targets, num_ranks, is_data)
-    sender = {v: k for k, stage in enumerate(stages) for v in stage.sent}
-    last = {v: k for k, stage in enumerate(stages) for v in stage.received}
-    totals = [0] * num_ranks
-    for v, end in last.items():
-        for rank in range(sender[v] + 1, end + 1):
-            totals[rank] += num_bytes(v.aval)
-    return totals
-
-
-def entry_costs(num_bytes: Sequence[int]) -> list[int]:
-    """The cost in FLOPs of the boundary before each rank, from `boundary_bytes`.
-
-    Only bytes beyond twice the smallest boundary count, which no choice avoids: stages of equal layers are balanced by
-    their FLOPs alone.
-    """
-    free = 2 * min(num_bytes[1:], default=0)
-    return [_FLOPS_PER_BYTE * max(0, size - free) for size in num_bytes]
-
-
-def balance(weights: Sequence[int], num_stages: int, entries: Sequence[int] = ()) -> list[int]:
-    """Boundaries [0, ..., len(weights)] of `num_stages` non-empty ranges that minimize the weight of the heaviest one.
-
-    The weight of a range is the sum of its `weights` and the entry of its first rank. Exact, by dynamic programming
-    over (stages, layers): best[end] is the minimum for the first `stage` stages when they contain the first `end`
-    layers.
-    """
-    total, entries = [*accumulate(weights, initial=0)], entries or [0] * len(weights)
-    best = {0: (0, [0])}
-    for stage in range(1, num_stages + 1):
-        # Each later stage needs at least one layer, and the last stage must end at the last layer.
-        ends = range(stage, len(weights) - (num_stages - stage) + 1) if stage < num_stages else [len(weights)]
-        best = {
-            end: min(
-                (max(heaviest, total[end] - total[start] + entries[start]), [*bounds, end])
-                for start, (heaviest, bounds) in best.items()
-                if start < end
-            )
-            for end in ends
-        }
-    return best[len(weights)][1]
 
 
 def drop_marks(program: Program, labels: Sequence[int]) -> tuple[Program, list[int]]:

@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -23,6 +23,7 @@ from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.problems import imbalance
 from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf, marked_calls, open_forward, trace_forward
+from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.program.program import Program, Var, flops, has_explicit_axes, variables
 from flax_mesh.sharding.abstract import Make, Split, abstract_state
 from flax_mesh.sharding.annotations import annotations_of
@@ -30,7 +31,7 @@ from flax_mesh.sharding.explicit import axis_types_explained
 from flax_mesh.step.batch import shapes_of
 from flax_mesh.step.loss import Batch, LossFn
 from flax_mesh.text import array_text, bytes_text, listed
-from flax_mesh.tree import PyTree, is_single_layer, module_at, num_bytes
+from flax_mesh.tree import MODEL, PyTree, Shaped, is_single_layer, module_at, num_bytes, owners_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -283,3 +284,40 @@ def with_marked_calls(loss_fn: LossFn, path: str) -> LossFn:
             return loss_fn(model, batch)
 
     return marked
+
+
+def bytes_of_groups(
+    staged: StagedModel, stage_to_group: Sequence[int], leaves: Iterable[tuple[str, Shaped, int]]
+) -> list[int]:
+    """Bytes per device of each group, from (path, leaf, bytes per device) of all leaves of the plain state."""
+    leaves = list(leaves)
+    sizes = [0] * (max(stage_to_group) + 1)
+    parts = parts_of([(path, leaf) for path, leaf, _ in leaves], staged, stage_to_group)
+    for (_, leaf, size), each in zip(leaves, parts, strict=True):
+        for rows, group, _ in each:
+            share = size if rows is None else size * (rows[1] - rows[0]) // leaf.shape[0]
+            for owner in range(len(sizes)) if group == SHARED else (group,):
+                sizes[owner] += share
+    return sizes
+
+
+def parts_of(
+    named: Sequence[tuple[str, Shaped]], staged: StagedModel, stage_to_group: Sequence[int]
+) -> Iterator[list[tuple[tuple[int, int] | None, int, int | None]]]:
+    """(rows, group, index into staged.leaves) for each part of every (path, leaf) of the plain state."""
+    model_paths = [path.removeprefix(MODEL) for path, _ in named if path.startswith(MODEL)]
+    owned = owners_of([path for path, _ in named if not path.startswith(MODEL)], model_paths)
+    model_parts: dict[int, list[tuple[int, int, ModelLeaf]]] = {}  # index, group and leaf, by source
+    for at, leaf in enumerate(staged.leaves):
+        model_parts.setdefault(leaf.source, []).append((at, stage_to_group[staged.users[at][0]], leaf))
+    for path, leaf in named:
+        in_model = path.startswith(MODEL)
+        owner = path.removeprefix(MODEL) if in_model else owned.get(path)
+        parts = [] if owner is None else model_parts[model_paths.index(owner)]
+        depth = parts[-1][2].rows[1] if parts and parts[-1][2].rows else 0
+        if in_model:
+            yield [(part.rows, group, at) for at, group, part in parts]
+        elif depth and leaf.shape[:1] == (depth,):  # has a layer dim, as its parameter
+            yield [(part.rows, group, None) for _, group, part in parts]
+        else:
+            yield [(None, parts[0][1] if parts else SHARED, None)]

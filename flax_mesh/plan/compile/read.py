@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from jax.stages import Compiled
 
 from flax_mesh.hlo.collectives import Collective, read_collectives
-from flax_mesh.hlo.live import Buffer, largest, walk
 from flax_mesh.hlo.program import OP_NAME, Array, HloProgram, read_hlo, source_of
+from flax_mesh.plan.compile.live import Buffer, largest, walk
 from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
 from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.rules import Finding
@@ -58,14 +58,11 @@ def read_program(
 
 def _over_slices(program: HloProgram, axes: tuple[str, ...]) -> list[Collective]:
     """Collectives between slices: the program of a slice sends their operands to its host."""
-    sends = []
+    sends: list[Collective] = []
     for name, instructions in program.computations.items():
         for instruction in instructions:
-            if (
-                instruction.opcode != "send"
-                or not (kind := SLICES.search(instruction.text))
-                or isinstance(instruction.shape, Array)
-            ):
+            kind = SLICES.search(instruction.text) if instruction.opcode == "send" else None
+            if kind is None or isinstance(instruction.shape, Array):
                 continue
             sent, counts = instruction.shape[0], program.executions[name]
             if isinstance(sent, Array):

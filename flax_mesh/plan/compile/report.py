@@ -69,7 +69,7 @@ def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> st
         return "no collectives"
     unit = unit_of([size for _, *sizes in rows for size in sizes], BYTES)
     heads = ["axes", f"XLA {unit.name}", f"estimate {unit.name}", "error", "kinds"]
-    texts = []
+    texts: list[list[str]] = []
     for axes, by_xla, estimated in rows:
         kinds = [f"{each.kind} {each.times:,}" for each in sent if set(each.axes) == set(axes)]
         error = f"{estimated / by_xla - 1:+.0%}" if by_xla else ""
@@ -80,7 +80,7 @@ def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> st
 
 def estimate_findings(peak: int, sent: Sequence[Sent], plan: Plan) -> list[Finding]:
     """Where the estimate was off."""
-    findings = []
+    findings: list[Finding] = []
     repair = "Rely on the compiler's number here"
     if abs(plan.memory.peak / peak - 1) > OFF:
         sizes = f"{bytes_text(plan.memory.peak)}, XLA's peak {bytes_text(peak)}"

@@ -31,11 +31,12 @@ from flax_mesh.plan.compile.stages import compiled_stages
 from flax_mesh.plan.compile.target import devices_target
 from flax_mesh.plan.forecast import Estimate
 from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
-from flax_mesh.plan.recipe import Split, split_recipe, step_of
+from flax_mesh.plan.recipe import Split, arguments_of, split_recipe
 from flax_mesh.plan.report import ranges
 from flax_mesh.plan.topology import Topology, parse_topology
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import apply_overrides
+from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.target import chip_target
 from flax_mesh.sharding.memory import is_on_host
@@ -106,8 +107,8 @@ def _usage(start: float) -> dict[str, float]:
 
 def _step(recipe: Recipe, topology: Topology, progress: Progress) -> Readings:
     progress("tracing")
-    program, arguments = step_of(recipe)
-    traced = program.step.trace(*arguments)
+    program = train_program(recipe)
+    traced = program.step.trace(*arguments_of(program))
     progress("lowering")
     lowered = traced.lower()
     progress("compiling")

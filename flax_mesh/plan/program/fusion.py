@@ -359,7 +359,7 @@ class _Fusion:
             key: Buffer(x.bytes, x.array, x.phase, fixed=True) for key, x in self.buffers.items()
         }
         changed = set(map(id, carried_inputs(operation)))
-        carried, inits = [], []
+        carried, inits = list[Array](), list[Array]()
         for init, argument, out in zip(operation.inputs, body.arguments, operation.outputs, strict=True):
             if id(init) in changed:
                 carried.append(out)

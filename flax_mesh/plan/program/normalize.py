@@ -1,7 +1,7 @@
 """Converts a StableHLO module to the form in which XLA propagates shardings, because they depend on it.
 
-Calls are inlined, values that a loop does not change are used directly in its
-body, operations that only move dims of size 1 become reshapes, and operations are ordered from the results back.
+Calls are inlined, values that a loop does not change are used directly in its body, operations that only move dims of
+size 1 become reshapes, and operations are ordered from the results back.
 """
 
 import re
@@ -160,11 +160,9 @@ def _sharding_text(value: ir.Value, main: ir.Operation) -> str:
     """The sharding that a value has before propagation, or ""."""
     block = main.regions[0].blocks[0]
     if value.owner == block:
-        text = (
-            str(ir.ArrayAttr(main.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
-            if "arg_attrs" in main.attributes
-            else ""
-        )
+        if "arg_attrs" not in main.attributes:
+            return ""
+        text = str(ir.ArrayAttr(main.attributes["arg_attrs"])[ir.BlockArgument(value).arg_number])
         return text[text.find("sdy.sharding") :] if "sdy.sharding" in text else ""
     attributes = getattr(value.owner, "attributes", {})
     names = [name for name in ("sharding", "sdy.sharding") if name in attributes]

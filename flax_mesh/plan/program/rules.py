@@ -113,7 +113,7 @@ def _reduce(operation: Operation) -> Needs:
     dims, out = operation.dims("dimensions"), operation.outputs[0]
     arrays = operation.inputs[: len(operation.inputs) // 2]  # the others are initial values
     partial = list(dict.fromkeys(axis for x in arrays for d in dims for axis in x.spec[d]))
-    needed = []
+    needed: list[Spec] = []
     for x in arrays:
         kept = iter(out.spec)
         needed.append(tuple(x.spec[d] if d in dims else _without(next(kept), partial) for d in range(len(x.shape))))
@@ -176,10 +176,8 @@ def _without(axes: Sequence[str], other: Sequence[str] | frozenset[str]) -> Axes
 
 # Operations without a rule.
 LOCAL = ("while", "case", "if", "shard", "iota", "constant", "rng_bit_generator", "custom_call", "to_device", "to_host")
-RULES: dict[str, Callable[[Operation], Needs]] = dict.fromkeys(
-    (*LOCAL, "reduce_window", "select_and_scatter"), lambda operation: Needs([])
-)
-RULES |= {
+RULES: dict[str, Callable[[Operation], Needs]] = {
+    **dict.fromkeys((*LOCAL, "reduce_window", "select_and_scatter"), lambda operation: Needs([])),
     "reshard": _as_result,
     "concatenate": _as_result,
     "broadcast_in_dim": _broadcast,

@@ -16,7 +16,7 @@ from flax_mesh.hardware import CHIPS, Chip, load_chip
 from flax_mesh.mesh.torus.shapes import best_shape, nearest_counts
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.recipe import plan_for
-from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space
+from flax_mesh.plan.search.space import SEARCHED, Settings, Space, changes, make_space, overrides
 from flax_mesh.plan.search.surrogate import Values, regress
 from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology, resolve_mesh
 from flax_mesh.recipe.checks import check_config, check_functions
@@ -44,6 +44,11 @@ class Planned(NamedTuple):
     plan: Plan
     tokens: int  # per step; rows, if the tokens of a batch are not known
     unit: str = "tok"
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as they are typed: `mesh.shape=fsdp:8`."""
+        return overrides(self.settings)
 
     @property
     def seconds_per_token(self) -> float:
@@ -245,9 +250,8 @@ def plan_layout(config: TrainConfig, topology: Topology, batch: PyTree = None) -
 def tokens_text(planned: Planned) -> str:
     if planned.plan.fits is False:
         return f"needs {planned.fullness:.1f} times the memory"
-    return (
-        f"{1 / planned.seconds_per_token:,.0f} {planned.unit}/s" if math.isfinite(planned.seconds_per_token) else "none"
-    )
+    rate = 1 / planned.seconds_per_token
+    return f"{rate:,.0f} {planned.unit}/s" if rate else "none"
 
 
 def parse_chips(text: str, chip: Chip | None = None) -> Topology:

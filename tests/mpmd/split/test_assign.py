@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from flax_mesh.mpmd.split import assign
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.backward import differentiate
+from flax_mesh.mpmd.split.stages.bounds import balanced, layer_order
 from flax_mesh.program.program import Program, bodies, trace, variables
 from tests.mpmd.fuzz.operations import RULES
 
@@ -30,7 +31,7 @@ def test_balance_minimizes_the_heaviest_stage_and_leaves_no_stage_empty(weights,
         return max(sum(weights[a:b]) for a, b in pairwise(bounds))
 
     every = [(0, *inner, len(weights)) for inner in combinations(range(1, len(weights)), stages - 1)]
-    bounds = assign.balance(weights, stages)
+    bounds = balanced(weights, stages)
     assert tuple(bounds) in every  # `stages` ranges, none empty
     assert heaviest(bounds) == min(map(heaviest, every))
 
@@ -93,7 +94,7 @@ def staged(model: Traced, num_stages: int):
     """(bounds, stage of every equation, programs of the stages)."""
     program, num_ranks = model.program, len(model.net.order)
     labels = assign.label(program, model.ranks, num_ranks)
-    bounds = assign.balance([1] * num_ranks, num_stages)
+    bounds = balanced([1] * num_ranks, num_stages)
     stages = [next(k for k in range(num_stages) if r < bounds[k + 1]) if r >= 0 else r for r in labels]
     stages, makers = assign.settle(program, stages, num_stages, {})
     is_data = [model.ranks[v] == DATA for v in program.inputs]
@@ -104,8 +105,8 @@ def staged(model: Traced, num_stages: int):
 @given(nets())
 def test_layers_are_ordered_by_their_calls(net):
     program = traced(net).program
-    layer_of = {program.inputs[at]: at for at in net.order}
-    assert assign.layer_order(program, layer_of, program.inputs[-1:]) == list(net.order)
+    layer_of = {program.inputs[at]: ("layers", at) for at in net.order}
+    assert layer_order(program, layer_of, program.inputs[-1:]) == [("layers", at) for at in net.order]
 
 
 def test_summing_weights_before_the_call_is_not_a_use():
@@ -117,8 +118,9 @@ def test_summing_weights_before_the_call_is_not_a_use():
 
     matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
     program, _ = trace(loss, [matrix] * 4, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32))
-    layer_of = dict(zip(program.inputs, range(4), strict=False))
-    assert assign.layer_order(program, layer_of, program.inputs[-1:]) == [2, 0, 1, 3]  # the last is never called
+    layer_of = {v: ("layers", at) for at, v in enumerate(program.inputs[:4])}
+    order = layer_order(program, layer_of, program.inputs[-1:])
+    assert [at for _, at in order] == [2, 0, 1, 3]  # the last is never called
 
 
 def with_stages(model_nets):

@@ -14,8 +14,7 @@ from flax_mesh.fields import check_types
 from flax_mesh.mesh.context import current_mesh, without_mesh
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.schedules.schedule import Schedule
-from flax_mesh.mpmd.split import assign as cut
-from flax_mesh.mpmd.split.assign import CutError
+from flax_mesh.mpmd.split.assign import CutError, label
 from flax_mesh.mpmd.split.problems import (
     check_effects,
     check_layers,
@@ -34,7 +33,7 @@ from flax_mesh.mpmd.split.stages.arguments import (
     schedule_and_sizes,
     trained_filter,
 )
-from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, calls_in_order, copies_beside
+from flax_mesh.mpmd.split.stages.bounds import boundary_bytes, bounds_of, copies_beside, layer_order, rank_costs
 from flax_mesh.mpmd.split.trace import Layer, open_forward, places_of, split_leaves
 from flax_mesh.step.batch import microbatch_shapes, shapes_of
 from flax_mesh.step.loss import Batch, LossFn
@@ -158,13 +157,15 @@ def _divided(whole: StagedModel, cuts: Sequence[int] | None, balance: str) -> St
     check_references(opened.program)
     check_meshes(opened.program.eqns)
     check_trained(single, whole.wrt)
-    order = list(whole.ranks) or calls_in_order(opened.program, single)
+    inputs = opened.program.inputs
+    layer_of = {v: leaf.layer for v, leaf in zip(inputs, single, strict=False) if leaf.layer is not None}
+    order = list(whole.ranks) or layer_order(opened.program, layer_of, inputs[len(single) :])
     check_layers(whole.model, single, whole.layers, order, whole.num_stages)
     ranks = {layer: at for at, layer in enumerate(order)}
 
     def staged_with(copies: Mapping[str, Layer]) -> StagedModel:
-        labels = cut.label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
-        costs = cut.costs(opened.program, labels, len(order))
+        labels = label(opened.program, input_ranks(opened.program, single, ranks, copies), len(order))
+        costs = rank_costs(opened.program, labels, len(order))
         sizes = functools.partial(boundary_bytes, opened, labels, len(order))
         bounds, remark = bounds_of(costs, whole.num_stages, cuts, balance, sizes)
         staged = replace(

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from flax_mesh.axes import num_parts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
-from flax_mesh.models import DecoderConfig
 from flax_mesh.models.cache import cache_dims, cache_shape
+from flax_mesh.models.config import DecoderConfig
 from flax_mesh.text import bytes_text, count_text
 
 

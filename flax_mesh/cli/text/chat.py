@@ -22,13 +22,13 @@ class Conversation:
         self.stop_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self._encoder = Encoder(tokenizer, "assistant")
         self._messages: list[dict[str, str]] = []
-        asked = []
+        asked: list[np.ndarray] = []
         # A template that refuses the message of the system, or leaves it out, is known before the first question.
         for text in (f"{system}x", system) if system else ():
             self._messages = [{"role": "system", "content": text}]
             asked.append(self.ask("a"))
             self._messages.pop()
-        if asked and np.array_equal(*asked):
+        if asked and np.array_equal(asked[0], asked[1]):
             raise ConfigError("--system: the chat template renders no messages of 'system'; put it in a question")
 
     def ask(self, text: str) -> np.ndarray:

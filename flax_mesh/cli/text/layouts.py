@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from flax_mesh.plan.report import WIDTH, number, of_capacity, time_text
 from flax_mesh.plan.search.search import SAME, LayoutSearch, Planned
-from flax_mesh.plan.search.space import overrides
 from flax_mesh.text import Table, at_most, bytes_text, count_text, folded, listed
 
 MOST_LAYOUTS, MOST_REASONS = 10, 6
@@ -22,7 +21,7 @@ def to_text(search: LayoutSearch, command: Sequence[str], width: int = WIDTH) ->
         text = f"No layout fits: the one with the least memory needs {bytes_text(nearest.missing)} more per device, "
         sections.append(folded(f"{text}{of_capacity(nearest.peak, nearest.capacity)}.", width))
     else:
-        sections.append(shlex.join([*command, *overrides(search.best.settings)]))
+        sections.append(shlex.join([*command, *search.best.overrides]))
     return "\n\n".join(filter(None, sections))
 
 
@@ -92,7 +91,7 @@ def _table(search: LayoutSearch, width: int) -> str:
         mfu = "" if planned.plan.time.mfu is None else f"{planned.plan.time.mfu:.1%}"
         memory = number(planned.plan.memory.peak / 2**30)
         numbers = [f"{1 / planned.seconds_per_token:,.0f}", time_text(planned.plan.time.seconds), mfu, memory]
-        words = " ".join(overrides(planned.settings)) or "(as in the recipe)"
+        words = " ".join(planned.overrides) or "(as in the recipe)"
         rows.append([*numbers, words, comparison(planned, first)])
     heads = [f"{first.unit}/s", *HEADS]
     text = Table(heads, rows, right=heads[:4], wrap=heads[4:]).to_text(width)

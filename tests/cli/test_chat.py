@@ -11,8 +11,8 @@ import pytest
 
 import flax_mesh.cli.generate as command
 from flax_mesh.cli.main import main
+from flax_mesh.cli.text import chat
 from flax_mesh.errors import ConfigError
-from flax_mesh.inference import chat
 from flax_mesh.models import Generated
 from tests.data.chat_tokenizers import CHATML, HEADERS, LAST_ONLY, STRICT, VOCABULARY, StandIn, ids_of, write_tokenizer
 
