@@ -60,7 +60,8 @@ class DecoderFolder(NamedTuple):
 
         They are found without building the model.
         """
-        layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"])
+        numbered = any("{e}" in line.name for line in DECODER_NAMES[self.model_type])  # not one array for all experts
+        layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"] if numbered else 0)
         layers -= self.settings.get("dense_layers", 0)
         problems, stored = [], open_safetensors(self.path)
         # A config.json that asks for a billion layers must fail before a model of that size is traced.

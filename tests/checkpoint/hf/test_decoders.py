@@ -135,6 +135,8 @@ def test_configs_of_the_hub_become_settings():
 def test_a_config_with_more_layers_than_the_folder_has_arrays_is_refused_before_a_model_is_built():
     folder = DecoderFolder(DATA / "llama3", "llama", {"num_layers": 10**9, "num_experts": 0, "tied": False}, ())
     assert "has 1000000000 layers with 1 MLPs each" in folder.problems()[0]
+    one_array_for_all_experts = {"num_layers": 3, "num_experts": 128, "tied": False}
+    assert not DecoderFolder(DATA / "gpt_oss", "gpt_oss", one_array_for_all_experts, ()).problems()
 
 
 def test_absent_keys_have_the_defaults_of_their_family():
