@@ -232,11 +232,12 @@ def read_metrics(folder: str | Path) -> list[Row]:
     Raises ConfigError if the folder has no metrics, and UnreadableError if they cannot be read.
 
     Example:
-        >>> from flax_mesh.train import apply_overrides, load_recipe, read_metrics, train
-        >>> settings = ["run.steps=2", "model.num_layers=1", "run.sample_tokens=0", "run.folder=runs/two"]
-        >>> result = train(apply_overrides(load_recipe("recipes/tiny.py"), settings))
-        >>> [row["step"] for row in read_metrics("runs/two")]
-        [1, 2]
+        >>> from pathlib import Path
+        >>> from flax_mesh.train import read_metrics
+        >>> Path("runs/two").mkdir(parents=True)
+        >>> length = Path("runs/two/metrics.jsonl").write_text('{"step": 1, "loss": 5.5}\\n{"step": 2, "loss": 5.1}\\n')
+        >>> [row["loss"] for row in read_metrics("runs/two")]
+        [5.5, 5.1]
     """
     path = stored_path(folder)
     try:

@@ -112,6 +112,7 @@ def test_its_settings_and_its_checkpoint_are_printed_compared_and_resharded_unde
     settings = {one["name"] for one in found if one["section"] == "settings"}
     assert settings == {
         "checkpoint.keep",
+        "checkpoint.on_failure",  # its default is another one, as below
         "run.compiler_options",
         "model.attention",
         "run.attention",
