@@ -87,10 +87,14 @@ def test_a_folder_that_was_copied_to_a_store_is_resumed_there(files, tmp_path):
     run(config, kill_at=7)
     for path in [path for path in (tmp_path / "plain").rglob("*") if path.is_file() and path.name != ".lock"]:
         (files / path.relative_to(tmp_path / "plain").as_posix()).write_bytes(path.read_bytes())
+    others = {".keep", "notes.part", "wandb", "read me"}
+    for name in others:
+        (files / name).write_bytes(b"of the user")
     run(apply_overrides(config, [f"run.folder={files}"]))
     assert [row["step"] for row in read_metrics(files)] == list(range(1, 13)) and not (
         files / "metrics.jsonl"
     ).is_file()
+    assert others <= {*files.names()}
 
 
 @pytest.mark.slow

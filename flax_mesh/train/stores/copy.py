@@ -94,8 +94,9 @@ class RunFiles:
         for entry in self._here.iterdir():
             if entry.name not in LOCAL and not entry.name.startswith("."):
                 (shutil.rmtree if entry.is_dir() and not entry.is_symlink() else os.unlink)(entry)
-        names = [name for name in self._folder.names() if "/" not in name and name != lease.LEASE]
-        for name in names:
+        for name in self._folder.names():
+            if "/" in name or name in (lease.LEASE, *LOCAL) or not _is_published(name):
+                continue  # an object of others would be deleted: `_files` does not find it here
             (self._here / name).write_bytes((self._folder / name).read_bytes())
             self._sent[name] = _status(self._here / name)
         first, parts = joined_rows(self._folder)
@@ -145,6 +146,10 @@ class RunFiles:
         return b""
 
 
+def _is_published(name: str) -> bool:
+    return not name.startswith(".") and not name.endswith(_UNFINISHED)
+
+
 def _files(folder: Path) -> Sequence[str]:
     """The names of the files to publish."""
     names: list[str] = []
@@ -152,7 +157,7 @@ def _files(folder: Path) -> Sequence[str]:
         folders[:] = [
             name for name in folders if not name.startswith(".") and (name not in LOCAL or parent != str(folder))
         ]
-        paths = [Path(parent, name) for name in files if not name.startswith(".") and not name.endswith(_UNFINISHED)]
+        paths = [Path(parent, name) for name in files if _is_published(name)]
         names += [path.relative_to(folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
     return sorted({*names} - {METRICS})
 
