@@ -134,14 +134,14 @@ class StorePath(PosixPath):
         return self.exchange(lambda content: content is None, data)
 
     def exchange(self, is_expected: Callable[[bytes | None], bool], data: bytes | None) -> bool:
-        """Write the object, or delete it, if its content `is_expected`, by a conditional request; None is no object.
+        """Write a small object, or delete it, if its content `is_expected`, by a conditional request; None: no object.
 
         Returns whether it contains `data` then.
         """
-        value = self.ask(lambda: self._bucket.read(self._key))
+        value = self.ask(lambda: self._bucket.read(self._key), 0)
         if is_expected(None if value.state == "missing" else value.value):
-            self.ask(lambda: self._bucket.write(self._key, data, if_equal=value.stamp.generation))
-        return self._read() == data  # of a request that was repeated, the first may have written it
+            self.ask(lambda: self._bucket.write(self._key, data, if_equal=value.stamp.generation), 0)
+        return self._read(0) == data  # of a request that was repeated, the first may have written it
 
     def unlink(self, missing_ok: bool = True) -> None:
         self.ask(lambda: self._bucket.write(self._key, None))
@@ -170,8 +170,7 @@ class StorePath(PosixPath):
             text = f"the store did not answer within {2 * seconds:.0f} seconds"
             raise OSError(errno.ETIMEDOUT, text, str(self)) from None
         except (ValueError, RuntimeError) as error:
-            if not (text := _answer(f"{error}")):
-                raise
+            text = _answer(f"{error}") or "refused the request"
             raise OSError(errno.EIO, f"the store {text}", str(self)) from None
 
     @property
@@ -187,8 +186,8 @@ class StorePath(PosixPath):
     def _bucket(self) -> KvStore:
         return _bucket(*self.place)
 
-    def _read(self) -> bytes | None:
-        value = self.ask(lambda: self._bucket.read(self._key))
+    def _read(self, size: int = 2**26) -> bytes | None:
+        value = self.ask(lambda: self._bucket.read(self._key), size)
         return None if value.state == "missing" else value.value
 
 

@@ -95,6 +95,8 @@ def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> It
         raise ConfigError(
             f"run.folder={wanted}: several processes cannot save to a store; use a folder that they share"
         )
+    if isinstance(wanted, StorePath) and wanted.parts == wanted.place:
+        raise ConfigError(f"run.folder={wanted} is a bucket; use a folder in it, such as {wanted / 'run'}")
     publish: Callable[[], None] = lambda: None  # noqa: E731
     with ExitStack() as stack:
 

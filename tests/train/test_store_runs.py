@@ -1,8 +1,10 @@
 """Runs whose folder is in a store: the same rows, files and checkpoints as in a folder, under a lease."""
 
 import json
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -229,10 +231,55 @@ def test_a_run_whose_lease_was_taken_over_writes_nothing_more(files, quick, tmp_
     said: list[str] = []
     with opened(files, tmp_path / "a", said) as first, opened(files, tmp_path / "b", said) as second:
         (tmp_path / "a" / "config.txt").write_text("a")
-        with pytest.raises(ConfigError, match=r"it was taken over by .*this run ends, and writes nothing more there"):
+        with pytest.raises(ConfigError, match=r"it was taken over by .*this run ends, and saves nothing more there"):
             first.publish()
         second.publish()
     assert files.names() == []
+
+
+def test_the_lease_is_renewed_while_a_large_file_is_written(files, quick, tmp_path, monkeypatch):
+    write, is_writing = StorePath.write_bytes, threading.Event()
+
+    def slow(self: StorePath, data: bytes) -> int:
+        is_writing.set()
+        time.sleep(3)
+        return write(self, data)
+
+    with opened(files, tmp_path / "a", []) as first:
+        (tmp_path / "a" / "large").write_text("a")
+        monkeypatch.setattr(StorePath, "write_bytes", slow)
+        thread = threading.Thread(target=first.publish)
+        thread.start()
+        assert is_writing.wait(60)
+        with pytest.raises(ConfigError, match="is in use by another run"):
+            opened(files, tmp_path / "b", []).__enter__()
+        thread.join()
+    assert files.names() == ["large"]
+
+
+def test_files_that_disappear_on_this_machine_stay_in_the_store_and_one_that_is_not_readable_is_a_warning(
+    files, tmp_path, monkeypatch
+):
+    said, here, read = list[str](), tmp_path / "a", Path.read_bytes
+
+    def refused(self: Path) -> bytes:
+        if self.name == "secret":
+            raise PermissionError(13, "Permission denied", str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with opened(files, here, said) as run_files:
+        for name in ("config.txt", "secret", "metrics.jsonl"):
+            (here / name).write_text('{"step": 1}\n')
+        for _ in range(2):
+            run_files.publish()
+        assert len(said) == 1 and said[0].endswith("secret: Permission denied")
+        published = {"config.txt", "metrics/000000.jsonl"}
+        assert {*files.names()} == published | {lease.LEASE}
+        shutil.rmtree(here)
+        with pytest.raises(ConfigError, match=r"its files on this machine, .*, were removed; this run ends"):
+            run_files.publish()
+    assert {*files.names()} == published
 
 
 def test_of_two_runs_that_start_together_one_is_refused(files, tmp_path, monkeypatch):
@@ -293,6 +340,12 @@ def test_several_processes_and_wrong_addresses_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     place = folder_of_run(stored_path("s3://bucket/run"), False, print)
     with pytest.raises(ConfigError, match="several processes cannot save to a store"), place:
+        pass
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    with (
+        pytest.raises(ConfigError, match="is a bucket; use a folder in it"),
+        folder_of_run(stored_path("s3://bucket"), False, print),
+    ):
         pass
     with pytest.raises(ConfigError, match="Invalid S3 bucket name"):
         train(apply_overrides(recipe(), ["run.folder=s3://a/run"]))

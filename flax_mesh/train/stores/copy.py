@@ -5,10 +5,11 @@ until that has a megabyte. Together they are metrics.jsonl, whose steps may be r
 """
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from flax_mesh.errors import ConfigError, SaveError
@@ -26,15 +27,15 @@ _UNFINISHED = (".new", ".part")
 def joined_rows(folder: StorePath) -> tuple[bytes, list[bytes]]:
     """The rows in a metrics.jsonl, of a folder that was copied to the store, and those in its parts."""
     names = folder.names()
-    parts = [(folder / name).read_bytes() for name in names if name.startswith(f"{PARTS}/")]
+    parts = [(folder / name).read_bytes() for name in names if re.fullmatch(rf"{PARTS}/\d{{6}}\.jsonl", name)]
     return (folder / METRICS).read_bytes() if METRICS in names else b"", parts
 
 
 class RunFiles:
     """The files of the run in `folder`, whose working copy `here` is locked. As a context: with the lease.
 
-    `publish` writes what has changed since the last call to the store. A thread publishes new rows, and renews the
-    lease. At the start the store replaces the working copy, except for what is LOCAL.
+    `publish` writes what has changed since the last call to the store. A thread publishes new rows, another one renews
+    the lease. At the start the store replaces the working copy, except for what is LOCAL.
     """
 
     def __init__(self, folder: StorePath, here: Path, say: Callable[[str], None]):
@@ -43,29 +44,45 @@ class RunFiles:
         self._sent: dict[str, tuple[int, int]] = {}  # name -> size and time of change
         self._number, self._start, self._last = 0, 0, b""  # of the last part: number, place in metrics.jsonl, content
         self._num_parts = 0  # in the store
-        self._thread = threading.Thread(target=self._publish_rows, daemon=True)
+        self._unread: list[str] = []  # files that could not be read, one text each
+        actions = (self._lease.renew, self._publish_rows)
+        self._threads = [threading.Thread(target=self._repeat, args=(action,), daemon=True) for action in actions]
 
     def __enter__(self) -> "RunFiles":
-        try:
-            self._lease.claim()
-            self._fetch()
-        except OSError as error:
-            self._lease.release()
-            raise ConfigError(
-                f"run.folder={self._folder} cannot be used: {error.strerror}; repair that, or use another folder"
-            ) from error
-        self._thread.start()
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            try:
+                self._lease.claim()
+                self._threads[0].start()  # files may take longer than a lease
+                self._fetch()
+            except OSError as error:
+                raise ConfigError(
+                    f"run.folder={self._folder} cannot be used: {error.strerror}; repair that, or use another folder"
+                ) from error
+            self._threads[1].start()
+            stack.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            try:
+                if not self._lease.is_lost:
+                    self.publish()
+            except (ConfigError, SaveError) as failure:
+                self._say(f"warning: {failure}")
+
+    def _end(self) -> None:
         self._over.set()
-        self._thread.join()
-        try:
-            if not self._lease.is_lost:
-                self.publish()
-        except (ConfigError, SaveError) as failure:
-            self._say(f"warning: {failure}")
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
         self._lease.release()
+
+    def _repeat(self, action: Callable[[], None]) -> None:
+        while not self._over.wait(lease.RENEWED):
+            with suppress(ConfigError, SaveError, OSError):  # the next save raises it
+                action()
 
     def publish(self) -> None:
         """Write all changes. SaveError if the store refuses, and ConfigError if another run has the lease."""
@@ -81,13 +98,11 @@ class RunFiles:
             except OSError as error:
                 raise SaveError(
                     f"metrics and other files could not be written to {self._folder}: {error.strerror}; they are in "
-                    f"{self._here}, and the next save of this run writes them"
+                    f"{self._here}, from where the next save writes them. Copy them before you start the run again"
                 ) from error
 
     def _publish_rows(self) -> None:
-        while not self._over.wait(lease.RENEWED):
-            with suppress(ConfigError, SaveError):  # the next save raises it
-                self._publish(lambda: not self._rows(self._start).startswith(self._last))
+        self._publish(lambda: not self._rows(self._start).startswith(self._last))
 
     def _fetch(self) -> None:
         """Replace the working copy by the objects that are directly in the folder, and by the joined metrics."""
@@ -107,14 +122,26 @@ class RunFiles:
             self._number, self._start, self._last = len(parts) - 1, sum(map(len, parts[:-1])), parts[-1]
 
     def _send_files(self) -> None:
-        """All files but the metrics; those that are gone here are deleted there."""
-        now = {name: _status(self._here / name) for name in _files(self._here)}
-        for name, status in now.items():
-            with suppress(FileNotFoundError):  # it was renamed meanwhile
-                if self._sent.get(name) != status:
-                    (self._folder / name).write_bytes((self._here / name).read_bytes())
-                    self._sent[name] = status
-        for name in self._sent.keys() - now.keys() - {METRICS}:
+        """All files but the metrics; those that are gone here are deleted there. Unreadable ones are a warning."""
+        names, unread = _files(self._here), list[str]()
+        for name in names:
+            try:
+                if self._sent.get(name) == (status := _status(self._here / name)):
+                    continue
+                content = (self._here / name).read_bytes()
+            except FileNotFoundError:  # it was renamed meanwhile
+                continue
+            except OSError as error:
+                unread.append(f"{self._here / name}: {error.strerror}")
+                continue
+            self._lease.check()
+            (self._folder / name).write_bytes(content)
+            self._sent[name] = status
+        if unread and unread != self._unread:
+            self._say(f"warning: not written to {self._folder}: {'; '.join(unread)}")
+        self._unread = unread
+        self._lease.check()
+        for name in self._sent.keys() - {*names, METRICS}:
             (self._folder / name).unlink()
             del self._sent[name]
 
@@ -126,6 +153,7 @@ class RunFiles:
         while at < len(rows):
             end = rows.find(b"\n", at + PART) + 1 or len(rows)
             if rows[at:end] != self._last:
+                self._lease.check()
                 (self._folder / PARTS / f"{self._number:06}.jsonl").write_bytes(rows[at:end])
                 self._num_parts, self._last = max(self._num_parts, self._number + 1), rows[at:end]
             if end < len(rows):
@@ -153,13 +181,17 @@ def _is_published(name: str) -> bool:
 def _files(folder: Path) -> Sequence[str]:
     """The names of the files to publish."""
     names: list[str] = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=_raise):  # not as if the folder was empty
         folders[:] = [
             name for name in folders if not name.startswith(".") and (name not in LOCAL or parent != str(folder))
         ]
         paths = [Path(parent, name) for name in files if _is_published(name)]
         names += [path.relative_to(folder).as_posix() for path in paths if path.is_file() and not path.is_symlink()]
     return sorted({*names} - {METRICS})
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _status(path: Path) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -33,7 +34,7 @@ class Lease:
         self._mark, self._host = here / ".lease", socket.gethostname()
         self._id = f"{self._host}/{uuid.uuid4()}"
         self._since, self._renewals = datetime.now(UTC).isoformat(timespec="seconds"), 0
-        self.is_lost = False
+        self._lock, self._loss = threading.Lock(), ""
 
     def claim(self) -> None:
         """Take the lease. ConfigError if another run has it."""
@@ -44,17 +45,32 @@ class Lease:
             raise self._in_use(self._read())
         self._mark.write_text(self._id)
 
-    def renew(self) -> None:
-        """ConfigError if another run has taken the lease over, or it was removed."""
-        self._renewals += 1
-        if not self._path.exchange(self._is_mine, self._record()):
-            self.is_lost, content = True, self._read()
-            late = f"since this run did not renew its lease for {SECONDS:.0f} s"
-            what = f"{LEASE} was removed" if content is None else f"it was taken over by {_holder(content)}, {late}"
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._loss)
+
+    def check(self) -> None:
+        """ConfigError if the lease is lost, as far as this run knows, or the working copy was removed."""
+        if not (self._loss or self._mark.is_file()):
+            here = self._mark.parent
+            self._loss = f"its files on this machine, {here}, were removed"
+        if self._loss:
             raise ConfigError(
-                f"run.folder={self._folder}: {what}; this run ends, and writes nothing more there. Start it again to "
-                "resume"
+                f"run.folder={self._folder}: {self._loss}; this run ends, and saves nothing more there. Start it again "
+                "to resume"
             )
+
+    def renew(self) -> None:
+        """`check`, after a renewal. Several threads may call it."""
+        with self._lock:
+            self._renewals += 1
+            if not self._loss and not self._path.exchange(self._is_mine, self._record()):
+                content = self._read()
+                late = f"since this run did not renew its lease for {SECONDS:.0f} s"
+                taken = f"it was taken over by {_holder(content or b'')}, {late}"
+                self._loss = f"{LEASE} was removed" if content is None else taken
+                self._say(f"warning: run.folder={self._folder}: {self._loss}; this run ends at its next save")
+        self.check()
 
     def release(self) -> None:
         with suppress(OSError):  # it ends by itself
