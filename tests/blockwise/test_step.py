@@ -102,7 +102,8 @@ def test_losses_on_a_mesh_are_those_of_the_program_as_written(kind, documents, m
 
     if documents:  # blocks of 64, of documents of 128
         monkeypatch.setattr(loops.Loops, "forward", observed)
-        monkeypatch.setattr(transform.rewrite, "__defaults__", (64, *transform.rewrite.__defaults__[1:]))  # pyright: ignore[reportOptionalSubscript]
+        others = (transform.rewrite.__defaults__ or ())[1:]
+        monkeypatch.setattr(transform.rewrite, "__defaults__", (64, *others))
 
     def losses(attention):
         if "pp" in names:
