@@ -7,6 +7,7 @@ Shape letters: B batch, S sequence, D hidden, V vocab.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownParameterType=false
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeVar
@@ -113,6 +114,10 @@ def distillation_loss(
     if (size := model.config.vocab_size) != (other := teacher.config.vocab_size):
         text = f"must have the same vocabulary, got {size} and {other} tokens"
         problems.append(f"student and teacher {text}; choose a teacher with the tokenizer of the student")
+    if not 0 < temperature < math.inf:
+        problems.append(f"temperature must be above 0 and finite, got {temperature}")
+    if not 0 <= alpha <= 1:
+        problems.append(f"alpha, the weight of the cross-entropy, must be from 0 to 1, got {alpha}")
     if problems:
         raise ConfigError(problems)
     inputs_BS, _ = _tokens_of(batch, "distillation_loss")

@@ -164,7 +164,7 @@ def test_queries_and_results_move_by_two_permutations_and_nothing_else_is_gather
         compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*given).compile()
     counts = Counter(x.kind for x in read_collectives(read_hlo(compiled), mesh))
     # Forward: queries and results. Backward: queries, their gradients, gradients of results and their row sums.
-    assert counts.pop("collective-permute") <= 2 * 2 + 2 * 4  # jax 0.10 shares two of them
+    assert counts.pop("collective-permute") in (2 * 2 + 2 * 4, 2 * 2 + 2 * 3)  # jax 0.10 shares two of them
     assert counts == {"all-gather": 2, "reduce-scatter": 2}
 
 

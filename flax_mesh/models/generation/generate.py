@@ -59,7 +59,7 @@ def generate(
         cache_length: Slots of the cache, for a prompt and its continuation. Default: as many as the longest needs.
         on_token: Called as `on_token(prompt, token)` for each token, in the order of computation; True ends the text.
         on_result: Called as `on_result(prompt, generated)` for each prompt, in their order, when it is complete.
-        on_report: Called once at the end with the measured speed and the least time that the memory needs.
+        on_report: Called at the end, if there are prompts, with the speed and the least time that the memory needs.
 
     Returns:
         The continuation of every prompt.

@@ -78,7 +78,7 @@ class Lease:
         self._mark.unlink(missing_ok=True)
 
     def _waited(self, content: bytes) -> bytes | None:
-        """What the path contains once nobody has the lease `content`."""
+        """Wait until nobody has the lease `content`; returns the content of the object then, None if it is gone."""
         holder, until = _holder(content), time.monotonic() + SECONDS
         self._say(f"run: {self._folder} is in use by {holder}; waiting up to {SECONDS:.0f} s for its end")
         while time.monotonic() < until:
