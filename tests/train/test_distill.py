@@ -106,7 +106,8 @@ def test_another_vocabulary_or_direction_is_refused():
     tokens: Any = jnp.zeros((1, 4), int)
     with pytest.raises(ConfigError, match=r"got 'up'\n.* must have the same vocabulary, got 116 and 256 tokens"):
         distillation_loss(model, teacher, {"inputs": tokens, "targets": tokens}, direction="up")
-    for name, value in {"temperature": 0.0, "alpha": 1.5}.items():
+    wrong: dict[str, Any] = {"temperature": 0.0, "alpha": 1.5}
+    for name, value in wrong.items():
         with pytest.raises(ConfigError, match=rf"^{name}.* must be .*, got {value}$"):
             distillation_loss(model, model, {"inputs": tokens, "targets": tokens}, **{name: value})
 
