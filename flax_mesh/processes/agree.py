@@ -151,9 +151,8 @@ class Phases:
                 raise PeerError("; ".join(problems))
         self._remaining.remove(phase)
         if self.together and self._index == 0 and phase == self.phases[0]:
-            delete_texts(
-                f"{self._root}/{self._number - 1}"
-            )  # all processes are in this task, so none reads the previous one
+            # All processes are in this task, so none reads the previous one.
+            delete_texts(f"{self._root}/{self._number - 1}")
 
     def is_past(self, phase: str) -> bool:
         return phase not in self._remaining
