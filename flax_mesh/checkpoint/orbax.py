@@ -182,7 +182,9 @@ def _merge(state: Path, others: Mapping[str, StorePath]) -> None:
     together.commit_async().result()
     # An array without data would be restored as zeros.
     keys = [key.decode().rpartition("/") for key in merged.list().result()]
-    if empty := {name for name, _, key in keys if key == ".zarray"} ^ {name for name, _, key in keys if key != ".zarray"}:
+    if empty := {name for name, _, key in keys if key == ".zarray"} ^ {
+        name for name, _, key in keys if key != ".zarray"
+    }:
         raise OSError(f"the index of all processes lacks data of {min(empty)}")
 
 

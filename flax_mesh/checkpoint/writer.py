@@ -4,6 +4,7 @@ A save has phases, at the end of which processes learn of each other's failures.
 at the end of "commit"; a save that fails before leaves only files that the next save removes.
 """
 
+import ctypes
 import os
 import re
 import shutil
@@ -32,12 +33,21 @@ PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 class Writer:
     """Writes one step at a time to `folder`, in the background. `host_bytes` and `compress` are as in Checkpointer.
 
-    `retained` returns the steps to retain, and is called after each save.
+    `retained` returns the steps to retain, and is called after each save; `before_commit` is called before a step is
+    committed to a store.
     """
 
-    def __init__(self, folder: Path, retained: Callable[[], set[int]], *, host_bytes: int | None, compress: bool):
+    def __init__(
+        self,
+        folder: Path,
+        retained: Callable[[], set[int]],
+        before_commit: Callable[[], None],
+        *,
+        host_bytes: int | None,
+        compress: bool,
+    ):
         self._folder, self._retained = folder, retained
-        self._place = _Store(folder) if isinstance(folder, StorePath) else _Folder(folder)
+        self._place = _Store(folder, before_commit) if isinstance(folder, StorePath) else _Folder(folder)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -263,8 +273,9 @@ class _Store(_Folder):
     save fails, too.
     """
 
-    def __init__(self, path: StorePath):
+    def __init__(self, path: StorePath, before_commit: Callable[[], None]):
         super().__init__(path)
+        self._before_commit = before_commit
         self._here = ""  # the temporary folder
         self._own: tuple[StorePath, bytes] | None = None  # the last step of this process, and what UPLOAD contains
 
@@ -312,6 +323,7 @@ class _Store(_Folder):
         names = saved_files(folder) | self._upload(folder, target)
         if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != claim:
             raise OSError("another process has removed objects of this step, or added some")
+        self._before_commit()
         if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target} ".encode() + claim):
             raise OSError("another process has saved this step")
 
@@ -321,6 +333,7 @@ class _Store(_Folder):
         with ThreadPoolExecutor(_REQUESTS) as pool:
             list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
         shutil.rmtree(folder)
+        _return_freed_memory()
         return names
 
     def _target(self, step: int) -> StorePath:
@@ -353,6 +366,12 @@ class _Store(_Folder):
 
     def close(self) -> None:
         shutil.rmtree(self._here, ignore_errors=True)
+
+
+def _return_freed_memory() -> None:
+    """Give memory that was freed back to the system: glibc keeps it for each thread, up to 64 MiB, as if it leaked."""
+    with suppress(AttributeError, OSError):  # another library of C
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason(error: BaseException) -> str:

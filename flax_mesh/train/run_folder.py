@@ -82,13 +82,15 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The folder of a run; `publish` writes its files to the store if it is in one, and is called before a save.
+    """The folder of a run. If it is in a store, `publish` writes its files there, and is called before a save.
 
-    Every process calls it; process 0 writes, and its errors are raised in all.
+    Every process calls it; process 0 writes, and its errors are raised in all. `check` raises ConfigError in process 0
+    if it has lost the lease.
     """
 
     folder: Path
     publish: Callable[[], None]
+    check: Callable[[], None]
 
 
 @contextmanager
@@ -120,7 +122,8 @@ def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> It
                 raise SaveError(problem)
 
         folder = stored_path(broadcast_from_process_0("folder", choose))
-        yield Place(folder, publish if isinstance(folder, StorePath) else lambda: None)
+        nothing = lambda: None  # noqa: E731
+        yield Place(folder, publish if isinstance(folder, StorePath) else nothing, files.check if files else nothing)
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:
