@@ -245,11 +245,6 @@ def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
 
 
-def saved_files(folder: Path) -> set[str]:
-    """The names in the checksums of a step. ValueError if they are damaged."""
-    return {*_decode((folder / CHECKSUMS).read_bytes())[1]}
-
-
 def saved_size(folder: Path) -> int:
     """The bytes of the files of a step according to its checksums, 0 if they are damaged."""
     try:

@@ -35,6 +35,7 @@ from flax_mesh.tree import (
 
 Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
+_Shape = tuple[int, ...]
 _NUMBERS = (bool, int, float, complex)
 _BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
@@ -65,14 +66,7 @@ class ShardedArray:
     All parts of all processes have the shape `part`.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: np.dtype,
-        sharding: Sharding,
-        part: tuple[int, ...],
-        shards: Sequence[_ArrayShard],
-    ):
+    def __init__(self, shape: _Shape, dtype: np.dtype, sharding: Sharding, part: _Shape, shards: Sequence[_ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
@@ -314,13 +308,9 @@ def _written(x: jax.Array, shares: Shares) -> ShardedArray:
     part, parts = shares.of_this_process(places_of(x.sharding, x.shape), x.dtype.itemsize, divide=not is_on_host(x))
     here, is_whole = _shards_here(x), part == x.sharding.shard_shape(x.shape)
     # Whole shards are not sliced, since that may need memory of the device.
-    reads = [functools.partial(_read, here[shard], None if is_whole else slices) for shard, slices in parts]
-    shards = [_ArrayShard(p.index, 0, here[p.shard].device, read) for p, read in zip(parts, reads, strict=True)]
+    read = lambda p: here[p.shard].data if is_whole else here[p.shard].data[p.slices]  # noqa: E731
+    shards = [_ArrayShard(p.index, 0, here[p.shard].device, functools.partial(read, p)) for p in parts]
     return ShardedArray(x.shape, x.dtype, x.sharding, part, shards)
-
-
-def _read(shard: Any, slices: tuple[slice, ...] | None) -> jax.Array:
-    return shard.data if slices is None else shard.data[slices]
 
 
 def _layers(stack: jax.Array, shares: Shares, on_host: bool) -> Iterator[ShardedArray]:

@@ -89,7 +89,7 @@ class Storage:
     `host_bytes` limits the bytes of the state on the host at a time; None for no limit. Orbax copies the next arrays to
     the host while it writes the previous ones, so each of the two gets half. `meet(phase)` returns once all processes
     have reached the end of a phase: "folders" in the thread that saves; with several processes also "files" and
-    "commit", in the background. `file_bytes` limits the files of arrays, but for one part of an array that is larger.
+    "commit", in the background. `file_bytes` limits the files of arrays, and the parts of arrays in them.
 
     `gather` is for several processes that write to a folder each: process 0 calls it with its folder of the step after
     "files". It fetches the checksums of the others, and returns where their files are, by their folder in "state".

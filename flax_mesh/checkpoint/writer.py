@@ -5,6 +5,7 @@ at the end of "commit"; a save that fails before leaves only files that the next
 """
 
 import ctypes
+import json
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from typing import Any
 
 import jax
 
-from flax_mesh.checkpoint.checksums import BLOCK, MARKERS, PART, SYSTEM_ERROR, files_below, saved_files
+from flax_mesh.checkpoint.checksums import BLOCK, CHECKSUMS, MARKERS, PART, SYSTEM_ERROR, files_below
 from flax_mesh.checkpoint.find import UPLOAD, committed_steps, find_leftovers
 from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
@@ -124,13 +125,12 @@ class Writer:
 
     def _meet(self, phase: str) -> None:
         """Wait for all processes at the end of a phase, in the thread that reached it."""
-        assert self._saving is not None
         if phase == "folders" and self._clears:
-            self._place.claim(self._saving)
+            self._place.claim()
         if phase == "files" and not self._clears:
-            self._place.send(self._saving)
+            self._place.send()
         if phase == "commit" and self._clears:
-            self._place.commit(self._saving)
+            self._place.commit()
         self._phases.passed(phase)
         if phase == "commit":
             if self._clears:
@@ -169,14 +169,10 @@ class Writer:
         self._place.check()
         if self._storage is None:
             self._place.open()
-            in_store = isinstance(self._place, _Store)
-            self._storage = Storage(
-                compress=self._compress,
-                host_bytes=self._host_bytes,
-                meet=self._meet,
-                file_bytes=BLOCK if in_store else None,
-                gather=self._place.gather if isinstance(self._place, _Store) and jax.process_count() > 1 else None,
-            )
+            file_bytes = BLOCK if isinstance(self._place, _Store) else None
+            gather = self._place.gather if isinstance(self._place, _Store) and jax.process_count() > 1 else None
+            limits = {"host_bytes": self._host_bytes, "file_bytes": file_bytes}
+            self._storage = Storage(compress=self._compress, meet=self._meet, gather=gather, **limits)
             self._is_tidy = False
 
     def _give_up(self) -> None:
@@ -217,6 +213,7 @@ class _Folder:
 
     def __init__(self, path: Path):
         self._path = path
+        self._step = -1  # the last one that was saved, or is being saved
         self._inode: int | None = None  # of the folder, as found or created by the first save
 
     def open(self) -> None:
@@ -230,19 +227,20 @@ class _Folder:
             raise OSError("the folder is gone")
 
     def written(self, step: int) -> Path:
-        """Where Orbax writes a step."""
+        """Where Orbax writes this step, which is then the step of the methods below."""
+        self._step = step
         return self._path / str(step)
 
-    def claim(self, step: int) -> None:
-        """Before any process writes files. Orbax creates the folder in which all of them write."""
+    def claim(self) -> None:
+        """In process 0, before any process writes files."""
 
-    def send(self, step: int) -> None:
-        """After this process, which is not process 0, has written its files."""
+    def send(self) -> None:
+        """In another process, after it has written its files."""
 
-    def commit(self, step: int) -> None:
-        """After process 0 has written its files, and all others have sent theirs."""
+    def commit(self) -> None:
+        """In process 0, after it has written its files and all others have sent theirs."""
         self.check()
-        if step not in committed_steps(self._path):
+        if self._step not in committed_steps(self._path):
             raise OSError("its folder is gone")
 
     def remove_unfinished(self) -> None:
@@ -277,7 +275,7 @@ class _Store(_Folder):
         super().__init__(path)
         self._before_commit = before_commit
         self._here = ""  # the temporary folder
-        self._own: tuple[StorePath, bytes] | None = None  # the last step of this process, and what UPLOAD contains
+        self._claim = b""  # what UPLOAD of the step contains
 
     def open(self) -> None:
         self.close()
@@ -286,24 +284,23 @@ class _Store(_Folder):
     def check(self) -> None:
         """A store has no folder that could be gone."""
 
-    def claim(self, step: int) -> None:
-        self._own = target, claim = self._target(step), str(uuid.uuid4()).encode()
-        if not (target / UPLOAD).create(claim):
+    def claim(self) -> None:
+        self._claim = str(uuid.uuid4()).encode()
+        if not (self._target / UPLOAD).create(self._claim):
             raise OSError("another process has saved this step, or is saving it")
 
-    def send(self, step: int) -> None:
+    def send(self) -> None:
         (folder,) = Path(self._here).iterdir()  # with a name of Orbax, as the folder of the state in it has
         for state in folder.glob("state.*"):
             state.rename(folder / "state")
-        self._upload(folder, self._target(step))
+        self._upload(folder)
 
     def gather(self, folder: Path) -> dict[str, StorePath]:
         """Fetch the checksums that the other processes have uploaded, to the `folder` of a step.
 
         Returns where the files of each are, by the name of their folder.
         """
-        assert self._own is not None
-        target, names = self._own[0], self._own[0].names()
+        target, names = self._target, self._target.names()
         parts = [part for process in range(1, jax.process_count()) if (part := PART.format(process)) in names]
         if len(parts) < jax.process_count() - 1:
             raise OSError("another process has removed objects of this step")
@@ -315,29 +312,29 @@ class _Store(_Folder):
         return {name: target / "state" / name for name in sorted(folders)}
 
     def written(self, step: int) -> Path:
-        return Path(self._here) / str(step)
+        return Path(self._here, super().written(step).name)
 
-    def commit(self, step: int) -> None:
-        assert self._own is not None
-        (target, claim), folder = self._own, self.written(step)
-        names = saved_files(folder) | self._upload(folder, target)
-        if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != claim:
+    def commit(self) -> None:
+        folder, target, claim = Path(self._here, str(self._step)), self._target, self._claim
+        names = {UPLOAD, *json.loads((folder / CHECKSUMS).read_bytes())["files"], *self._upload(folder)}
+        if {*target.names()} != names or (target / UPLOAD).read_bytes() != claim:
             raise OSError("another process has removed objects of this step, or added some")
         self._before_commit()
         if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target} ".encode() + claim):
             raise OSError("another process has saved this step")
 
-    def _upload(self, folder: Path, target: StorePath) -> set[str]:
+    def _upload(self, folder: Path) -> set[str]:
         """Upload the files below `folder`, and remove it. Returns their names."""
-        names = {*files_below(folder)} - {MARKERS[1]}
+        names, target = {*files_below(folder)} - {MARKERS[1]}, self._target
         with ThreadPoolExecutor(_REQUESTS) as pool:
             list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
         shutil.rmtree(folder)
         _return_freed_memory()
         return names
 
-    def _target(self, step: int) -> StorePath:
-        target = self._path / str(step)
+    @property
+    def _target(self) -> StorePath:
+        target = self._path / str(self._step)
         assert isinstance(target, StorePath)
         return target
 
@@ -346,8 +343,8 @@ class _Store(_Folder):
         if jax.process_count() > 1:
             return  # others may still upload files; the next save removes them, when all have ended
         with suppress(OSError, UnreadableError):  # the next save removes what cannot be removed now
-            if self._own and (self._own[0] / UPLOAD).read_bytes() == self._own[1]:
-                self.remove({*find_leftovers(self._path)} & {self._own[0]})
+            if (self._target / UPLOAD).read_bytes() == self._claim:
+                self.remove({*find_leftovers(self._path)} & {self._target})
 
     def rename(self, step: int, name: str) -> None:
         for file in files_below(old := self._path / str(step)):

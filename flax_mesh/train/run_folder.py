@@ -114,7 +114,7 @@ def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> It
                 if files is not None:
                     files.publish()
             except SaveError as error:
-                return str(error)
+                return f"{error}"
             return ""
 
         def publish() -> None:

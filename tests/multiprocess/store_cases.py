@@ -65,7 +65,7 @@ def saves(folder: str, fault: str, who: str) -> None:
             if is_faulty and fault == "answers 500":
                 patch.setattr(StorePath, "write_bytes", refused)
             if is_faulty and fault == "killed":
-                patch.setattr(saving._Store, "commit", lambda *arguments: os._exit(9))
+                patch.setattr(saving._Store, "commit", lambda place: os._exit(9))
             try:
                 checkpointer.save(step, state(step))
                 checkpointer.wait()
