@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.modes import array_from
-from flax_mesh.processes.shares import Bounds, Shares, bounds, places_of
+from flax_mesh.processes.agree import Bounds, Shares, bounds, places_of
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import (

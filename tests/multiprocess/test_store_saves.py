@@ -13,7 +13,7 @@ import pytest
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.checksums import CHECKSUMS
 from flax_mesh.checkpoint.find import committed_steps, find_unfinished
-from flax_mesh.processes import shares
+from flax_mesh.processes import agree
 from flax_mesh.store import stored_path
 from flax_mesh.train import read_metrics
 from tests.checkpoint.stores import s3_server
@@ -24,10 +24,10 @@ from tests.multiprocess.store_cases import opened, values
 
 @pytest.mark.parametrize("processes", [2, 3, 4, 48])
 def test_every_part_is_written_by_one_process_and_all_write_as_much(monkeypatch, processes):
-    monkeypatch.setattr(shares, "_DIVIDED", 2**10)
+    monkeypatch.setattr(agree, "_DIVIDED", 2**10)
     rng = np.random.default_rng(processes)
     shapes = [(96, 16), (25, 13), (3, 5), (), (16, 50), (16, 256)]
-    arrays: list[dict[shares.Bounds, list[int]]] = []
+    arrays: list[dict[agree.Bounds, list[int]]] = []
     for shape in [shapes[i] for i in rng.integers(len(shapes), size=20 * processes)]:
         whole = tuple((0, size) for size in shape)
         halves = [((0, shape[0] // 2), *whole[1:]), ((shape[0] // 2, shape[0]), *whole[1:])] if shape else []
@@ -38,7 +38,7 @@ def test_every_part_is_written_by_one_process_and_all_write_as_much(monkeypatch,
     written: Counter[int] = Counter()
     for process in range(processes):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        writers = shares.Shares()
+        writers = agree.Shares()
         for places, count in zip(arrays, seen, strict=True):
             shape, parts = writers.of_this_process(places, 4)
             for part in parts:
