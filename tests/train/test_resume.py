@@ -195,9 +195,11 @@ def test_a_resumed_run_keeps_the_attention_that_it_began_with(mesh: str, tmp_pat
     run(configs[1], kill_at=5)
     monkeypatch.setattr(options, "UNKNOWN_CHIP", 2**30)
     ran, line = run(configs[1]), "attention: as the run began, 2 attentions in blocks; auto would choose 2 attentions"
-    assert any(f"{line} as written here" in text for text in ran.lines)
+    assert any(f"{line} as written here" in text for text in ran.lines), ran.lines
     found, expected = (state_of(Path(config.run.folder), STEPS) for config in (configs[1], configs[0]))
-    assert found == expected and run_metadata(tmp_path / f"killed/checkpoints/{STEPS}")["attention"] == ["blockwise"] * 2
+    assert (
+        found == expected and run_metadata(tmp_path / f"killed/checkpoints/{STEPS}")["attention"] == ["blockwise"] * 2
+    )
     new = run(replace(configs[1], run=replace(configs[1].run, steps=1)), restart=True)
     set_anew = build_program(apply_overrides(configs[1], ["run.attention=as_written"]))
     assert not any(line in text for text in new.lines) and set_anew.recipe.step_options.attention == "as_written"

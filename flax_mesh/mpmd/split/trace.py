@@ -303,7 +303,7 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
-    return Forward(program, leaves, forward.names, updates, bool(spanning), forward.lines, forward.forms)
+    return forward._replace(program=program, leaves=leaves, updates=updates, opened_remat=bool(spanning))
 
 
 def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
