@@ -91,7 +91,7 @@ def train(
     """
     say = say if is_first() else lambda text: None
     trace = None if trace is None else user_path(trace)
-    program = build_program(config, say)
+    program = build_program(config, say, restart=restart)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     factories, data = find_hooks(config.run.hooks, config.hooks), load_data(program)

@@ -63,4 +63,6 @@ PLANTED = (
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
     # A mask that sets scores to 0 hides no key.
     ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n        if not", "(at_1 > -1)\n        if not"),
+    # A run that resumes on other devices has another attention than it began with.
+    ("flax_mesh/recipe/program.py", "if not restart and (began", "if restart and (began"),
 )
