@@ -18,8 +18,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import find_source
 from flax_mesh.models import DecoderConfig, pretrained_config
 from flax_mesh.recipe.checks import check_start
-from flax_mesh.recipe.overrides import read_overrides
+from flax_mesh.recipe.overrides import changes, read_overrides, to_texts
 from flax_mesh.store import commit_of, model_folder, with_commit
+from flax_mesh.train import load_recipe
 from flax_mesh.train.warm_start import find_start
 from tests.train.support.llama import LLAMA, config_of
 
@@ -98,19 +99,28 @@ def test_a_path_that_exists_comes_before_an_id(cache):
     assert make_base(cache[1], {}).folder == str(Path(cache[1]).absolute())
 
 
-def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(cache):
-    name = cache[1]
-    start = lambda text: read_overrides(config_of("fsdp:1", "run.folder=run"), [f"checkpoint.start_from={text}"])  # noqa: E731
-    first, problems = start(name)
-    assert first.checkpoint.start_from == f"{name}@{COMMITS[0]}" and not problems
+@pytest.mark.parametrize("key", ["checkpoint.start_from", "loss_fn.teacher"])
+def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(key, cache):
+    name, recipe = cache[1], load_recipe(str(Path(__file__).parents[3] / "recipes" / "distill.py"))
+
+    def recorded(text: str) -> str:
+        config, problems = read_overrides(recipe, ["run.folder=run", f"{key}={text}"])
+        assert not problems
+        return to_texts(config)[key]
+
+    assert recorded(name) == f"{name}@{COMMITS[0]}"
     Path("run").mkdir()
-    Path("run/config.txt").write_text(f"run.seed=0\ncheckpoint.start_from={name}@{COMMITS[1]}\n")  # an earlier main
+    Path("run/config.txt").write_text(f"run.seed=0\n{key}={name}@{COMMITS[1]}\n")  # an earlier main
     for text in (name, f"{name}@main"):
-        assert start(text)[0].checkpoint.start_from == f"{name}@{COMMITS[1]}"
+        assert recorded(text) == f"{name}@{COMMITS[1]}"
     (cache[0] / f"models--{name.replace('/', '--')}" / "refs" / "v2").write_text(COMMITS[0])
-    assert start(f"{name}@v2")[0].checkpoint.start_from == f"{name}@{COMMITS[0]}", "another revision is a change"
+    assert recorded(f"{name}@v2") == f"{name}@{COMMITS[0]}", "another revision is a change, of which both are named:"
+    config = read_overrides(recipe, [f"{key}={name}@v2"])[0]
+    saved = to_texts(config) | {key: f"{name}@{COMMITS[1]}"}
+    (change,) = changes(saved, config)
+    assert str(change).startswith(f"{key}: {name}@{COMMITS[1]} -> {name}@{COMMITS[0]}") and change.changes_result
     for text in (f"{name}@{COMMITS[0]}", "org/other", "runs/a/b", ""):
-        assert start(text)[0].checkpoint.start_from == text
+        assert recorded(text) == text
 
 
 RAISED = {
