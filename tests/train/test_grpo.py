@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any, cast
@@ -19,6 +20,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.inference import for_generation
 from flax_mesh.lora import add_lora
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.model import with_constants
 from flax_mesh.train import Rollouts, TrainConfig, apply_overrides, load_recipe
 from tests.data.chat_files import write_rows
 from tests.data.chat_tokenizers import VOCABULARY, StandIn
@@ -210,10 +212,13 @@ def test_completions_end_with_any_end_token_of_the_model_and_are_trained_up_to_i
 def test_a_model_for_generation_has_merged_adapters_and_shares_equal_arrays_and_the_model_keeps_its_adapters():
     tokens = {name: jax.ShapeDtypeStruct((4, 8), np.int32) for name in ("inputs", "targets")}
     make = add_lora(lambda: make_decoder(SMALL, nnx.Rngs(0)), next_token_loss, tokens, rank=2, modules="/q/")
+    teacher = lambda: make_decoder(replace(SMALL, num_layers=1), nnx.Rngs(0))  # noqa: E731
+    make = partial(with_constants, make, {"teacher": teacher})
     model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh("dp:1,fsdp:4,ep:1,tp:2,sp:1")))
     before = dict(fm.named_leaves(nnx.state(model)))
     generating = dict(fm.named_leaves(nnx.state(for_generation(model))))
     assert all(x is before[path] for path, x in fm.named_leaves(nnx.state(model))) and len(before) > len(generating)
+    assert any(path.startswith("teacher/") for path in before) and not any("teacher" in path for path in generating)
     first = {path: x.addressable_shards[0].data.unsafe_buffer_pointer() for path, x in before.items()}
     copied = {
         path for path, x in generating.items() if x.addressable_shards[0].data.unsafe_buffer_pointer() != first[path]

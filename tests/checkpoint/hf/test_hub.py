@@ -153,6 +153,40 @@ def test_an_id_that_cannot_be_loaded_is_an_error_with_both_readings_and_the_down
     assert RAISED[kind] in line and line.endswith("hf download org/model --revision old")
 
 
+def test_without_a_network_an_id_that_is_not_whole_in_the_cache_is_an_error_with_the_download(cache, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repair, both = "hf download org/part", "in the cache of this machine. Correct the path or the id, or download the"
+    folder = fill(cache[0], "org/part", COMMITS[0])
+    (file,) = folder.glob("*.safetensors")
+    others = [folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+    def problem(name: str, kind: str = store.MODEL) -> str:
+        store._snapshot.cache_clear()
+        try:
+            return str(model_folder(name, kind)).replace(str(folder), "")
+        except ConfigError as error:
+            return str(error)
+
+    assert problem("org/part") == ""
+    shutil.copy(file, others[0])
+    file.unlink()
+    assert problem("org/part").endswith(f"not all of them, {both} model with: {repair}")
+    assert problem("org/part", store.SETTINGS) == ""
+    shutil.copy(others[0], others[1])
+    assert problem("org/part") == ""
+    for path in others:
+        path.unlink()
+    assert repair in problem("org/part") and "hf download org/absent" in problem("org/absent")
+    data = cache[0] / "datasets--org--part"
+    (data / "snapshots" / COMMITS[0]).mkdir(parents=True)
+    (data / "snapshots" / COMMITS[0] / "README.md").write_text("")
+    (data / "refs").mkdir()
+    (data / "refs" / "main").write_text(COMMITS[0])
+    assert problem("org/part", store.DATASET).endswith(
+        f"has no files of data {both} dataset with: {repair} --repo-type dataset"
+    )
+
+
 def test_commands_name_an_id_that_is_not_in_the_cache_and_a_missing_package(cache, capfd, monkeypatch):
     assert main(["generate", "org/absent", "--prompt", "a"]) == 2
     assert "it is not in the cache of this machine, or only a part" in capfd.readouterr().err
