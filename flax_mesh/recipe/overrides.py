@@ -117,9 +117,9 @@ def with_commits(config: TrainConfig) -> TrainConfig:
         lines = content.decode(errors="replace").splitlines()
         earlier = {name: value for name, _, value in (line.partition("=") for line in lines)}
     for (name, field), value in given.items():
-        found = with_commit(value, earlier.get(f"{name}.{field}", ""), names[name][field])
-        if found != value:
-            sections[name] = replace(sections[name], **{field: found})
+        pinned = with_commit(value, earlier.get(f"{name}.{field}", ""), names[name][field])
+        if pinned != value:
+            sections[name] = replace(sections[name], **{field: pinned})
     return replace(config, **sections)
 
 

@@ -73,8 +73,8 @@ class Rollouts:
         self._made = {n: x for n, x in self._made.items() if n >= number}
         for n in self._numbers(step):
             if n not in self._made:
-                made = self._make(model(), n)
-                finish = made if callable(made) else lambda made=made: made
+                rollout = self._make(model(), n)
+                finish = rollout if callable(rollout) else lambda rollout=rollout: rollout
                 self._made[n] = self._pool.submit(finish) if self._ahead else finish()
         batch = _finished(self._made[number])
         if number != self._agreed:
@@ -95,10 +95,10 @@ class Rollouts:
         """
         batches: list[PyTree] = []
         for number in self._numbers(step) if step % self._updates or self._ahead else ():
-            made = self._made.get(number)
-            if made is None or (isinstance(made, Future) and made.exception()):
+            rollout = self._made.get(number)
+            if rollout is None or (isinstance(rollout, Future) and rollout.exception()):
                 break
-            batches.append(_finished(made))
+            batches.append(_finished(rollout))
         if not batches:
             return b""
         file = io.BytesIO()
@@ -118,8 +118,8 @@ class Rollouts:
         count, wanted = len(shapes), [(x.shape, x.dtype) for x in shapes]
         batches = [leaves[i : i + count] for i in range(0, len(leaves), count)]
         if all([(x.shape, x.dtype) for x in batch] == wanted for batch in batches):
-            made = (jax.tree.unflatten(structure, batch) for batch in batches)
-            self._made = dict(zip(self._numbers(step), made, strict=False))
+            trees = (jax.tree.unflatten(structure, batch) for batch in batches)
+            self._made = dict(zip(self._numbers(step), trees, strict=False))
             self._agreed = step // self._updates
 
     def _numbers(self, step: int) -> range:
@@ -127,5 +127,5 @@ class Rollouts:
         return range(first := step // self._updates, first + 1 + self._ahead)
 
 
-def _finished(made: PyTree) -> PyTree:
-    return made.result() if isinstance(made, Future) else made
+def _finished(rollout: PyTree) -> PyTree:
+    return rollout.result() if isinstance(rollout, Future) else rollout
