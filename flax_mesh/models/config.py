@@ -81,7 +81,7 @@ class DecoderConfig:
     - `rope_mscale`, `rope_mscale_all_dims`: factors of yarn in latent attention (`RopeScaling`).
     - `dense_layers`: the first layers, which have an MLP of `dense_mlp_size` instead of experts (DeepSeek).
     - `prediction_layers`: modules for the tokens after the next one, which `next_token_loss` alone uses, with the
-      coefficient `prediction_loss` (DeepSeek-V3, GLM-4.5; `models.prediction`).
+      coefficient `prediction_loss` (DeepSeek-V3, GLM-4.5; `models.layer.Prediction`).
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 

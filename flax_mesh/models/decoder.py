@@ -21,12 +21,12 @@ from flax_mesh.models.attention import is_fused_attention
 from flax_mesh.models.cache import KVCache, cache_dims
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import project
-from flax_mesh.models.layer import DecoderLayer
+from flax_mesh.models.layer import DecoderLayer, Prediction
+from flax_mesh.models.ops.later import later_targets, shifted
 from flax_mesh.models.ops.lookup import lookup
 from flax_mesh.models.ops.router import Aux, LayersAux, stacked
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
-from flax_mesh.models.prediction import Prediction, later_targets, shifted
 from flax_mesh.models.settings.pattern import LayerKind
 from flax_mesh.models.settings.remat import call_layers, parse_remat, remat_parts, scan_layers
 from flax_mesh.sharding.abstract import partitioned

@@ -106,10 +106,12 @@ class DecoderFolder(NamedTuple):
         copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
         copies |= {"shared_head.head.weight": EMBEDDING} if self.settings["tied"] else {}
         stored = open_safetensors(self.path)
-        found = {name: of for name in stored for end, of in copies.items() if re.fullmatch(rf"{_LATER}{end}", name)}
-        if wrong := [f"{name} differs from {of}" for name, of in found.items() if not _equal(stored[name], stored[of])]:
+        sources = {name: of for name in stored for end, of in copies.items() if re.fullmatch(rf"{_LATER}{end}", name)}
+        if wrong := [
+            f"{name} differs from {of}" for name, of in sources.items() if not _equal(stored[name], stored[of])
+        ]:
             raise ConfigError(wrong, head=f"{self.path}: predictions share embedding and head with the decoder, but")
-        return [f"^{re.escape(name)}$" for name in found]
+        return [f"^{re.escape(name)}$" for name in sources]
 
 
 def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFolder:
