@@ -107,10 +107,10 @@ class DecoderFolder(NamedTuple):
         copies |= {"shared_head.head.weight": EMBEDDING} if self.settings["tied"] else {}
         stored = open_safetensors(self.path)
         sources = {name: of for name in stored for end, of in copies.items() if re.fullmatch(rf"{_LATER}{end}", name)}
-        if wrong := [
-            f"{name} differs from {of}" for name, of in sources.items() if not _equal(stored[name], stored[of])
-        ]:
-            raise ConfigError(wrong, head=f"{self.path}: predictions share embedding and head with the decoder, but")
+        differ = [(name, of) for name, of in sources.items() if not _equal(stored[name], stored.get(of))]
+        if wrong := [f"{name} differs from {of}" for name, of in differ]:
+            head = f"{self.path}: predictions share embedding and head with the decoder, but"
+            raise ConfigError(wrong, head=head, repair="Set prediction_layers=0 to leave them out.")
         return [f"^{re.escape(name)}$" for name in sources]
 
 
