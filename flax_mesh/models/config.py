@@ -80,6 +80,8 @@ class DecoderConfig:
       values, 0 for `head_dim` (DeepSeek; `models.latent`).
     - `rope_mscale`, `rope_mscale_all_dims`: factors of yarn in latent attention (`RopeScaling`).
     - `dense_layers`: the first layers, which have an MLP of `dense_mlp_size` instead of experts (DeepSeek).
+    - `prediction_layers`: modules for the tokens after the next one, which `next_token_loss` alone uses, with the
+      coefficient `prediction_loss` (DeepSeek-V3, GLM-4.5; `models.layer.Prediction`).
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
@@ -147,6 +149,8 @@ class DecoderConfig:
     rope_mscale_all_dims: float = field(default=0.0, metadata=_AT_LEAST_0)
     dense_layers: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     dense_mlp_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    prediction_layers: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    prediction_loss: float = field(default=0.3, metadata=_AT_LEAST_0)
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
@@ -234,6 +238,7 @@ class DecoderConfig:
         mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
         mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
         mlp += "; dense_layers/.*mlp/.*/kernel" if self.dense_layers else ""
+        mlp += "; predictions/.*/projection/kernel" if self.prediction_layers else ""
         qkv = "attention/[qkv]/kernel 0>1,2"
         if self.latent_size:
             qkv = "attention/(q|kv)_down/kernel; attention/(q|q_up|kv_up)/kernel 0>1,2"

@@ -21,13 +21,14 @@ from flax_mesh.models.attention import is_fused_attention
 from flax_mesh.models.cache import KVCache, cache_dims
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import project
-from flax_mesh.models.layer import DecoderLayer
+from flax_mesh.models.layer import DecoderLayer, Prediction
+from flax_mesh.models.ops.later import later_targets, shifted
 from flax_mesh.models.ops.lookup import lookup
-from flax_mesh.models.ops.router import Aux
+from flax_mesh.models.ops.router import Aux, LayersAux, stacked
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.settings.pattern import LayerKind
-from flax_mesh.models.settings.remat import call_layers, remat_parts, scan_layers
+from flax_mesh.models.settings.remat import call_layers, parse_remat, remat_parts, scan_layers
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
@@ -59,6 +60,7 @@ _Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys a
         (r"shared_gate/kernel$", ("embed", None)),
         (r"(attention/(o|q_down|kv_down)|mlp/down|moe/router)/bias$|moe/balance$", ()),
         (r"head/kernel$", ("embed", "vocab")),
+        (r"projection/kernel$", ("mlp", "embed")),
         (r"norm/scale$", ()),
     ],
     layers=("dense_layers", "layers"),
@@ -84,6 +86,7 @@ class Decoder(nnx.Module):
         self.norm = norm(config, rngs)
         if not config.tied:
             self.head = nnx.LinearGeneral(config.hidden_size, config.vocab_size, **linear_options(config, rngs))
+        self.predictions = nnx.List([Prediction(config, rngs=rngs) for _ in range(config.prediction_layers)])
 
     def __call__(
         self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
@@ -99,14 +102,14 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Aux]:
         """Logits, and the statistics of the routers: the dict of `MoE` with a leading layer dim, {} without experts."""
         x_BSD, weights_DV, aux = self.hidden(tokens_BS, mode, segment_ids=segment_ids)
-        return soft_cap(project(x_BSD, weights_DV, self.config.axes, mode), self.config.logit_softcap), aux
+        return soft_cap(project(x_BSD, weights_DV, self.config.axes, mode), self.config.logit_softcap), stacked(aux)
 
     def hidden(
         self, tokens_BS: jax.Array, mode: Mode = "train", *, segment_ids: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, Aux]:
+    ) -> tuple[jax.Array, jax.Array, LayersAux]:
         """As `forward`, but with the two factors of the logits: hidden states (B, S, D) and output weights (D, V).
 
-        The product is before `logit_softcap`.
+        The product is before `logit_softcap`. In a list of layers each layer has a dict of statistics.
         """
         out = ("batch", "sequence", "hidden"), (None if self.config.tied else "embed", "vocab"), ()
         if segment_ids is not None and (problem := _segments_problem(segment_ids, tokens_BS)):
@@ -116,7 +119,7 @@ class Decoder(nnx.Module):
 
     def _hidden(
         self, mode: Mode, tokens_BS: jax.Array, segment_ids_BS: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, Aux]:
+    ) -> tuple[jax.Array, jax.Array, LayersAux]:
         config, (x_BSD, table_VD) = self.config, self._embed(tokens_BS, mode)
         # A kernel of attention contains dots, but is one opaque primitive.
         also = is_fused_attention if config.attention != "xla" else None
@@ -127,6 +130,31 @@ class Decoder(nnx.Module):
         x_BSD = self._normed(x_BSD)
         return x_BSD, self._output_weights(table_VD, x_BSD), aux
 
+    def predict(
+        self, x_BSD: jax.Array, tokens_BS: jax.Array, targets_BS: jax.Array, segment_ids: jax.Array | None = None
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Aux]]:
+        """Of each module of `predictions`, from the result of `hidden`: hidden states, their targets, statistics.
+
+        The product of the hidden states (B, S, D) with the output weights predicts the targets (B, S).
+        """
+        out = ("batch", "sequence", "hidden"), ("batch", "sequence"), ()
+        call = lambda model, *arrays: model._predict(*arrays)  # noqa: E731
+        return on_auto_axes(call, self, x_BSD, tokens_BS, targets_BS, segment_ids, out=out, axes=self.config.axes)
+
+    def _predict(
+        self, x_BSD: jax.Array, tokens_BS: jax.Array, targets_BS: jax.Array, segment_ids_BS: jax.Array | None
+    ) -> tuple[list[jax.Array], list[jax.Array], list[Aux]]:
+        states, targets, aux = [], [], []
+        also, remat = is_fused_attention if self.config.attention != "xla" else None, parse_remat(self.config.remat)
+        for k, module in enumerate(self.predictions, 1):
+            later_BSD, _ = self._embed(shifted(tokens_BS, k, 0), "train")
+            call = lambda module, x_BSD, kind, later_BSD=later_BSD: module(x_BSD, later_BSD, segment_ids_BS)  # noqa: E731
+            x_BSD, of_module = call_layers(call, [module], x_BSD, remat[-1].kind, also=also)
+            states.append(self._normed(x_BSD, module.norm))
+            targets.append(later_targets(targets_BS, k, segment_ids_BS))
+            aux += of_module
+        return states, targets, aux
+
     def _parts(self) -> list[tuple[PyTree, tuple[LayerKind, ...]]]:
         """The lists or stacks of layers in the order of their calls, with the kinds of their layers, which repeat."""
         kinds, count = self.config.kinds, self.config.dense_layers
@@ -135,8 +163,8 @@ class Decoder(nnx.Module):
         turn = count % len(kinds)
         return [(self.dense_layers, kinds), (self.layers, kinds[turn:] + kinds[:turn])]
 
-    def _normed(self, x_BSD: jax.Array) -> jax.Array:
-        x_BSD, scaling = self.norm(x_BSD), self.config.logits_scaling
+    def _normed(self, x_BSD: jax.Array, norm: Callable[[jax.Array], jax.Array] | None = None) -> jax.Array:
+        x_BSD, scaling = (norm or self.norm)(x_BSD), self.config.logits_scaling
         return x_BSD if scaling == 1 else (x_BSD / scaling).astype(x_BSD.dtype)
 
     def _embed(self, tokens_BS: jax.Array, mode: Mode) -> tuple[jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ Shape letters: B batch, S sequence, P slots of a prompt, D hidden, F mlp.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from flax_mesh.axes import Mode
@@ -117,3 +118,28 @@ class DecoderLayer(nnx.Module):
             gate = jax.nn.sigmoid(self.shared_gate(x_BSD)) if self.config.shared_expert_gate else 1
             y_BSD = y_BSD + gate * shared_BSD
         return y_BSD, aux
+
+
+class Prediction(nnx.Module):
+    """Multi-token prediction: hidden states (B, S, D) for a target one position further, before `norm`; statistics.
+
+    The k-th module of a decoder combines the hidden states before it at position i, and the embedding of the token at
+    i + k, by norms and a projection, and passes both through a layer. The embedding and the head are those of the
+    decoder. Source: DeepSeek-V3 (2024, arXiv:2412.19437), section 2.2.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+        self.embedding_norm, self.hidden_norm = norm(config, rngs), norm(config, rngs)
+        self.config, size = config, config.hidden_size
+        options = linear_options(config, rngs) | {"dot_general": dot_float32}
+        self.projection = nnx.LinearGeneral(2 * size, size, **options)
+        self.layer = DecoderLayer(config, rngs=rngs)
+        self.norm = norm(config, rngs)
+
+    def __call__(
+        self, x_BSD: jax.Array, later_BSD: jax.Array, segment_ids_BS: jax.Array | None
+    ) -> tuple[jax.Array, Aux]:
+        # The order of published weights: the embedding comes first.
+        both = jnp.concatenate([self.embedding_norm(later_BSD), self.hidden_norm(x_BSD)], axis=-1)
+        both = constrain(both, (*token_dims("train"), "mlp"), axes=self.config.axes)  # its sums are split over tp
+        return self.layer(self.projection(both).astype(x_BSD.dtype), "train", segment_ids_BS)

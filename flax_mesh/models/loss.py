@@ -8,9 +8,9 @@ Shape letters: B batch, S sequence, D hidden, V vocab.
 # pyright: reportUnknownParameterType=false
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import cross_entropy, distillation, project, token_losses
 from flax_mesh.models.decoder import Decoder
 from flax_mesh.models.ops.divergence import DIRECTIONS, Divergence
-from flax_mesh.models.ops.router import Aux, router_losses
+from flax_mesh.models.ops.router import Aux, LayersAux, router_losses, stacked
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import token_dims
 from flax_mesh.sharding.constrain import constrain
@@ -71,12 +71,37 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
         >>> int(weight)  # negative targets do not count
         8
     """
-    loss, targets_BS, aux = _of_targets(cross_entropy, model, batch, "next_token_loss")
-    weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
-    if not aux:
-        return loss, weight
-    total, metrics = _with_routers(loss, model, aux, weight)
-    return total, weight, {"cross_entropy": loss, **metrics}
+    losses = partial(_entropies, model, batch)
+    (entropy, later, of_later), targets_BS, aux = _of_targets(losses, model, batch, "next_token_loss")
+    weight, loss = jnp.sum(targets_BS >= 0, dtype=jnp.float32), entropy
+    metrics: dict[str, jax.Array] = {}
+    if model.config.prediction_layers:
+        loss, metrics = loss + model.config.prediction_loss * later, {"prediction_loss": later}
+    if model.config.num_experts:
+        loss, of_routers = _with_routers(loss, model, aux, weight, of_later)
+        metrics |= of_routers
+    return (loss, weight, {"cross_entropy": entropy, **metrics}) if metrics else (loss, weight)
+
+
+def _entropies(
+    model: Decoder,
+    batch: dict[str, jax.Array],
+    x_BSD: jax.Array,
+    weights_DV: jax.Array,
+    targets_BS: jax.Array,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, list[Aux]]:
+    """Cross-entropies of the next tokens and of those after them, the mean over the modules, whose statistics follow.
+
+    The second one is divided by the number of next tokens too, as in equation 24 of DeepSeek-V3.
+    """
+    entropy = cross_entropy(x_BSD, weights_DV, targets_BS, **options)
+    if not (count := model.config.prediction_layers):
+        return entropy, jnp.float32(0), []
+    states, targets, aux = model.predict(x_BSD, batch["inputs"], targets_BS, batch.get("segment_ids"))
+    pairs = zip(states, targets, strict=True)
+    each = [cross_entropy(x_BSD, weights_DV, later_BS, **options) for x_BSD, later_BS in pairs]
+    return entropy, sum(each[1:], each[0]) / count, aux
 
 
 def distillation_loss(
@@ -130,18 +155,19 @@ def distillation_loss(
     )
     (loss, entropy, kl), targets_BS, aux = _of_targets(losses, model, batch, "distillation_loss")
     weight = jnp.sum(targets_BS >= 0, dtype=jnp.float32)
-    loss, metrics = _with_routers(loss, model, aux, weight) if aux else (loss, {})
+    loss, metrics = _with_routers(loss, model, aux, weight) if model.config.num_experts else (loss, {})
     return loss, weight, {"cross_entropy": entropy, "kl": kl, **metrics}
 
 
 def _with_routers(
-    loss: jax.Array, model: Decoder, aux: Aux, weight: jax.Array
+    loss: jax.Array, model: Decoder, aux: LayersAux, weight: jax.Array, of_later: Sequence[Aux] = ()
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`loss` with the losses of the routers, and their metrics; changes the biases of the choice of experts."""
     config = model.config
     if config.router_balance_rate:
-        _balance(model, aux["expert_tokens"])
-    losses = router_losses(aux)
+        _balance(model, aux, of_later)
+    parts = [router_losses(stacked(part)) for part in (aux, of_later) if part]
+    losses = {name: jnp.concatenate([part[name] for part in parts]) for name in parts[0]}
     metrics: dict[str, jax.Array] = {}
     for name, combine in (("load_balance_loss", jnp.mean), ("router_z_loss", jnp.mean), ("expert_load_max", jnp.max)):
         metrics[name] = weight * combine(losses[name])
@@ -150,15 +176,17 @@ def _with_routers(
     return loss, metrics
 
 
-def _balance(model: Decoder, tokens_LE: jax.Array) -> None:
-    """Change the biases of the choice of experts by the tokens that each expert got (Wang et al. 2024)."""
-    mean_L1 = jnp.mean(tokens_LE, axis=-1, keepdims=True)
-    change_LE = model.config.router_balance_rate * jnp.sign(mean_L1 - tokens_LE)
-    if model.config.scan:
-        model.layers.moe.balance[...] += change_LE
-        return
-    for layer, change_E in zip(model.layers, change_LE, strict=True):
-        layer.moe.balance[...] += change_E
+def _balance(model: Decoder, aux: LayersAux, of_later: Sequence[Aux]) -> None:
+    """Change the biases of the choice of experts by the tokens that each expert got (Wang et al. 2024).
+
+    In a list, the change of a layer depends on its statistics alone: the stage of a pipeline computes it.
+    """
+    layers = [(model.layers, aux)] if isinstance(aux, dict) else [*zip(model.layers, aux, strict=True)]
+    later = zip((module.layer for module in model.predictions), of_later, strict=True)
+    for layer, of_layer in [*layers, *(later if of_later else ())]:
+        tokens = of_layer["expert_tokens"]
+        change = jnp.sign(jnp.mean(tokens, axis=-1, keepdims=True) - tokens)
+        layer.moe.balance[...] += model.config.router_balance_rate * change
 
 
 def token_log_probs(model: Decoder, batch: dict[str, jax.Array]) -> jax.Array:
@@ -199,7 +227,7 @@ def scores_at(
 
 def _of_targets(
     losses: Callable[..., _Result], model: Decoder, batch: dict[str, jax.Array], name: str
-) -> tuple[_Result, jax.Array, Aux]:
+) -> tuple[_Result, jax.Array, LayersAux]:
     """`losses` of the targets of a batch for the function `name`, the targets, and the statistics of the routers."""
     inputs_BS, targets_BS = _tokens_of(batch, name)
     # Not passed as None, since a subclass may not take them.
@@ -214,19 +242,20 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, with causal attention.
 
     N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
-    experts that the token is not routed to. S is the sequence length, D = heads * head_dim, the mean of the
-    head dims of keys and values. Recomputation is not counted: this is the numerator of MFU, not of hardware
-    utilization (PaLM, appendix B).
+    experts that the token is not routed to. A head that predictions multiply too counts once more for each. S is the
+    sequence length, D = heads * head_dim, the mean of the head dims of keys and values. Recomputation is not counted:
+    this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, flops_per_token
         >>> f"{flops_per_token(DecoderConfig(), num_parameters=1_000_000, sequence_length=128):.2e}"
         '6.79e+06'
     """
-    idle = 0 if config.tied else config.vocab_size * config.hidden_size
+    idle = (int(not config.tied) - config.prediction_layers) * config.vocab_size * config.hidden_size
+    layers = config.num_layers + config.prediction_layers
     if config.num_experts:
         expert = 3 * config.hidden_size * config.mlp_size
-        idle += (config.num_layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
+        idle += (layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
     width = (config.head_dim + config.value_size) / 2
-    attention = 6 * config.num_layers * config.num_heads * width * sequence_length
+    attention = 6 * layers * config.num_heads * width * sequence_length
     return 6.0 * (num_parameters - idle) + attention

@@ -34,8 +34,9 @@ MODEL_AXES = AXIS_NAMES[1:]  # pp is the axis of the pipeline's groups
 # A dim that the mesh does not divide: how to repair it in a model with `axes`.
 WHOLE = "model.axes.vocab_axis=none, which leaves it whole"
 REPAIRS = {"model.vocab_size": f"use another mesh.shape, {WHOLE}, or for a new model a multiple"}
-# Settings of the model that a new run may change: parameters are cast, and these are coefficients of the loss.
-MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss"}
+# Settings of the model that a new run may change: parameters are cast, these are coefficients of the loss, and modules
+# of predictions are read where they are asked for.
+MAY_DIFFER = {"dtype", "param_dtype", "load_balance_loss", "router_z_loss", "prediction_layers"}
 
 
 def check_config(config: TrainConfig) -> list[str]:

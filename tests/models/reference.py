@@ -43,7 +43,10 @@ def make_mesh(**sizes):
 
 
 def numpy_decoder(model, tokens, **change):
-    """Logits in float64, one sequence, one head and one pair of positions at a time; `change`: of the config."""
+    """Logits in float64, one sequence, one head and one pair of positions at a time; `change`: of the config.
+
+    With modules of predictions (B, 1 + modules, S, V): at position i of the k-th one, of the token at i + 1 + k.
+    """
     config = dataclasses.replace(model.config, **change)
     p = {path: np.asarray(leaf, np.float64) for path, leaf in named_leaves(nnx.state(model))}
 
@@ -88,15 +91,23 @@ def numpy_decoder(model, tokens, **change):
                 out[i] += weights @ v[first : i + 1] @ p[f"{path}/o/kernel"][h]
         return out
 
-    logits = []
+    def layer(x, path):
+        x = x + attention(norm(x, f"{path}/attention_norm"), f"{path}/attention")
+        h = norm(x, f"{path}/mlp_norm")
+        gate, up = (h @ p[f"{path}/mlp/{n}/kernel"] for n in ("gate", "up"))
+        return x + (gate / (1 + np.exp(-gate)) * up) @ p[f"{path}/mlp/down/kernel"]
+
+    table, logits = p["embed/embedding"], []
+    head = table.T if config.tied else p["head/kernel"]
     for row in tokens:
-        x = p["embed/embedding"][row]
+        x = table[row]
         for i in range(config.num_layers):
-            layer = f"layers/{i}"
-            x = x + attention(norm(x, f"{layer}/attention_norm"), f"{layer}/attention")
-            h = norm(x, f"{layer}/mlp_norm")
-            gate, up = (h @ p[f"{layer}/mlp/{n}/kernel"] for n in ("gate", "up"))
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ p[f"{layer}/mlp/down/kernel"]
-        head = p["embed/embedding"].T if config.tied else p["head/kernel"]
-        logits.append(norm(x, "norm") @ head)
-    return np.array(logits)
+            x = layer(x, f"layers/{i}")
+        x = norm(x, "norm")
+        logits.append([x @ head])
+        for k in range(config.prediction_layers):
+            path, later = f"predictions/{k}", table[np.roll(row, -k - 1)]
+            both = norm(later, f"{path}/embedding_norm"), norm(x, f"{path}/hidden_norm")
+            x = layer(np.concatenate(both, axis=-1) @ p[f"{path}/projection/kernel"], f"{path}/layer")
+            logits[-1].append(norm(x, f"{path}/norm") @ head)
+    return np.array(logits) if config.prediction_layers else np.array(logits)[:, 0]

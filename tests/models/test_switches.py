@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh import abstract_state
+from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, generate, make_decoder, next_token_loss
 from flax_mesh.models.kernels import choose, misfits
 from flax_mesh.models.ops.rotary import Rope, RopeScaling, rotate
@@ -24,7 +25,7 @@ from flax_mesh.mpmd import split_stages
 from flax_mesh.tree import named_leaves, num_bytes
 from tests.models.reference import NATURAL, SMALL, make_mesh, small, tokens_of
 from tests.mpmd.runtime.pipelines import build, decoder_batch, plain
-from tests.mpmd.zoo.base import groups
+from tests.mpmd.zoo.base import groups, merged_leaves
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 GEMMA: dict[str, Any] = {
@@ -51,7 +52,7 @@ DEEPSEEK: dict[str, Any] = {
     **{"shared_expert_size": 24, "dense_layers": 1, "dense_mlp_size": 40, "num_layers": 3, "axes": NATURAL},
     **{"latent_size": 16, "query_latent_size": 12, "head_dim": 12, "rotary_dims": 4, "value_head_dim": 8},
     **{"rope_kind": "yarn", "rope_factor": 4.0, "rope_original_length": 16, "rope_mscale": 0.7},
-    "rope_mscale_all_dims": 1.1,
+    **{"rope_mscale_all_dims": 1.1, "prediction_layers": 1},
 }
 ALL = {"gemma": GEMMA, "gpt-oss": GPT_OSS, "olmo": OLMO, "shared expert": SHARED, "deepseek": DEEPSEEK}
 every = pytest.mark.parametrize("name", ALL)
@@ -90,7 +91,7 @@ def listed_and_scanned(name, **change):
     for name in ("dense_layers", "layers"):
         if stacked := [nnx.state(layer) for layer in getattr(one, name)]:
             nnx.update(getattr(other, name), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stacked))
-    for part in ("embed", "norm", *(() if one.config.tied else ("head",))):
+    for part in ("embed", "norm", "predictions", *(() if one.config.tied else ("head",))):
         nnx.update(getattr(other, part), nnx.state(getattr(one, part)))
     return one, other
 
@@ -155,6 +156,8 @@ def test_the_balancing_bias_rises_for_experts_with_few_tokens_and_has_no_gradien
     assert want.shape == (2, 4) and want.min() < 0 < want.max()
     for i in range(2):
         np.testing.assert_allclose(after.pop(f"layers/{i}/moe/balance"), before[f"layers/{i}/moe/balance"] + want[i])
+    path = "predictions/0/layer/moe/balance"
+    assert {0.25} <= {*np.abs(after.pop(path) - before[path]).round(6).tolist()} <= {0.0, 0.25}
     assert all(np.array_equal(value, before[path]) for path, value in after.items())
     assert not any("balance" in path for path, _ in named_leaves(gradients))
 
@@ -168,13 +171,22 @@ def pipeline_of(name, **change):
 @pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
 @every
-def test_a_pipeline_has_the_loss_and_gradients_of_the_plain_step(name, scan):
-    make, pipeline = pipeline_of(name, scan=scan)
+def test_a_pipeline_has_the_loss_gradients_and_balancing_biases_of_the_plain_step(name, scan, tmp_path):
+    changes = {"router_groups": 1, "router_balance_rate": 0.001} if name == "deepseek" else {}
+    make, pipeline = pipeline_of(name, scan=scan, **changes)
     state, step = plain(make, next_token_loss, optax.sgd(0.1), 2)
-    _, found = pipeline.step(pipeline.init_state(), decoder_batch(4))
-    _, expected = step(state, decoder_batch(4))
+    split, found = pipeline.step(pipeline.init_state(), decoder_batch(4))
+    whole, expected = step(state, decoder_batch(4))
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(found[key], expected[key], rtol=1e-5)
+    with Checkpointer(tmp_path, layers=("dense_layers", "layers")) as checkpointer:
+        checkpointer.save(1, split)
+        resumed = checkpointer.restore(jax.tree.map(jnp.zeros_like, whole))
+    biases = [
+        {path: x.tolist() for path, x in merged_leaves(state).items() if "balance" in path}
+        for state in (split, whole, resumed)
+    ]
+    assert biases[0] == biases[1] == biases[2] and any(np.any(x) for x in biases[0].values()) == bool(changes)
 
 
 def test_a_scanned_stack_has_the_stages_of_the_list():

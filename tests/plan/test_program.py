@@ -1,5 +1,6 @@
 """The parts of the estimate, by formulas that can be checked by hand. Nothing is compiled but two small models."""
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -9,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental import pallas as pl
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import flax_mesh as fm
 from flax_mesh.hardware import CHIPS, chip_of
 from flax_mesh.jax_compat import lower_without_devices
-from flax_mesh.models import DecoderConfig
+from flax_mesh.models import DecoderConfig, flops_per_token, make_decoder
 from flax_mesh.models.attention import attend
 from flax_mesh.plan import plan_step
 from flax_mesh.plan.forecast import Estimate, estimate
@@ -49,22 +51,29 @@ def products_per_token(config: DecoderConfig) -> int:
     """Parameters that every token multiplies: of the layers and of the head."""
     heads = config.num_heads * config.head_dim
     attention = 2 * config.hidden_size * (heads + config.num_kv_heads * config.head_dim)
-    mlp = 3 * config.hidden_size * config.mlp_size
-    return config.num_layers * (attention + mlp) + config.vocab_size * config.hidden_size
+    mlp, later = 3 * config.hidden_size * config.mlp_size, config.prediction_layers
+    of_layers = (config.num_layers + later) * (attention + mlp)
+    return of_layers + later * 2 * config.hidden_size**2 + (1 + later) * config.vocab_size * config.hidden_size
 
 
-def forward_flops(devices: int) -> float:
+def forward_flops(devices: int, config: DecoderConfig = TINY) -> float:
     """2 N per token, and two products of all queries with all keys."""
-    scores = 4 * TINY.num_layers * SEQ * TINY.num_heads * TINY.head_dim
-    return BATCH * SEQ * (2 * products_per_token(TINY) + scores) / devices
+    scores = 4 * (config.num_layers + config.prediction_layers) * SEQ * config.num_heads * config.head_dim
+    return BATCH * SEQ * (2 * products_per_token(config) + scores) / devices
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
-def test_the_flops_of_a_decoder_equal_the_formula(scan):
-    one = tiny(scan=scan)
-    assert flops(one, "forward") == pytest.approx(forward_flops(8), rel=0.01)
-    assert flops(one, "backward") == pytest.approx(2 * forward_flops(8), rel=0.01)
+@pytest.mark.parametrize("change", [{}, {"scan": True}, {"prediction_layers": 1}], ids=["layers", "scan", "later"])
+def test_the_flops_of_a_decoder_equal_the_formula(change: dict[str, Any]):
+    one, config = tiny(**change), dataclasses.replace(TINY, **change)
+    forward, scores = forward_flops(8, config), 4 * SEQ * config.num_heads * config.head_dim
+    assert flops(one, "forward") == pytest.approx(forward, rel=0.01)
+    assert flops(one, "backward") == pytest.approx(2 * forward, rel=0.01)
+    count = sum(x.size for x in jax.tree.leaves(nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0)))))
+    scores *= config.num_layers + config.prediction_layers
+    # Of causal attention: half of the products of queries with keys.
+    stated = BATCH * SEQ * (flops_per_token(config, count, SEQ) + 1.5 * scores) / 8
+    assert stated == pytest.approx(3 * forward, rel=0.01)
 
 
 def test_full_remat_computes_the_forward_pass_again():

@@ -42,6 +42,8 @@ PLANTED = (
     ("flax_mesh/processes/watchdog.py", "byte := connection.recv(1))", "byte := connection.recv(1024))"),
     # The share of an expert counts tokens instead of choices.
     ("flax_mesh/models/ops/router.py", '["expert_tokens"] / assigned_L1', '["expert_tokens"] / (assigned_L1 / k)'),
+    # The balancing biases of a list of layers change by the tokens of other layers.
+    ("flax_mesh/models/loss.py", "zip(model.layers, aux, strict=True)", "zip(model.layers, aux[::-1], strict=True)"),
     # The norm of gradients in a half type is summed in that type.
     ("flax_mesh/step/optimizer.py", "return x.astype(jnp.promote_types(x.dtype, jnp.float32))", "return x"),
     # So is the gradient of a row of an embedding that many tokens look up.

@@ -22,6 +22,7 @@ from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, ref
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
 from flax_mesh.store import model_here
+from flax_mesh.tree import PyTree, named_leaves
 
 Tree = TypeVar("Tree")
 _READ_SEPARATELY = {"model_type", "architectures", "dtype", "torch_dtype", *ROPE_KEYS}
@@ -36,13 +37,14 @@ SWITCHES: dict[str, object] = {
     **{"rope_interleaved": False, "local_rope_theta": 0.0, "router_scores": "softmax", "normalize_router": True},
     **{"shared_expert_size": 0, "shared_expert_gate": False, "router_groups": 1, "router_top_groups": 1},
     **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0, "latent_size": 0, "query_latent_size": 0},
-    **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0},
+    **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0, "prediction_layers": 0},
 }
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
 DTYPES = ("float32", "bfloat16", "float16")
 _IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LATER = r"model\.layers\.\d+\."
 _TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
 _COMPARED_BYTES = 1 << 24  # of two arrays at a time
 
@@ -92,11 +94,24 @@ class DecoderFolder(NamedTuple):
     def load(self, abstract: Tree) -> Tree:
         """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
         tied = (_TIED_HEAD,) if self.settings["tied"] else ()
-        # The layer after the last one predicts the token after the next; transformers does not read it either.
-        has_more = PREDICTION.keys() <= OF_FAMILY.get(self.model_type, {}).keys()
-        later = (rf"^model\.layers\.{self.settings['num_layers']}\.",) if has_more else ()
-        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *later)
+        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *self._ignored_predictions(abstract))
         return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
+
+    def _ignored_predictions(self, abstract: PyTree) -> list[str]:
+        """Patterns for the arrays of `prediction_layers` that are not read: all, or copies of embedding and head."""
+        if not PREDICTION.keys() <= OF_FAMILY.get(self.model_type, {}).keys():
+            return []
+        if not any(path.startswith("predictions/") for path, _ in named_leaves(abstract)):
+            return [rf"^model\.layers\.{self.settings['num_layers']}\."]
+        copies = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
+        copies |= {"shared_head.head.weight": EMBEDDING} if self.settings["tied"] else {}
+        stored = open_safetensors(self.path)
+        sources = {name: of for name in stored for end, of in copies.items() if re.fullmatch(rf"{_LATER}{end}", name)}
+        differ = [(name, of) for name, of in sources.items() if not _equal(stored[name], stored.get(of))]
+        if wrong := [f"{name} differs from {of}" for name, of in differ]:
+            head = f"{self.path}: predictions share embedding and head with the decoder, but"
+            raise ConfigError(wrong, head=head, repair="Set prediction_layers=0 to leave them out.")
+        return [f"^{re.escape(name)}$" for name in sources]
 
 
 def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFolder:
@@ -204,6 +219,7 @@ def huggingface_config(
     family = FAMILIES[model_type]
     config: dict[str, object] = {"architectures": [family.architecture], "model_type": model_type}
     config |= {key: target.value(settings) for key, target in family.keys.items()}
+    config |= {key: count for key in PREDICTION if (count := settings["prediction_layers"])}
     config |= {key: value for key, value in family.must_of(config).items() if key not in _NOT_WRITTEN}
     config |= {**layer_keys(family, settings), **rope_keys(family, settings), "torch_dtype": settings["param_dtype"]}
     if max_position_embeddings is not None:

@@ -151,7 +151,9 @@ _GEMMA_MUST = _MUST | {"use_bidirectional_attention": False}
 
 _PHI_MUST = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "mlp_bias": False, "lm_head_bias": False}
 _PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
+# Modules of predictions are read only where they are asked for.
 _BALANCED = {"router_scores": "sigmoid", "router_balance": True}
+_BALANCED["prediction_layers"] = lambda settings: settings.get("prediction_layers", 0)
 _BALANCED_ABSENT = ABSENT | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
 _LATENT_ABSENT = {key: value for key, value in _BALANCED_ABSENT.items() if key != "head_dim"}
 _LATENT_ABSENT |= {"attention_bias": False, "rope_interleave": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
@@ -168,7 +170,7 @@ _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk_size", "conv_bias", "proj_bias")
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
-PREDICTION = {"num_nextn_predict_layers": "of a layer that predicts the token after the next, which is not read"}
+PREDICTION = {"num_nextn_predict_layers": "of layers that predict the tokens after the next one"}
 _OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "glm4_moe": PREDICTION,

@@ -36,8 +36,8 @@ class ParamMapping(NamedTuple):
     its first dim (the projections of Phi-3), with "alternating" along its last one, an element of each in turn (the
     experts of gpt-oss).
 
-    `after` is the path of another list or stack whose layers come first in the files: `{i}` in the name is then the
-    number of those layers plus `{i}` in the path. A state must contain both.
+    `after` is the path of another list or stack whose layers come first in the files, or several with spaces between
+    them: `{i}` in the name is then the number of those layers plus `{i}` in the path. A state must contain all of them.
     """
 
     path: str
@@ -84,7 +84,8 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam
         raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
     paths = Counter(path for path, _ in named)
     problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
-    lines, counts = [], {line.after: _num_layers(line.after, named) for line in table if line.after}
+    lines = []
+    counts = {line.after: sum(_num_layers(x, named) for x in line.after.split()) for line in table if line.after}
     for path, value in named:
         try:
             param, line = _map_param(path, value, table, counts)

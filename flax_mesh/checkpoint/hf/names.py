@@ -17,15 +17,26 @@ def _lines(rows: Mapping[str, tuple[str, str]], joined: str = "") -> tuple[Param
 def _dense_first(
     rows: tuple[ParamMapping, ...], dense: tuple[ParamMapping, ...], experts: tuple[ParamMapping, ...]
 ) -> tuple[ParamMapping, ...]:
-    """Rows of all layers, of the first ones, which are dense, and of those with experts."""
+    """Rows of all layers, of the first ones, which are dense, of those with experts, and of predictions after them."""
     first = tuple(line._replace(path=f"dense_{line.path}") for line in rows + dense)
-    return first + tuple(line._replace(after="dense_layers") for line in rows + experts)
+    layers = tuple(line._replace(after="dense_layers") for line in rows + experts)
+    later = [line._replace(path=line.path.replace("layers/{i}", "predictions/{i}/layer")) for line in rows + experts]
+    return first + layers + tuple(line._replace(after="dense_layers layers") for line in (*later, *_PREDICTION))
 
 
 _ENDS = (
     ParamMapping("embed/embedding", "model.embed_tokens.weight", "v d -> v d"),
     ParamMapping("norm/scale", "model.norm.weight", "d -> d"),
     ParamMapping("head/kernel", "lm_head.weight", "v d -> d v"),
+)
+_PREDICTION = tuple(
+    ParamMapping(f"predictions/{{i}}/{path}", f"{_LAYER}.{name}.weight", dims)
+    for path, name, dims in (
+        ("embedding_norm/scale", "enorm", "d -> d"),
+        ("hidden_norm/scale", "hnorm", "d -> d"),
+        ("projection/kernel", "eh_proj", "d e -> e d"),
+        ("norm/scale", "shared_head.norm", "d -> d"),
+    )
 )
 _OUTPUT = {
     "attention/o/kernel": ("self_attn.o_proj.weight", "d (h c) -> h c d"),

@@ -20,7 +20,10 @@ def adapted_arrays(params: Iterable[MappedParam], adapted: Sequence[str]) -> dic
     arrays = {param.path: param.arrays for param in params}
     names = {path: [array.name for array in arrays[path]] for path in adapted}
     joined = {array.name for path in adapted for array in arrays[path] if array.within}  # with weights of other paths
-    is_linear = {path: len(x) == 1 and _LINEAR.fullmatch(x[0]) and x[0] not in joined for path, x in names.items()}
+    is_linear = {
+        path: not path.startswith("predictions/") and len(x) == 1 and _LINEAR.fullmatch(x[0]) and x[0] not in joined
+        for path, x in names.items()
+    }
     if wrong := [f"{path}: {', '.join(names[path])}" for path, fits in is_linear.items() if not fits]:
         raise ConfigError(
             path_lines(wrong),

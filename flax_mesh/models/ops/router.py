@@ -4,6 +4,7 @@ Shape letters: T tokens, D hidden, E experts, K experts per token, L experts of 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 SCORES = ("softmax", "sigmoid")
 Aux = dict[str, jax.Array]
+LayersAux = Aux | Sequence[Aux]  # with a leading layer dim, or of each layer
 
 
 class Routing(NamedTuple):
@@ -79,6 +81,11 @@ def _choice(scores_TE: jax.Array, routing: Routing, balance_E: jax.Array | None)
     groups_TN = jax.lax.top_k(best_TG, routing.top_groups)[1]
     is_best_TG = jnp.any(groups_TN[..., None] == np.arange(routing.groups), axis=1)
     return jnp.where(is_best_TG[..., None], scores_TGL, -jnp.inf).reshape(scores_TE.shape)
+
+
+def stacked(aux: LayersAux) -> Aux:
+    """Statistics with a leading layer dim, {} without experts."""
+    return aux if isinstance(aux, dict) else jax.tree.map(lambda *leaves: jnp.stack(leaves), *aux)
 
 
 def router_losses(aux: Aux) -> dict[str, jax.Array]:

@@ -143,7 +143,7 @@ def call_layers(
     scan: bool = False,
     kinds: Sequence[object] = (None,),
 ) -> tuple[jax.Array, PyTree]:
-    """The output of the last layer, and the other results of the layers with a leading layer dim.
+    """The output of the last layer, and the other results of each layer: of a stack with a leading layer dim.
 
     `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x, kind)` calls
     one layer, whose kind is the next of `kinds`, which repeat; `also` is passed to `_with_remat`.
@@ -164,9 +164,7 @@ def call_layers(
                 x, aux = calls[i % len(kinds)](layer, x)
                 each.append(aux)
         first += size
-    if scan:
-        return x, _concatenated(each)
-    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    return x, _concatenated(each) if scan else each
 
 
 def remat_parts(text: str, num_layers: int, first: int) -> list[str]:

@@ -37,7 +37,7 @@ def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> 
             text = f"must be {rotated} numbers above 0, one for each rotary frequency, got {len(factors)}"
             problems.append(Problem(f"model.{name}", text))
     without_effect = {"qk_norm_all_heads": "qk_norm", "shared_expert_gate": "shared_expert_size"}
-    without_effect["router_balance_rate"] = "router_balance"
+    without_effect |= {"router_balance_rate": "router_balance", "prediction_loss": "prediction_layers"}
     without_effect |= dict.fromkeys(NEEDS_EXPERTS, "num_experts") | dict.fromkeys(_NEEDS_LATENTS, "latent_size")
     for name, needed in without_effect.items():
         if getattr(config, name) != defaults[name] and not getattr(config, needed):
@@ -46,6 +46,9 @@ def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> 
     for name in _NOT_WITH_LATENTS if config.latent_size else ():
         if getattr(config, name):
             problems.append(Problem(f"model.{name}", "has no meaning in latent attention; set model.latent_size=0"))
+    if config.prediction_layers and config.layer_pattern:
+        text = f"must be empty with model.prediction_layers={config.prediction_layers}, whose layers are of one kind"
+        problems.append(Problem("model.layer_pattern", text, value=config.layer_pattern))
     if config.dense_layers and not config.dense_mlp_size:
         problems.append(Problem("model.dense_mlp_size", "must be above 0 with model.dense_layers"))
     if 0 < config.num_layers <= config.dense_layers:

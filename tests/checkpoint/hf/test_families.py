@@ -21,6 +21,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, load_decoder, make_decoder, next_token_loss
 from flax_mesh.tree import named_leaves
 from tests.checkpoint.hf.make_reference import CASES, DATA, LLAMA3, MSCALE_YARN, SMALL, randomize, tokens_of
+from tests.models.reference import with_random_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 TOLERANCE = 1e-5  # of the largest value of a leaf, in float32
@@ -225,7 +226,7 @@ def test_experts_in_mxfp4_are_read_as_bfloat16(tmp_path):
 
 
 def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
-    """And the layer after the last one, which predicts the token after the next, is not read."""
+    """And the layer after the last one, which predicts the token after the next, is not read by default."""
     config = {**read_config(DATA / "deepseek_v3"), "intermediate_size": 136, "dtype": "bfloat16"}
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     settings = DecoderConfig(**decoder_config_from_hf(config))
@@ -247,6 +248,43 @@ def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
     for change in ({"weight_block_size": [64, 64]}, {"quant_method": "gptq"}):
         with pytest.raises(ConfigError, match="quantization_config must be None, got"):
             decoder_config_from_hf(config | {"quantization_config": config["quantization_config"] | change})
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_predictions_have_the_published_names_and_are_read_on_request(name, tmp_path):
+    settings = decoder_config_from_hf(read_config(DATA / name)) | {"prediction_layers": 1}
+    model = with_random_parameters(lambda: make_decoder(DecoderConfig(**settings), nnx.Rngs(0)))
+    config = huggingface_config(settings, model_type=name)
+    assert config["num_nextn_predict_layers"] == 1 and decoder_config_from_hf(config)["prediction_layers"] == 0
+    save_safetensors(tmp_path / "model", nnx.state(model), DECODER_NAMES[name], config=config)
+    arrays, count = dict(open_safetensors(tmp_path / "model")), settings["num_layers"]
+    layer, before = (f"model.layers.{i}" for i in (count, count - 1))
+    later, last = ({x.removeprefix(f"{at}.") for x in arrays if x.startswith(at)} for at in (layer, before))
+    assert later - last == {f"{x}.weight" for x in ("enorm", "hnorm", "eh_proj", "shared_head.norm")} and last <= later
+    assert arrays[f"{layer}.eh_proj.weight"].shape == (settings["hidden_size"], 2 * settings["hidden_size"])
+    # Published folders have copies of the embedding and the head there.
+    copies = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+    arrays |= {f"{layer}.{x}.weight": arrays[of] for x, of in copies.items()}
+    write_safetensors(tmp_path / "copies", arrays, arrays.items(), json_files={"config.json": config})
+    mesh = create_mesh(ONE, devices=jax.devices()[:1])
+    again, _ = load_decoder(tmp_path / "copies", mesh, prediction_layers=1, scan=name == "glm4_moe")
+    save_safetensors(tmp_path / "again", nnx.state(again), DECODER_NAMES[name])
+    files = [open_safetensors(tmp_path / folder) for folder in ("model", "again")]
+    assert files[0].keys() == files[1].keys()
+    assert all(files[1][x].tobytes() == value.tobytes() for x, value in files[0].items())
+    assert not load_decoder(tmp_path / "copies", mesh)[0].predictions
+    changes: dict[str, Any] = {"embed_tokens": "differs from model.embed_tokens", "other": "only in the folder"}
+    for x, message in changes.items():
+        wrong = arrays | {f"{layer}.{x}.weight": arrays["model.embed_tokens.weight"] + 1}
+        write_safetensors(tmp_path / x, wrong, wrong.items(), json_files={"config.json": config})
+        with pytest.raises(ConfigError, match=f"{layer}.{x}.weight:? {message}"):
+            load_decoder(tmp_path / x, mesh, prediction_layers=1)
+    with pytest.raises(ConfigError, match=f"{layer}.eh_proj.weight: only in the model"):
+        none = {x: value for x, value in arrays.items() if not x.startswith(layer)}
+        write_safetensors(tmp_path / "none", none, none.items(), json_files={"config.json": config})
+        load_decoder(tmp_path / "none", mesh, prediction_layers=1)
+    with pytest.raises(ConfigError, match="prediction_layers=1"):
+        huggingface_config({**vars(DecoderConfig()), "prediction_layers": 1})
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
