@@ -36,7 +36,8 @@ SWITCHES: dict[str, object] = {
     **{"rope_interleaved": False, "local_rope_theta": 0.0, "router_scores": "softmax", "normalize_router": True},
     **{"shared_expert_size": 0, "shared_expert_gate": False, "router_groups": 1, "router_top_groups": 1},
     **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0, "latent_size": 0, "query_latent_size": 0},
-    **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0},
+    **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0, "attention_gate": False},
+    **{"delta_key_heads": 0, "delta_value_heads": 0, "delta_key_dim": 0, "delta_value_dim": 0, "delta_conv": 0},
 }
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")

@@ -5,6 +5,7 @@ A family is a table of names (`names`) and the settings of `flax_mesh.models.Dec
 
 from typing import Any
 
+from flax_mesh.checkpoint.hf.layer_keys import DELTA
 from flax_mesh.checkpoint.hf.family import USE_WINDOW, WINDOW, Family, Json, Key
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
@@ -76,6 +77,15 @@ _LATENT_KEYS = {
     "attention_bias": _BIAS,
     "rope_interleave": Key(("rope_interleaved",), bool),
 }
+_DELTA_KEYS = {
+    "attention_bias": _BIAS,
+    "linear_num_key_heads": Key(("delta_key_heads",)),
+    "linear_num_value_heads": Key(("delta_value_heads",)),
+    "linear_key_head_dim": Key(("delta_key_dim",)),
+    "linear_value_head_dim": Key(("delta_value_dim",)),
+    "linear_conv_kernel_dim": Key(("delta_conv",)),
+}
+_SHARED_KEY = {"shared_expert_intermediate_size": Key(("shared_expert_size",))}
 _GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attention_bias": _BIAS,
@@ -162,6 +172,10 @@ _LATENT_MUST = _MUST | {
     "qk_head_dim": lambda config: config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
+_DELTA = {"qk_norm": True, "zero_centered": True, "attention_gate": True}
+_DELTA_ABSENT = ABSENT | {"head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4}
+_DELTA_ABSENT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+_DELTA_ABSENT |= {"linear_num_value_heads": 32}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
@@ -231,8 +245,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        _QWEN_MOE_KEYS
-        | {"qkv_bias": Key(("qkv_bias",), bool), "shared_expert_intermediate_size": Key(("shared_expert_size",))},
+        _QWEN_MOE_KEYS | {"qkv_bias": Key(("qkv_bias",), bool)} | _SHARED_KEY,
         {**ABSENT, "norm_topk_prob": False, "qkv_bias": True},
         {**_MUST, USE_WINDOW: False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"shared_expert_gate": True},
@@ -360,5 +373,26 @@ FAMILIES = {
         _LATENT_MUST
         | {"first_k_dense_replace": lambda config: (config.get("mlp_layer_types") or ["dense"]).count("dense")},
         _BALANCED,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS,
+        _DELTA_ABSENT | {"norm_topk_prob": True},
+        {**_NO_ROTARY, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {**_DELTA, "shared_expert_gate": True},
+        DELTA,
+        rotary=0.25,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM", KEYS | _DELTA_KEYS, _DELTA_ABSENT, _NO_ROTARY, {**_NO_EXPERTS, **_DELTA}, DELTA, rotary=0.25
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {key: value for key, value in _QWEN_MOE_KEYS.items() if key != "norm_topk_prob"} | _SHARED_KEY | _DELTA_KEYS,
+        _DELTA_ABSENT,
+        _NO_ROTARY,
+        {**_DELTA, "shared_expert_gate": True},
+        DELTA,
+        rotary=0.25,
     ),
 }

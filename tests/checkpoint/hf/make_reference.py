@@ -124,6 +124,20 @@ CASES["glm4_moe"] = {
     **{"model_type": "glm4_moe", "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True, **BALANCED},
     **{"attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }
+DELTA = {"num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
+CASES["qwen3_next"] = {
+    **{"model_type": "qwen3_next", **DELTA, **EXPERTS, "shared_expert_intermediate_size": 20},
+    **{"attention_bias": True, "full_attention_interval": 2},
+}
+CASES["qwen3_5"] = {
+    **{"model_type": "qwen3_5_text", **DELTA},
+    "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+}
+CASES["qwen3_5_moe"] = {
+    **{"model_type": "qwen3_5_moe_text", **DELTA, **EXPERTS, "shared_expert_intermediate_size": 12},
+    **{"linear_num_key_heads": 4},
+}
 SHARDED = {"llama": "10KB"}  # cases of several files
 SEEDS: dict[str, int] = dict.fromkeys(
     ("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1
