@@ -153,12 +153,6 @@ def _in_blocks(rows: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
     return _ENDS + tuple(line._replace(path=line.path.replace("{i}/", "{i}/each/{j}/")) for line in rows)
 
 
-_FUSED_EXPERTS = _lines(
-    {f"moe/{x}/kernel": ("mlp.experts.gate_up_proj", "e f d -> e d f") for x in ("gate", "up")}, "inner"
-)
-_FUSED_EXPERTS += _lines(
-    {"moe/down/kernel": ("mlp.experts.down_proj", "e d f -> e f d"), "moe/router/kernel": ("mlp.gate.weight", "e d -> d e")}
-)
 _BALANCED_EXPERTS = _QWEN_EXPERTS + _lines(
     {**_mlp("shared_mlp", "mlp.shared_experts"), "moe/balance": ("mlp.gate.e_score_correction_bias", "e -> e")}
 )
@@ -188,6 +182,6 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "glm4_moe": _ENDS + _dense_first(_lines(_BEFORE | _PROJECTIONS | _OUTPUT), _DENSE, _BALANCED_EXPERTS),
     "qwen3_next": _in_blocks(_GATED + _DELTA + _DELTA_IN + _QWEN_EXPERTS + _SHARED_EXPERT),
     "qwen3_5_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _DENSE),
-    "qwen3_5_moe_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _FUSED_EXPERTS + _SHARED_EXPERT),
+    "qwen3_5_moe_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _QWEN_EXPERTS + _SHARED_EXPERT),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT_DECODER),
 }

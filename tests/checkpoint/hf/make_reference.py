@@ -135,8 +135,8 @@ CASES["qwen3_5"] = {
     "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
 }
 CASES["qwen3_5_moe"] = {
-    **{"model_type": "qwen3_5_moe_text", **DELTA, **EXPERTS, "shared_expert_intermediate_size": 12},
-    **{"linear_num_key_heads": 4},
+    **{"model_type": "qwen3_5_moe_text", **DELTA, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 4},
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
 SEEDS: dict[str, int] = dict.fromkeys(
@@ -178,7 +178,8 @@ def randomize(
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and every part affects the logits.
             spread = scale * (0.2 if "norm" in name else 0.4)
-            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + norm * ("norm" in name)
+            mean = 1.0 if "linear_attn.norm" in name else norm * ("norm" in name)  # which never adds 1
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + mean
             parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # no parameter
