@@ -12,8 +12,8 @@ from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.cache import num_copies
-from flax_mesh.models.ops.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
+from flax_mesh.models.ops.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
 from flax_mesh.models.settings.matrices import matrices_of
@@ -211,13 +211,7 @@ class DecoderConfig:
 
     def num_of(self, *, delta: bool) -> int:
         """The number of delta nets, or of layers with attention."""
-        kinds = self.kinds
-        return sum(kinds[i % len(kinds)].delta == delta for i in range(self.num_layers))
-
-    @property
-    def delta_state(self) -> int:
-        """The numbers of the states of a delta net, for one row."""
-        return self.delta_value_heads * self.delta_key_dim * self.delta_value_dim
+        return sum(kind.delta == delta for kind in self.kinds) * self.num_layers // len(self.kinds)
 
     def window(self, kind: LayerKind) -> int:
         return self.sliding_window if kind.local else 0
@@ -239,10 +233,8 @@ class DecoderConfig:
         ]
         if not self.latent_size:
             dims.insert(3, ("model.num_kv_heads", "kv_heads", self.num_kv_heads))
-        names = ("delta_key_heads", "delta_value_heads") if self.has_blocks else ()
-        dims += [(f"model.{name}", "heads", getattr(self, name)) for name in names]
-        latents = ("latent_size", "query_latent_size")
-        dims += [(f"model.{name}", "embed", size) for name in latents if (size := getattr(self, name))]
+        others = {"delta_key_heads": "heads", "latent_size": "embed", "query_latent_size": "embed"}
+        dims += [(f"model.{name}", axis, size) for name, axis in others.items() if (size := getattr(self, name))]
         dims += [("model.dense_mlp_size", "mlp", self.dense_mlp_size)] if self.dense_layers else []
         return [*dims, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else dims
 

@@ -98,9 +98,7 @@ class DeltaNet(nnx.Module):
         heads_BSKX = jnp.concatenate([self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)], axis=-1)
         return constrain(heads_BSKX, _DIMS, axes=self.config.axes, mode=mode)
 
-    def _tokens(
-        self, heads_BSKX: jax.Array, x_BSD: jax.Array, mode: Mode, runs_BS: jax.Array | None = None
-    ) -> Tokens:
+    def _tokens(self, heads_BSKX: jax.Array, x_BSD: jax.Array, mode: Mode, runs_BS: jax.Array | None = None) -> Tokens:
         """Of the last tokens of `heads_BSKX`, as many as `x_BSD` has."""
         config, (rows, length, _) = self.config, x_BSD.shape
         kernel = jnp.concatenate([getattr(self, f"{name}_conv")[...] for name in _NAMES], axis=-1)[:, 0]

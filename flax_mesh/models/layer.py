@@ -86,7 +86,7 @@ class DecoderLayer(nnx.Module):
     def prefill(
         self, x_BPD: jax.Array, lengths_B: jax.Array, num_slots: int, kind: LayerKind
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """The output, and keys and values, or the states of a delta net; see `prefill` of `Attention` and `DeltaNet`."""
+        """The output, and keys and values or states; see `prefill` of `Attention` and `DeltaNet`."""
         x = self._attention_input(x_BPD)
         y_BPD, *pair = self.delta.prefill(x, lengths_B) if kind.delta else self.attention.prefill(x, num_slots, kind)
         return self._rest(x_BPD, y_BPD, "prefill")[0], (pair[0], pair[1])

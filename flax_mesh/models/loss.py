@@ -216,8 +216,8 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
     N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
     experts that the token is not routed to. S is the sequence length, D = heads * head_dim, the mean of the
     head dims of keys and values, and L the layers with attention. M are the numbers of the states of all delta nets,
-    which a token decays and reads, changes, and reads again. Recomputation is not counted: this is the numerator of MFU, not of hardware
-    utilization (PaLM, appendix B).
+    which a token decays and reads, changes, and reads again. Recomputation is not counted: this is the numerator of
+    MFU, not of hardware utilization (PaLM, appendix B).
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, flops_per_token
@@ -230,4 +230,5 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
         idle += (config.num_layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
     width = (config.head_dim + config.value_size) / 2
     attention = 6 * config.num_of(delta=False) * config.num_heads * width * sequence_length
-    return 6.0 * (num_parameters - idle) + attention + 18 * config.num_of(delta=True) * config.delta_state
+    state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    return 6.0 * (num_parameters - idle) + attention + 18 * config.num_of(delta=True) * state

@@ -42,7 +42,8 @@ SWITCHES: dict[str, object] = {
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
 DTYPES = ("float32", "bfloat16", "float16")
-_IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+# Recomputed from rope_theta and rope_scaling; layers that predict the token after the next, as in `load`.
+_IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$", r"^mtp\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
 _COMPARED_BYTES = 1 << 24  # of two arrays at a time

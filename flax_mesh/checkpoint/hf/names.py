@@ -134,7 +134,9 @@ _DELTA_IN_APART += _lines(
         for x, name in (("gate", "z"), ("beta", "b"), ("decay", "a"))
     }
 )
-_DELTA = _lines({f"delta/{x}_conv": ("linear_attn.conv1d.weight", "(h x) o w -> w o h x") for x in "qkv"}, "concatenated")
+_DELTA = _lines(
+    {f"delta/{x}_conv": ("linear_attn.conv1d.weight", "(h x) o w -> w o h x") for x in "qkv"}, "concatenated"
+)
 _DELTA += _lines(
     {
         "delta/log_rate": ("linear_attn.A_log", "(h g) -> h g"),
@@ -143,7 +145,9 @@ _DELTA += _lines(
         "delta/o/kernel": ("linear_attn.out_proj.weight", "d (h x) -> h x d"),
     }
 )
-_GATED = _lines({f"attention/{x}/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c") for x in ("q", "gate")}, "inner")
+_GATED = _lines(
+    {f"attention/{x}/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c") for x in ("q", "gate")}, "inner"
+)
 _GATED += _lines({f"attention/{x}/bias": ("self_attn.q_proj.bias", "(h c) -> h c") for x in ("q", "gate")}, "inner")
 _GATED += _lines({path: row for path, row in _PROJECTIONS.items() if "/q/" not in path} | _BEFORE | _OUTPUT)
 

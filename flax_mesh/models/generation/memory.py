@@ -41,7 +41,8 @@ def _cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: 
     parts = num_parts(config.axes, mesh.shape, *filter(None, cache_dims(config.axes, heads)), mode="decode")
     values = config.num_of(delta=False) * num_rows * num_slots * heads * numbers
     needed, limit = values * jnp.dtype(config.dtype).itemsize // parts, _device_bytes(mesh)
-    states = 4 * config.num_of(delta=True) * num_rows * config.delta_state  # float32
+    state = 4 * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim  # float32
+    states = config.num_of(delta=True) * num_rows * state
     needed += states // num_parts(config.axes, mesh.shape, *filter(None, STATE_DIMS), mode="decode")
     if limit is None or needed <= limit:
         return ""

@@ -93,7 +93,7 @@ def gated_delta(tokens: Tokens, runs_BS: jax.Array | None = None, *, parts: int 
     before_BS = jnp.concatenate([runs_BS[:, :1], runs_BS[:, :-1]], axis=1)
     size = min(CHUNK, 1 << (length // parts - 1).bit_length())
     in_chunks = partial(_in_chunks, parts=parts, size=size)
-    runs, before = in_chunks(runs_BS, mode="edge"), in_chunks(before_BS, mode="edge")[..., :1]
+    runs, before = in_chunks(runs_BS, repeat=True), in_chunks(before_BS)[..., :1]
     chunks = _chunks(Tokens(*(jnp.moveaxis(in_chunks(x), 4, 3) for x in tokens)), runs, before)
     start = jnp.zeros((*chunks.u.shape[1:4], tokens.q.shape[-1], tokens.v.shape[-1]), jnp.float32)
     if parts > 1:
@@ -103,10 +103,12 @@ def gated_delta(tokens: Tokens, runs_BS: jax.Array | None = None, *, parts: int 
     return y_BSHV[:, :, : length // parts].reshape(tokens.v.shape), state[:, -1]
 
 
-def _in_chunks(x: jax.Array, *, parts: int, size: int, mode: str = "constant") -> jax.Array:
-    """(B, S, ...) as (N, B, P, L, ...). Zeros at the end of each part do not change a state."""
+def _in_chunks(x: jax.Array, *, parts: int, size: int, repeat: bool = False) -> jax.Array:
+    """(B, S, ...) as (N, B, P, L, ...). At the end of each part are zeros, which do not change a state, or its last."""
     x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
-    x = jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[2] % size), *[(0, 0)] * (x.ndim - 3)], mode=mode)
+    if padding := -x.shape[2] % size:
+        end = x[:, :, -1:] if repeat else jnp.zeros((), x.dtype)
+        x = jnp.concatenate([x, jnp.broadcast_to(end, (*x.shape[:2], padding, *x.shape[3:]))], axis=2)
     return jnp.moveaxis(x.reshape(*x.shape[:2], -1, size, *x.shape[3:]), 2, 0)
 
 

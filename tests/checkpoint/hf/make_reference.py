@@ -131,12 +131,13 @@ CASES["qwen3_next"] = {
     **{"attention_bias": True, "full_attention_interval": 2},
 }
 CASES["qwen3_5"] = {
-    **{"model_type": "qwen3_5_text", **DELTA},
-    "layer_types": ["full_attention", "linear_attention", "linear_attention", "linear_attention"],
+    **{"model_type": "qwen3_5_text", **DELTA, "num_hidden_layers": 3},
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
 }
 CASES["qwen3_5_moe"] = {
     **{"model_type": "qwen3_5_moe_text", **DELTA, "num_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 4},
+    **{"num_hidden_layers": 2, "full_attention_interval": 2},
 }
 SHARDED = {"llama": "10KB"}  # cases of several files
 SEEDS: dict[str, int] = dict.fromkeys(
