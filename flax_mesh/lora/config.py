@@ -21,7 +21,7 @@ class LoraConfig:
 
     rank: int = field(default=0, metadata={"at_least": 0, "at_most": 2**16})
     alpha: float = field(default=0.0, metadata={"at_least": 0})
-    modules: str = "attention/(q|k|v|o|(q|kv)_(down|up))/kernel"  # of latent attention too
+    modules: str = "(attention|delta)/(q|k|v|o|(q|kv)_(down|up))/kernel"  # of latent attention and delta nets too
 
     @property
     def scale(self) -> float:

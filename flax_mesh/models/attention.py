@@ -17,7 +17,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import RESIDUALS
 from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig
-from flax_mesh.models.kernels import split_splash_attention
+from flax_mesh.models.ops.kernels import split_splash_attention
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.rotary import rotate
 from flax_mesh.models.ops.scores import causal_mask, plain_attention
@@ -43,6 +43,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             sizes = (heads * width, kv_heads * width) if config.qk_norm_all_heads else (width, width)
             self.q_norm, self.k_norm = (norm(config, rngs, size) for size in sizes)
+        if config.attention_gate:
+            self.gate = nnx.LinearGeneral(config.hidden_size, (heads, width), **options)
         options["dot_general"] = dot_float32  # sums over heads, and over tp, before rounding
         options["use_bias"] = config.output_bias
         self.o = nnx.LinearGeneral((heads, width), config.hidden_size, axis=(-2, -1), **options)
@@ -58,7 +60,7 @@ class Attention(nnx.Module):
     ) -> jax.Array:
         """`kind` is the kind of this layer, by default the kind of the first layer."""
         kind = kind or self.config.kinds[0]
-        return self._attend(*self._project(x_BSD, mode, kind), mode, kind, segment_ids_BS)
+        return self._out(self._attend(*self._project(x_BSD, mode, kind), mode, kind, segment_ids_BS), x_BSD)
 
     def prefill(
         self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
@@ -66,9 +68,8 @@ class Attention(nnx.Module):
         """The output for a prompt, and its keys and values (B, T, K, C) for a cache with `num_slots` slots."""
         kind = kind or self.config.kinds[0]
         q_BPHC, k_BPKC, v_BPKC = self._project(x_BPD, "prefill", kind, length=num_slots)
-        y_BPD = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill", kind)
-        axes = self.config.axes
-        return y_BPD, pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
+        y_BPHC, axes = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill", kind), self.config.axes
+        return self._out(y_BPHC, x_BPD), pad_slots(k_BPKC, num_slots, axes), pad_slots(v_BPKC, num_slots, axes)
 
     def decode(
         self,
@@ -99,7 +100,7 @@ class Attention(nnx.Module):
             y_B1HC = jax.nn.dot_product_attention(
                 q_B1HC, k_BTKC, v_BTKC, mask=mask_B11T, scale=self.config.attention_scale or None, implementation="xla"
             )
-        return self.o(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode")), keys, values
+        return self._out(constrain(y_B1HC, Q_DIMS, axes=axes, mode="decode"), x_B1D), keys, values
 
     def _project(
         self,
@@ -135,7 +136,7 @@ class Attention(nnx.Module):
         kind: LayerKind,
         segment_ids_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """The output (B, S, D) for queries that attend to keys of the same sequence."""
+        """Weighted sums of values (B, S, H, C) for queries that attend to keys of the same sequence."""
         axes, remat = self.config.axes, self.config.remat
         q_BSHC, k_BSKC, v_BSKC = named(q_BSHC, "q", remat), named(k_BSKC, "k", remat), named(v_BSKC, "v", remat)
         has_segments = segment_ids_BS is not None
@@ -147,7 +148,12 @@ class Attention(nnx.Module):
             y_BSHC = attend(kernel, q_BSHC, k_BSKC, v_BSKC, segment_ids_BS, self.config, window, mode)
         y_BSHC = constrain(y_BSHC, Q_DIMS, axes=axes, mode=mode)
         # Splash attention names its output itself, together with the sums that its backward pass reads.
-        return self.o(y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat))
+        return y_BSHC if kernel == "splash" else named(y_BSHC, "attention", remat)
+
+    def _out(self, y_BSHC: jax.Array, x_BSD: jax.Array) -> jax.Array:
+        if self.config.attention_gate:
+            y_BSHC = y_BSHC * jax.nn.sigmoid(self.gate(x_BSD))
+        return self.o(y_BSHC)
 
     @property
     def _has_own_scores(self) -> bool:

@@ -1,6 +1,6 @@
 """The keys and values of all tokens so far, which attention reads instead of computing them again for every token.
 
-Shape letters: L layers, B batch, P slots of the prompt, T slots, K key-value heads, C head dim.
+Shape letters: L layers, B batch, P slots of the prompt, T slots, K key-value heads, H heads, C head dim.
 
     slots 0 .. P-1   the prompt, and padding after a shorter one, which no query reads
     slots P .. T-1   the generated tokens: token i of every row is in slot P + i
@@ -19,11 +19,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from flax_mesh.axes import Mode, PartitionAxis, num_parts
 from flax_mesh.mesh.context import current_mesh
+from flax_mesh.models.settings.pattern import LayerKind
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.tree import PyTree
 
+STATE_DIMS = ("batch", "heads", None, None)
 _SMALLEST_BUCKET = 16  # slots of a prompt
+_Pair = tuple[jax.Array, jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -37,6 +40,8 @@ class KVCache:
         lengths_B: Number of tokens in the prompt of each row, int32.
         prompt: P, the slot of the first generated token, int32.
         used_B: Slot of the next token of each row: P plus the generated tokens that the model has read, int32.
+        states: Two arrays (B, H, ...) for each layer, or (L, B, H, ...) for each stack, whose size does not depend on
+            the number of tokens: of delta nets, which are not among the layers of `keys` and `values`.
     """
 
     keys: PyTree
@@ -44,6 +49,12 @@ class KVCache:
     lengths_B: jax.Array
     prompt: jax.Array
     used_B: jax.Array
+    states: PyTree = ()
+
+    def pairs(self, kinds: Sequence[LayerKind]) -> list[_Pair]:
+        """Keys and values, or states, of layers of these kinds in their order; `by_kind` is the inverse."""
+        attention, states = zip(self.keys, self.values, strict=True), iter(self.states)
+        return [next(states if kind.delta else attention) for kind in kinds]
 
     @property
     def used(self) -> jax.Array:
@@ -73,18 +84,31 @@ class KVCache:
         """This cache with the rows of `other`, which has as many slots, in `rows_R`; a row B is none."""
         stack = ("layers",) * (jax.tree.leaves(self.keys)[0].ndim - 4)
         dims = (*stack, *cache_dims(axes, jax.tree.leaves(self.keys)[0].shape[-2]))
+        each = (dims, dims, (*stack, *STATE_DIMS))
 
         def put(rows_R: jax.Array, old: PyTree, new: PyTree, used: list[jax.Array]) -> tuple[PyTree, ...]:
             at = (*[slice(None)] * len(stack), rows_R)
-            write = lambda x, y: constrain(x.at[at].set(y, mode="drop"), dims, axes=axes, mode="decode")  # noqa: E731
             lengths_B, lengths_R, used_B, used_R = used
             counts = lengths_B.at[rows_R].set(lengths_R, mode="drop"), used_B.at[rows_R].set(used_R, mode="drop")
-            return *(jax.tree.map(write, *each) for each in zip(old, new, strict=True)), *counts
+            arrays = []
+            for dims, one, other in zip(each, old, new, strict=True):
+                write = lambda x, y, dims=dims: constrain(x.at[at].set(y, mode="drop"), dims, axes=axes, mode="decode")  # noqa: E731
+                arrays.append(jax.tree.map(write, one, other))
+            return *arrays, *counts
 
         used = [self.lengths_B, other.lengths_B, self.used_B, other.used_B]
-        arrays = rows_R, (self.keys, self.values), (other.keys, other.values), used
-        keys, values, lengths_B, used_B = on_auto_axes(put, *arrays, out=[dims, dims, (), ()], axes=axes, mode="decode")
-        return KVCache(keys, values, lengths_B, self.prompt, used_B)
+        arrays = rows_R, *((x.keys, x.values, x.states) for x in (self, other)), used
+        keys, values, states, lengths_B, used_B = on_auto_axes(
+            put, *arrays, out=[*each, (), ()], axes=axes, mode="decode"
+        )
+        return KVCache(keys, values, lengths_B, self.prompt, used_B, states)
+
+
+def by_kind(pairs: Sequence[_Pair], kinds: Sequence[LayerKind]) -> tuple[PyTree, PyTree, PyTree]:
+    """The lists `keys`, `values` and `states` of a cache, from pairs of arrays of layers of these kinds."""
+    attention = [pair for pair, kind in zip(pairs, kinds, strict=True) if not kind.delta]
+    states = [pair for pair, kind in zip(pairs, kinds, strict=True) if kind.delta]
+    return [keys for keys, _ in attention], [values for _, values in attention], states
 
 
 def kv_axis(axes: PartitionAxis) -> str:

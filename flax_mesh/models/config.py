@@ -12,11 +12,12 @@ from flax_mesh.fields import ADDED, MAX_SIZE, SAME_RESULT, type_problems, value_
 from flax_mesh.kernels import platform_of
 from flax_mesh.mesh.context import AnyMesh, current_mesh
 from flax_mesh.models.cache import num_copies
-from flax_mesh.models.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.activations import ACTIVATIONS
+from flax_mesh.models.ops.kernels import Call, choice_text, choose, problem_lines
 from flax_mesh.models.ops.rotary import KINDS, Rope, RopeScaling
 from flax_mesh.models.ops.router import SCORES, Routing
-from flax_mesh.models.settings.pattern import LayerKind, parse_pattern
+from flax_mesh.models.settings.matrices import matrices_of
+from flax_mesh.models.settings.pattern import LayerKind, parse_pattern, pattern_problem
 from flax_mesh.models.settings.remat import remat_problems
 from flax_mesh.models.settings.switches import NEEDS_EXPERTS, switch_problems
 from flax_mesh.text import axes_text
@@ -36,7 +37,7 @@ class DecoderConfig:
 
     `attention`: "xla" on any platform; or a kernel that does not store the scores, "cudnn" for GPUs in half precision
     or "splash", JAX's Pallas kernel for TPUs (interpreted on CPUs, for tests); or "auto", the kernel of the platform
-    where it fits, else xla (`models.kernels`).
+    where it fits, else xla (`models.ops.kernels`).
 
     `remat`: "none", "full" (recompute every layer in the backward pass), the name of a policy in
     `jax.checkpoint_policies`, which selects the residuals to save, or names of values, "attention+mlp_up"; for all
@@ -82,6 +83,8 @@ class DecoderConfig:
     - `dense_layers`: the first layers, which have an MLP of `dense_mlp_size` instead of experts (DeepSeek).
     - `prediction_layers`: modules for the tokens after the next one, which `next_token_loss` alone uses, with the
       coefficient `prediction_loss` (DeepSeek-V3, GLM-4.5; `models.layer.Prediction`).
+    - `attention_gate`: weighted sums of values are multiplied by a sigmoid of the token, for each head and head dim.
+    - `delta_key_heads` and the settings after it: of the delta layers in `layer_pattern` (`models.delta`).
     - `shared_expert_size`: width of an MLP that every token passes beside its experts; 0 is none. With
       `shared_expert_gate` its output is multiplied by a sigmoid of the token (Qwen2-MoE).
 
@@ -151,6 +154,12 @@ class DecoderConfig:
     dense_mlp_size: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     prediction_layers: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     prediction_loss: float = field(default=0.3, metadata=_AT_LEAST_0)
+    attention_gate: bool = field(default=False, metadata=ADDED)
+    delta_key_heads: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    delta_value_heads: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    delta_key_dim: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    delta_value_dim: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
+    delta_conv: int = field(default=0, metadata=_AT_LEAST_0 | {"at_most": MAX_SIZE})
     dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     param_dtype: str = field(default="float32", metadata={"one_of": DTYPES})
     attention: str = field(default="auto", metadata=SAME_RESULT | {"one_of": ATTENTION})
@@ -199,6 +208,15 @@ class DecoderConfig:
         """The kinds of the first layers, which repeat."""
         return parse_pattern(self.layer_pattern) if self.layer_pattern else (LayerKind(self.sliding_window > 0),)
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the layers are in blocks, each of them one repetition of the pattern."""
+        return any(kind.delta for kind in self.kinds)
+
+    def num_of(self, *, delta: bool) -> int:
+        """The number of delta nets, or of layers with attention."""
+        return sum(kind.delta == delta for kind in self.kinds) * self.num_layers // len(self.kinds)
+
     def window(self, kind: LayerKind) -> int:
         return self.sliding_window if kind.local else 0
 
@@ -219,8 +237,8 @@ class DecoderConfig:
         ]
         if not self.latent_size:
             dims.insert(3, ("model.num_kv_heads", "kv_heads", self.num_kv_heads))
-        latents = ("latent_size", "query_latent_size")
-        dims += [(f"model.{name}", "embed", size) for name in latents if (size := getattr(self, name))]
+        others = {"delta_key_heads": "heads", "latent_size": "embed", "query_latent_size": "embed"}
+        dims += [(f"model.{name}", axis, size) for name, axis in others.items() if (size := getattr(self, name))]
         dims += [("model.dense_mlp_size", "mlp", self.dense_mlp_size)] if self.dense_layers else []
         return [*dims, ("model.num_experts", "experts", self.num_experts)] if self.num_experts else dims
 
@@ -235,36 +253,18 @@ class DecoderConfig:
 
     def matrices(self) -> str:
         """`optimizer.matrices`: every projection except the embedding, the head and the router."""
-        mlp = "moe/(gate|up|down)/kernel 1>2" if self.num_experts else "mlp/.*/kernel"
-        mlp += "; shared_mlp/.*/kernel" if self.num_experts and self.shared_expert_size else ""
-        mlp += "; dense_layers/.*mlp/.*/kernel" if self.dense_layers else ""
-        mlp += "; predictions/.*/projection/kernel" if self.prediction_layers else ""
-        qkv = "attention/[qkv]/kernel 0>1,2"
-        if self.latent_size:
-            qkv = "attention/(q|kv)_down/kernel; attention/(q|q_up|kv_up)/kernel 0>1,2"
-        return f"{qkv}; attention/o/kernel 0,1>2; {mlp}"
+        return matrices_of(SimpleNamespace(**vars(self)), delta=self.has_blocks)
 
     def problems(self) -> list[Problem]:
         """Invalid values."""
         if wrong := type_problems(self, "model."):
             return wrong
         problems = value_problems(self, "model.")
-        if self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
-            text = f"must be a multiple of model.num_kv_heads={self.num_kv_heads}"
-            problems.append(Problem("model.num_heads", text, value=self.num_heads))
-        if self.head_dim % 2:
-            problems.append(Problem("model.head_dim", f"must be even for rotary positions, got {self.head_dim}"))
-        low, high = self.rope_low_frequency_factor, self.rope_high_frequency_factor
-        if low > high or (low == high and self.rope_kind != "yarn"):
-            text = f"must be below model.rope_high_frequency_factor={high}"
-            problems.append(Problem("model.rope_low_frequency_factor", text, value=low))
-        if 0 < self.num_experts < self.experts_per_token:
-            text = f"must be at most model.num_experts={self.num_experts}"
-            problems.append(Problem("model.experts_per_token", text, value=self.experts_per_token))
         problems += switch_problems(SimpleNamespace(**vars(self)), {item.name: item.default for item in fields(self)})
         if self.attention in ("cudnn", "splash"):
             problems += map(as_problem, problem_lines(self.attention, self._call()))
-        return [*problems, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names()))]
+        block = len(self.kinds) if self.scan and not pattern_problem(self.layer_pattern) and self.has_blocks else 1
+        return [*problems, *map(as_problem, remat_problems(self.remat, self.num_layers, self.remat_names(), block))]
 
     def without_devices(self) -> "DecoderConfig":
         """A config of a model with the same arrays that is traced on any machine: JAX traces cuDNN only where it is."""

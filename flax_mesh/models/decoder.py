@@ -18,37 +18,41 @@ from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
 from flax_mesh.mesh.context import current_mesh
 from flax_mesh.models.attention import is_fused_attention
-from flax_mesh.models.cache import KVCache, cache_dims
+from flax_mesh.models.cache import STATE_DIMS, KVCache, by_kind, cache_dims
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.cross_entropy import project
-from flax_mesh.models.layer import DecoderLayer, Prediction
+from flax_mesh.models.layer import Block, DecoderLayer, Prediction
 from flax_mesh.models.ops.later import later_targets, shifted
 from flax_mesh.models.ops.lookup import lookup
 from flax_mesh.models.ops.router import Aux, LayersAux, stacked
 from flax_mesh.models.ops.scores import soft_cap
 from flax_mesh.models.parts import dtypes, linear_options, norm, token_dims
 from flax_mesh.models.settings.pattern import LayerKind
-from flax_mesh.models.settings.remat import call_layers, parse_remat, remat_parts, scan_layers
+from flax_mesh.models.settings.remat import call_layers, parse_remat, remat_parts, scan_blocks, scan_layers
 from flax_mesh.sharding.abstract import partitioned
 from flax_mesh.sharding.constrain import constrain
 from flax_mesh.sharding.explicit import on_auto_axes
 from flax_mesh.text import array_text
 from flax_mesh.tree import PyTree
 
-_Carry = tuple[jax.Array, jax.Array, jax.Array]  # hidden states, and the keys and values of a stack
+_Pair = tuple[jax.Array, jax.Array]  # keys and values, or the states of a delta net
 
 
 @partitioned(
     rules=[
         (r"embed/embedding$", ("vocab", "embed")),
-        (r"attention/q/kernel$", ("embed", "heads", "head_dim")),
+        (r"attention/(q|gate)/kernel$", ("embed", "heads", "head_dim")),
         (r"attention/(k|v)/kernel$", ("embed", "kv_heads", "head_dim")),
         (r"attention/(q|kv)_up/kernel$", ("embed", "heads", "head_dim")),
         (r"attention/(q|kv)_down/kernel$", ("embed", None)),
-        (r"attention/q/bias$", ("heads", "head_dim")),
+        (r"attention/(q|gate)/bias$", ("heads", "head_dim")),
         (r"attention/(k|v)/bias$", ("kv_heads", "head_dim")),
         (r"attention/o/kernel$", ("heads", "head_dim", "embed")),
         (r"attention/sinks$", ("heads",)),
+        (r"delta/(q|k|v|gate|beta|decay)/kernel$", ("embed", "heads", None)),
+        (r"delta/(q|k|v)_conv$", (None, None, "heads", None)),
+        (r"delta/(log_rate|decay_bias)$", ("heads", None)),
+        (r"delta/o/kernel$", ("heads", None, "embed")),
         (r"mlp/(gate|up)/kernel$", ("embed", "mlp")),
         (r"mlp/(gate|up)/bias$", ("mlp",)),
         (r"mlp/down/kernel$", ("mlp", "embed")),
@@ -125,8 +129,9 @@ class Decoder(nnx.Module):
         also = is_fused_attention if config.attention != "xla" else None
         call = lambda layer, x_BSD, kind: layer(x_BSD, mode, segment_ids_BS, kind)  # noqa: E731
         remat, aux = remat_parts(config.remat, config.num_layers, config.dense_layers), {}
+        options = {"also": also, "scan": config.scan, "in_blocks": config.has_blocks}
         for (layers, kinds), text in zip(self._parts(), remat, strict=True):
-            x_BSD, aux = call_layers(call, layers, x_BSD, text, also=also, scan=config.scan, kinds=kinds)
+            x_BSD, aux = call_layers(call, layers, x_BSD, text, kinds=kinds, **options)
         x_BSD = self._normed(x_BSD)
         return x_BSD, self._output_weights(table_VD, x_BSD), aux
 
@@ -188,73 +193,98 @@ class Decoder(nnx.Module):
         multiple of `cache.row_multiple`, P and `num_slots` of `cache.slot_multiple`.
         """
         call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
-        logits_BV, keys, values = self._with_logits(call, tokens_BP, lengths_B)
+        logits_BV, keys, values, states = self._with_logits(call, tokens_BP, lengths_B)
         prompt = jnp.int32(tokens_BP.shape[1])
         used_B = jnp.full(len(tokens_BP), tokens_BP.shape[1], jnp.int32)
-        return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used_B)
+        return logits_BV, KVCache(keys, values, jnp.array(lengths_B, jnp.int32), prompt, used_B, states)
 
     def decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with them, in its slots `used_B`."""
         call = lambda model, *args: model._decode(*args)  # noqa: E731
-        logits_BV, keys, values = self._with_logits(call, tokens_B, cache)
-        return logits_BV, replace(cache, keys=keys, values=values, used_B=cache.used_B + 1)
+        logits_BV, keys, values, states = self._with_logits(call, tokens_B, cache)
+        return logits_BV, replace(cache, keys=keys, values=values, states=states, used_B=cache.used_B + 1)
 
-    def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
-        """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and its keys and values."""
-        stored = ("layers",) * self.config.scan + cache_dims(self.config.axes, self.config.cached(current_mesh())[0])
-        axes, embed = self.config.axes, None if self.config.tied else "embed"
-        out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored
-        x_B1D, weights_DV, keys, values = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")
+    def _with_logits(self, call: Callable[..., object], *args: PyTree) -> tuple[jax.Array, PyTree, PyTree, PyTree]:
+        """Logits (B, V) of the hidden states (B, 1, D) of `call(self, *args)`, and the arrays of its cache."""
+        stack, heads = ("layers",) * self.config.scan, self.config.cached(current_mesh())[0]
+        stored, axes = (*stack, *cache_dims(self.config.axes, heads)), self.config.axes
+        embed = None if self.config.tied else "embed"
+        out = (*token_dims("decode"), "hidden"), (embed, "vocab"), stored, stored, (*stack, *STATE_DIMS)
+        x_B1D, weights_DV, *cached = on_auto_axes(call, self, *args, out=out, axes=axes, mode="decode")
         logits_B1V = project(x_B1D, weights_DV, axes, "decode")
-        return soft_cap(logits_B1V, self.config.logit_softcap)[:, 0], keys, values
+        return soft_cap(logits_B1V, self.config.logit_softcap)[:, 0], cached[0], cached[1], cached[2]
 
     def _prefill(self, tokens_BP: jax.Array, lengths_B: jax.Array, num_slots: int) -> tuple[PyTree, ...]:
         x_BPD, table_VD = self._embed(tokens_BP, "prefill")
 
-        def run(layer: DecoderLayer, x_BPD: jax.Array, kind: LayerKind) -> tuple[jax.Array, PyTree]:
-            x_BPD, keys, values = layer.prefill(x_BPD, num_slots, kind)
-            return x_BPD, (keys, values)
+        def run(layer: DecoderLayer, x_BPD: jax.Array, kind: LayerKind) -> tuple[jax.Array, _Pair]:
+            return layer.prefill(x_BPD, lengths_B, num_slots, kind)
 
-        cached = []
-        for layers, kinds in self._parts():
-            if self.config.scan:
-                x_BPD, stacks = scan_layers([partial(run, kind=kind) for kind in kinds], x_BPD, layers)
-                cached.append(stacks)
+        pairs: list[_Pair] = []
+        for layers, kinds in self._runs():
+            calls = [partial(run, kind=kind) for kind in kinds]
+            if not self.config.scan:
+                x_BPD, pair = calls[0](layers, x_BPD)
+                pairs.append(pair)
+            elif self.config.has_blocks:
+                x_BPD, stacks = scan_blocks(calls, x_BPD, layers)
+                pairs += stacks
             else:
-                for i, layer in enumerate(layers):
-                    x_BPD, arrays = run(layer, x_BPD, kinds[i % len(kinds)])
-                    cached.append(arrays)
-        keys, values = (list(arrays) for arrays in zip(*cached, strict=True))
+                x_BPD, stack = scan_layers(calls, x_BPD, layers)
+                pairs.append(stack)
         x_B1D = jnp.take_along_axis(x_BPD, (lengths_B - 1)[:, None, None], axis=1)
         x_B1D = self._normed(constrain(x_B1D, (*token_dims("decode"), "hidden"), axes=self.config.axes, mode="decode"))
-        return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
+        return x_B1D, self._output_weights(table_VD, x_B1D), *by_kind(pairs, self._kinds_of_pairs())
 
     def _decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[PyTree, ...]:
         x_B1D, table_VD = self._embed(tokens_B[:, None], "decode")
-        keys, values, index = list(cache.keys), list(cache.values), 0
+        pairs, first = cache.pairs(self._kinds_of_pairs()), 0
 
-        def run(part: tuple[jax.Array, DecoderLayer], carry: _Carry, kind: LayerKind) -> tuple[_Carry, None]:
-            # The stack is part of the carry, which is updated in place; as a result of the loop it would be copied.
-            (x_B1D, keys, values), (index, layer) = carry, part
-            return layer.decode(x_B1D, keys, values, cache, index, kind=kind), None
+        def run(part: tuple[jax.Array, DecoderLayer], carry: PyTree, kind: LayerKind, at: int) -> tuple[PyTree, None]:
+            # The stacks are part of the carry, which is updated in place; as a result of the loop they would be copied.
+            (x_B1D, pairs), (index, layer) = carry, part
+            x_B1D, pair = layer.decode(x_B1D, pairs[at], cache, index, kind)
+            return (x_B1D, [*pairs[:at], pair, *pairs[at + 1 :]]), None
 
-        for layers, kinds in self._parts():
-            if self.config.scan:
-                calls, carry = [partial(run, kind=kind) for kind in kinds], (x_B1D, keys[index], values[index])
-                carry, _ = scan_layers(calls, carry, (jnp.arange(len(keys[index])), layers))
-                x_B1D, keys[index], values[index] = carry
-                index += 1
+        for layers, kinds in self._runs():
+            if not self.config.scan:
+                x_B1D, pairs[first] = layers.decode(x_B1D, pairs[first], cache, None, kinds[0])
+                first += 1
                 continue
-            for i, layer in enumerate(layers):
-                arrays = layer.decode(x_B1D, keys[index], values[index], cache, kind=kinds[i % len(kinds)])
-                x_B1D, keys[index], values[index] = arrays
-                index += 1
+            count = len(kinds) if self.config.has_blocks else 1
+            calls = [partial(run, kind=kind, at=i % count) for i, kind in enumerate(kinds)]
+            stack = jnp.arange(len(pairs[first][0])), layers
+            carry = x_B1D, pairs[first : first + count]
+            if self.config.has_blocks:
+                layers_of = lambda part: [(part[0], layer) for layer in part[1].each]  # noqa: E731
+                carry, _ = scan_blocks(calls, carry, stack, layers_of)
+            else:
+                carry, _ = scan_layers(calls, carry, stack)
+            x_B1D, pairs[first : first + count] = carry
+            first += count
         x_B1D = self._normed(x_B1D)
-        return x_B1D, self._output_weights(table_VD, x_B1D), keys, values
+        return x_B1D, self._output_weights(table_VD, x_B1D), *by_kind(pairs, self._kinds_of_pairs())
+
+    def _runs(self) -> list[tuple[PyTree, tuple[LayerKind, ...]]]:
+        """Stacks with the kinds of their layers, which repeat; or single layers, each with its kind."""
+        if self.config.scan:
+            return self._parts()
+        runs = []
+        for layers, kinds in self._parts():
+            each = [layer for block in layers for layer in block.each] if self.config.has_blocks else layers
+            runs += [(layer, (kinds[i % len(kinds)],)) for i, layer in enumerate(each)]
+        return runs
+
+    def _kinds_of_pairs(self) -> list[LayerKind]:
+        """A kind for every pair of arrays in a cache."""
+        each = [kinds if self.config.has_blocks else kinds[:1] for _, kinds in self._runs()]
+        return [kind for kinds in each for kind in kinds]
 
 
 def _make_layers(config: DecoderConfig, keys: jax.Array) -> PyTree:
     make = lambda key: DecoderLayer(config, rngs=nnx.Rngs(params=key))  # noqa: E731
+    if config.has_blocks:
+        make, keys = partial(Block, config), keys.reshape(-1, len(config.kinds))
     return nnx.vmap(make)(keys) if config.scan else nnx.List([make(key) for key in keys])
 
 

@@ -1,4 +1,4 @@
-"""The layers of a decoder: attention and an MLP or experts, with their norms and residual connections.
+"""The layers of a decoder: attention or a delta net, and an MLP or experts, with their norms and residual connections.
 
 Shape letters: B batch, S sequence, P slots of a prompt, D hidden, F mlp.
 """
@@ -11,7 +11,9 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.models.attention import Attention
+from flax_mesh.models.cache import KVCache
 from flax_mesh.models.config import MLP_NAMES, DecoderConfig
+from flax_mesh.models.delta import DeltaNet
 from flax_mesh.models.latent import LatentAttention
 from flax_mesh.models.moe import MoE
 from flax_mesh.models.ops.activations import activated, shifted
@@ -45,11 +47,14 @@ class MLP(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Residual layer, (B, S, D) -> (B, S, D) and the statistics of its router, {} without experts."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, kind: LayerKind | None = None, *, rngs: nnx.Rngs):
         self.config = config
         if config.norms != "after":
             self.attention_norm = norm(config, rngs)
-        self.attention = (LatentAttention if config.latent_size else Attention)(config, rngs=rngs)
+        if kind and kind.delta:
+            self.delta = DeltaNet(config, rngs=rngs)
+        else:
+            self.attention = (LatentAttention if config.latent_size else Attention)(config, rngs=rngs)
         if config.norms != "after":
             self.mlp_norm = norm(config, rngs)
         if config.norms != "before":
@@ -75,20 +80,33 @@ class DecoderLayer(nnx.Module):
         kind: LayerKind | None = None,
     ) -> tuple[jax.Array, Aux]:
         x_BSD = named(x_BSD, "layer_input", self.config.remat)
-        y_BSD = self.attention(self._attention_input(x_BSD), mode, segment_ids_BS, kind)
+        inputs = self._attention_input(x_BSD), mode, segment_ids_BS
+        y_BSD = self.delta(*inputs) if kind and kind.delta else self.attention(*inputs, kind)
         return self._rest(x_BSD, y_BSD, mode, None if segment_ids_BS is None else segment_ids_BS != 0)
 
     def prefill(
-        self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output, and keys and values; see `Attention.prefill`."""
-        y_BPD, keys, values = self.attention.prefill(self._attention_input(x_BPD), num_slots, kind)
-        return self._rest(x_BPD, y_BPD, "prefill")[0], keys, values
+        self, x_BPD: jax.Array, lengths_B: jax.Array, num_slots: int, kind: LayerKind
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The output, and keys and values or states; see `prefill` of `Attention` and `DeltaNet`."""
+        x = self._attention_input(x_BPD)
+        y_BPD, *pair = self.delta.prefill(x, lengths_B) if kind.delta else self.attention.prefill(x, num_slots, kind)
+        return self._rest(x_BPD, y_BPD, "prefill")[0], (pair[0], pair[1])
 
-    def decode(self, x_B1D: jax.Array, *cached: Any, **of_layer: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for one token, and keys and values; arguments as of `Attention.decode`."""
-        y_B1D, keys, values = self.attention.decode(self._attention_input(x_B1D), *cached, **of_layer)
-        return self._rest(x_B1D, y_B1D, "decode")[0], keys, values
+    def decode(
+        self,
+        x_B1D: jax.Array,
+        pair: tuple[jax.Array, jax.Array],
+        cache: KVCache,
+        layer: jax.Array | None,
+        kind: LayerKind,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The output for one token, and the pair of arrays of `prefill`; see `decode` of `Attention` and `DeltaNet`."""
+        x = self._attention_input(x_B1D)
+        if kind.delta:
+            y_B1D, *pair_after = self.delta.decode(x, *pair, layer)
+        else:
+            y_B1D, *pair_after = self.attention.decode(x, *pair, cache, layer, kind)
+        return self._rest(x_B1D, y_B1D, "decode")[0], (pair_after[0], pair_after[1])
 
     def _attention_input(self, x_BSD: jax.Array) -> jax.Array:
         return x_BSD if self.config.norms == "after" else self.attention_norm(x_BSD)
@@ -118,6 +136,14 @@ class DecoderLayer(nnx.Module):
             gate = jax.nn.sigmoid(self.shared_gate(x_BSD)) if self.config.shared_expert_gate else 1
             y_BSD = y_BSD + gate * shared_BSD
         return y_BSD, aux
+
+
+class Block(nnx.Module):
+    """The layers of one repetition of a pattern, where they have different parameters: one layer for each key."""
+
+    def __init__(self, config: DecoderConfig, keys: jax.Array):
+        layers = zip(config.kinds, keys, strict=True)
+        self.each = nnx.List([DecoderLayer(config, kind, rngs=nnx.Rngs(params=key)) for kind, key in layers])
 
 
 class Prediction(nnx.Module):

@@ -239,12 +239,13 @@ def _of_targets(
 
 
 def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length: int) -> float:
-    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S, with causal attention.
+    """FLOPs of forward and backward for one token: 6 (N - N_idle) + 6 L D S + 18 M, with causal attention.
 
     N_idle are the parameters that a token does not multiply: the embedding of a model with an untied head, and the
     experts that the token is not routed to. A head that predictions multiply too counts once more for each. S is the
-    sequence length, D = heads * head_dim, the mean of the head dims of keys and values. Recomputation is not counted:
-    this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
+    sequence length, D = heads * head_dim, the mean of the head dims of keys and values, and L the layers with
+    attention. M are the numbers of the states of all delta nets, which a token decays and reads, changes, and reads
+    again. Recomputation is not counted: this is the numerator of MFU, not of hardware utilization (PaLM, appendix B).
 
     Example:
         >>> from flax_mesh.models import DecoderConfig, flops_per_token
@@ -257,5 +258,6 @@ def flops_per_token(config: DecoderConfig, num_parameters: int, sequence_length:
         expert = 3 * config.hidden_size * config.mlp_size
         idle += (layers - config.dense_layers) * (config.num_experts - config.experts_per_token) * expert
     width = (config.head_dim + config.value_size) / 2
-    attention = 6 * layers * config.num_heads * width * sequence_length
-    return 6.0 * (num_parameters - idle) + attention
+    attention = 6 * (config.num_of(delta=False) + config.prediction_layers) * config.num_heads * width * sequence_length
+    state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
+    return 6.0 * (num_parameters - idle) + attention + 18 * config.num_of(delta=True) * state

@@ -25,7 +25,13 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.residuals": ("pipeline.remat", {"store": "none", "lean": "cheap", "recompute": "full"}),
     # The same names; only values changed.
     "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),
-    "lora.modules": ("lora.modules", {"attention/(q|k|v|o)/kernel": "attention/(q|k|v|o|(q|kv)_(down|up))/kernel"}),
+    "lora.modules": (
+        "lora.modules",
+        dict.fromkeys(
+            ("attention/(q|k|v|o)/kernel", "attention/(q|k|v|o|(q|kv)_(down|up))/kernel"),
+            "(attention|delta)/(q|k|v|o|(q|kv)_(down|up))/kernel",
+        ),
+    ),
 }
 
 

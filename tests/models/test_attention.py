@@ -22,7 +22,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.jax_compat import kernels_without_devices
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.models.attention import attend
-from flax_mesh.models.kernels import Call, choose, misfits
+from flax_mesh.models.ops.kernels import Call, choose, misfits
 from flax_mesh.sharding.abstract import abstract_split
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, train
 from flax_mesh.tree import named_leaves

@@ -17,7 +17,7 @@ from flax import nnx
 from flax_mesh import abstract_state
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.models import DecoderConfig, generate, make_decoder, next_token_loss
-from flax_mesh.models.kernels import choose, misfits
+from flax_mesh.models.ops.kernels import choose, misfits
 from flax_mesh.models.ops.rotary import Rope, RopeScaling, rotate
 from flax_mesh.models.ops.router import Routing, route
 from flax_mesh.models.settings.pattern import LayerKind, parse_pattern

@@ -149,7 +149,7 @@ def assembled(pieces: Iterable[tuple[MappedArray, np.ndarray]]) -> Iterator[tupl
         whole[array.within] = value
         missing[array.name] = missing.get(array.name, whole.size) - value.size
         if not missing[array.name]:
-            yield array.name, begun.pop(array.name)
+            yield array.name, begun.pop(array.name).reshape(array.file_shape)
 
 
 def _differences(params: Sequence[MappedParam], stored: Mapping[str, Stored], ignore: Sequence[str]) -> list[str]:
@@ -204,6 +204,7 @@ def read_slice(
                 split = (array.shape[0], *split[1:])
             elif isinstance(array, Scaled):
                 array = array.decode(slice(None))
+            array = array.reshape(mapped.whole) if mapped.merged else array
             array = array[mapped.within] if mapped.within else array
             copy_slice(out[(*here, ...)], array.reshape(split).transpose(mapped.order)[(*there, ...)])
     return out

@@ -38,11 +38,14 @@ SWITCHES: dict[str, object] = {
     **{"shared_expert_size": 0, "shared_expert_gate": False, "router_groups": 1, "router_top_groups": 1},
     **{"router_scale": 1.0, "router_balance": False, "dense_layers": 0, "latent_size": 0, "query_latent_size": 0},
     **{"value_head_dim": 0, "rope_mscale": 0.0, "rope_mscale_all_dims": 0.0, "prediction_layers": 0},
+    **{"delta_key_heads": 0, "delta_value_heads": 0, "delta_key_dim": 0, "delta_value_dim": 0, "delta_conv": 0},
+    "attention_gate": False,
 }
 QUANTIZATION = "quantization_config"
 _NOT_WRITTEN = (QUANTIZATION, "partial_rotary_factor", "normalization_function", "swiglu_alpha")
 DTYPES = ("float32", "bfloat16", "float16")
-_IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$",)  # recomputed from rope_theta and rope_scaling
+# Recomputed from rope_theta and rope_scaling; layers that predict the token after the next, as in `load`.
+_IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$", r"^mtp\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LATER = r"model\.layers\.\d+\."
 _TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time

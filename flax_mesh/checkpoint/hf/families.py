@@ -6,6 +6,7 @@ A family is a table of names (`names`) and the settings of `flax_mesh.models.Dec
 from typing import Any
 
 from flax_mesh.checkpoint.hf.family import USE_WINDOW, WINDOW, Family, Json, Key
+from flax_mesh.checkpoint.hf.layer_keys import DELTA
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
 _OF_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_tanh"} | _ACTIVATIONS
@@ -76,6 +77,15 @@ _LATENT_KEYS = {
     "attention_bias": _BIAS,
     "rope_interleave": Key(("rope_interleaved",), bool),
 }
+_DELTA_KEYS = {
+    "attention_bias": _BIAS,
+    "linear_num_key_heads": Key(("delta_key_heads",)),
+    "linear_num_value_heads": Key(("delta_value_heads",)),
+    "linear_key_head_dim": Key(("delta_key_dim",)),
+    "linear_value_head_dim": Key(("delta_value_dim",)),
+    "linear_conv_kernel_dim": Key(("delta_conv",)),
+}
+_SHARED_KEY = {"shared_expert_intermediate_size": Key(("shared_expert_size",))}
 _GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attention_bias": _BIAS,
@@ -164,6 +174,11 @@ _LATENT_MUST = _MUST | {
     "qk_head_dim": lambda config: config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
+_DELTA_MUST = _NO_ROTARY | {"attn_output_gate": True, USE_WINDOW: False}
+_DELTA = {"qk_norm": True, "zero_centered": True, "attention_gate": True}
+_DELTA_ABSENT = ABSENT | {"head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4}
+_DELTA_ABSENT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+_DELTA_ABSENT |= {"linear_num_value_heads": 32}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
 
@@ -171,6 +186,8 @@ _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
 PREDICTION = {"num_nextn_predict_layers": "of layers that predict the tokens after the next one"}
+_OF_QWEN_3_5 = {"mamba_ssm_dtype": "of a kernel; states are float32", "full_attention_interval": "of layer_types"}
+_OF_QWEN_3_5 |= dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above")
 _OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "glm4_moe": PREDICTION,
@@ -182,6 +199,8 @@ OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "gemma": _OF_GEMMA_1,
     "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
     "qwen2": {"use_mrope": "of images"},
+    "qwen3_5_text": _OF_QWEN_3_5,
+    "qwen3_5_moe_text": _OF_QWEN_3_5,
     "granitemoehybrid": {
         **dict.fromkeys([f"mamba_{name}" for name in _MAMBA], "of Mamba layers, which dense models lack"),
         **dict.fromkeys(("time_step_limit", "layers_block_type"), "of Mamba layers, which dense models lack"),
@@ -233,8 +252,7 @@ FAMILIES = {
     ),
     "qwen2_moe": Family(
         "Qwen2MoeForCausalLM",
-        _QWEN_MOE_KEYS
-        | {"qkv_bias": Key(("qkv_bias",), bool), "shared_expert_intermediate_size": Key(("shared_expert_size",))},
+        _QWEN_MOE_KEYS | {"qkv_bias": Key(("qkv_bias",), bool)} | _SHARED_KEY,
         {**ABSENT, "norm_topk_prob": False, "qkv_bias": True},
         {**_MUST, USE_WINDOW: False, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {"shared_expert_gate": True},
@@ -362,5 +380,32 @@ FAMILIES = {
         _LATENT_MUST
         | {"first_k_dense_replace": lambda config: (config.get("mlp_layer_types") or ["dense"]).count("dense")},
         _BALANCED,
+    ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        _QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS,
+        _DELTA_ABSENT | {"norm_topk_prob": True},
+        {**_DELTA_MUST, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        {**_DELTA, "shared_expert_gate": True},
+        DELTA,
+        rotary=0.25,
+    ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        KEYS | _DELTA_KEYS,
+        _DELTA_ABSENT,
+        _DELTA_MUST,
+        {**_NO_EXPERTS, **_DELTA},
+        DELTA,
+        rotary=0.25,
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        {key: value for key, value in _QWEN_MOE_KEYS.items() if key != "norm_topk_prob"} | _SHARED_KEY | _DELTA_KEYS,
+        _DELTA_ABSENT,
+        _DELTA_MUST,
+        {**_DELTA, "shared_expert_gate": True},
+        DELTA,
+        rotary=0.25,
     ),
 }

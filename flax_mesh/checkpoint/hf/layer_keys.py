@@ -8,12 +8,13 @@ from itertools import groupby
 
 from flax_mesh.checkpoint.hf.family import FIRST_WITH_WINDOW, USE_WINDOW, WINDOW, Family, Json
 
-_NAMES = {"full_attention": "global", "attention": "global", "sliding_attention": "local"}
+_NAMES = {"full_attention": "global", "attention": "global", "sliding_attention": "local", "linear_attention": "delta"}
 _ROPE_LAYERS, _ROPE_INTERVAL, _PATTERN, _POSITIONS = (
     *("no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern"),
     "position_embedding_type",
 )
-_NOPE, _GEMMA, _ALL = "global:3,global_nope", "local:5,global", "global"
+_NOPE, _GEMMA, _ALL, DELTA = "global:3,global_nope", "local:5,global", "global", "delta:3,global"
+_DELTA_INTERVAL = "full_attention_interval"
 # `Family.layers` -> the keys that are read here, the kinds of its layers, and whether they may differ.
 _FAMILIES: dict[str, tuple[set[str], set[str], bool]] = {
     "": (set(), {"global"}, False),
@@ -22,6 +23,7 @@ _FAMILIES: dict[str, tuple[set[str], set[str], bool]] = {
     _ALL: ({_POSITIONS}, {"global", "global_nope"}, False),
     _NOPE: ({_ROPE_LAYERS, _ROPE_INTERVAL}, {"global", "global_nope"}, True),
     _GEMMA: ({_PATTERN, f"_{_PATTERN}"}, {"global", "local"}, True),
+    DELTA: ({_DELTA_INTERVAL}, {"global", "delta"}, True),
 }
 
 
@@ -52,6 +54,8 @@ def read_layers(config: Json, family: Family, num_layers: object, problems: list
             kinds = [_NAMES[name] + end for name, end in zip(layer_types, nope, strict=True)]
     if wrong := sorted(set(kinds) - _of(family)[1]):
         problems.append(f"layer_types has {', '.join(wrong)} layers, which this family lacks")
+    if family.layers == DELTA and len(set(kinds)) == 1:
+        problems.append("layer_types must have layers of both kinds, linear_attention and full_attention")
     if "local" in kinds and (type(size) is not int or size < 1):
         problems.append(f"{WINDOW} must be a positive integer or null, got {size!r}")
     if set(kinds) <= {"global"} or set(kinds) == {"local"}:
@@ -76,6 +80,12 @@ def _default_kinds(config: Json, family: Family, count: int, size: object, probl
     if family.layers == _NOPE:
         return _nope_kinds(config, count, problems)
     pattern = family.layers
+    if family.layers == DELTA:
+        period = config.get(_DELTA_INTERVAL, 4)
+        if type(period) is not int or period < 1:
+            problems.append(f"{_DELTA_INTERVAL} must be a positive integer, got {period!r}")
+            period = 4
+        return ["global" if (i + 1) % period == 0 else "delta" for i in range(count)]
     if family.layers == _GEMMA:
         period = config.get(_PATTERN, config.get(f"_{_PATTERN}", 6))
         if type(period) is not int or period < 1:
@@ -105,7 +115,8 @@ def layer_keys(family: Family, settings: Json) -> dict[str, object]:
         return {}
     if family.layers == WINDOW:
         return {WINDOW: window or None}
-    names = ["sliding_attention" if kind.startswith("local") else "full_attention" for kind in kinds]
+    written = {"local": "sliding_attention", "delta": "linear_attention"}
+    names = [written.get(kind.removesuffix("_nope"), "full_attention") for kind in kinds]
     if family.layers == USE_WINDOW:
         first = next((i for i, kind in enumerate(kinds) if kind == "local"), len(kinds))
         is_simple = kinds == ["global"] * first + ["local"] * (len(kinds) - first)
@@ -118,14 +129,14 @@ def layer_keys(family: Family, settings: Json) -> dict[str, object]:
         return {"layer_types": ["attention"] * len(kinds), _POSITIONS: positions, "mamba_n_heads": 1}
     if family.layers == _NOPE:
         return {_ROPE_LAYERS: [int(kind == "global") for kind in kinds], "layer_types": names}
-    return {WINDOW: window or None, "layer_types": names}
+    return {"layer_types": names} if family.layers == DELTA else {WINDOW: window or None, "layer_types": names}
 
 
 def layer_difference(family: Family, settings: Json) -> str:
     """The part of these settings that models of a family cannot have, "" if they can have all."""
     kinds = set(settings_kinds(settings))
     _, allowed, may_differ = _of(family)
-    if kinds <= allowed and (may_differ or len(kinds) == 1):
+    if kinds <= allowed and (may_differ or len(kinds) == 1) and ("delta" in kinds) == (family.layers == DELTA):
         return ""
     return f"layer_pattern={settings['layer_pattern']!r} sliding_window={settings[WINDOW]}"
 
@@ -144,8 +155,8 @@ def kinds_of(pattern: str, count: int) -> list[str]:
 
 
 def pattern_of(kinds: Sequence[str]) -> str:
-    """The shortest pattern of these layers."""
-    sizes = range(1, len(kinds) + 1)
+    """The shortest pattern of these layers; with delta layers one whose last repetition is complete."""
+    sizes = [size for size in range(1, len(kinds) + 1) if "delta" not in kinds or len(kinds) % size == 0]
     period = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
     runs = [(kind, len(list(run))) for kind, run in groupby(kinds[:period])]
     return ",".join(f"{kind}:{count}" if count > 1 else kind for kind, count in runs)

@@ -21,6 +21,7 @@ from flax_mesh.text import array_text, at_most, listed, path_lines
 from flax_mesh.tree import PyTree, Shaped, named_leaves, path_and_start
 
 NUMBER = "(?:0|[1-9][0-9]*)"  # in a path; "01" would have the name of "1" in the files
+_IN_BLOCK = re.compile(rf"/each/({NUMBER})/")
 
 
 class ParamMapping(NamedTuple):
@@ -34,10 +35,14 @@ class ParamMapping(NamedTuple):
 
     Several parameters may be one array in the files, whose lines follow each other: with `joined="concatenated"` along
     its first dim (the projections of Phi-3), with "alternating" along its last one, an element of each in turn (the
-    experts of gpt-oss).
+    experts of gpt-oss), with "inner" along the second of the dims here, as the parts of every head (the queries and
+    gates of Qwen3-Next).
 
     `after` is the path of another list or stack whose layers come first in the files, or several with spaces between
     them: `{i}` in the name is then the number of those layers plus `{i}` in the path. A state must contain all of them.
+
+    `{j}` in the path is the number of a layer in a block: `{i}` in the name is then the number of layers in the blocks
+    before it plus `{j}`. All blocks have as many layers as the largest `{j}` shows.
     """
 
     path: str
@@ -50,7 +55,8 @@ class ParamMapping(NamedTuple):
 class MappedArray(NamedTuple):
     """An array in the files; its `reshape(split).transpose(order)` is `value[at]` of a parameter.
 
-    If several parameters are joined in the array, it is the part `within` of an array of the shape `whole`.
+    If several parameters are joined in the array, it is the part `within` of an array of the shape `whole`, which has
+    the shape `merged` in the file if that is another one.
     """
 
     name: str
@@ -60,10 +66,11 @@ class MappedArray(NamedTuple):
     order: tuple[int, ...]
     within: tuple[slice, ...] = ()
     whole: tuple[int, ...] = ()
+    merged: tuple[int, ...] = ()
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        return self.whole or self.shape
+        return self.merged or self.whole or self.shape
 
 
 class MappedParam(NamedTuple):
@@ -82,13 +89,14 @@ def map_params(state: PyTree, names: Iterable[ParamMapping]) -> list[MappedParam
     is_array = lambda x: hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)  # noqa: E731
     if others := [path or "the value itself" for path, x in named if not is_array(x)]:
         raise ConfigError(f"the leaves must be arrays, and these are not: {listed(at_most(others))}")
+    sizes = [int(match[1]) + 1 for path, _ in named if (match := _IN_BLOCK.search(path))]
     paths = Counter(path for path, _ in named)
     problems = [f"{path}: {count} parameters have this path" for path, count in paths.items() if count > 1]
     lines = []
     counts = {line.after: sum(_num_layers(x, named) for x in line.after.split()) for line in table if line.after}
     for path, value in named:
         try:
-            param, line = _map_param(path, value, table, counts)
+            param, line = _map_param(path, value, table, counts, max(sizes, default=1))
         except ConfigError as error:
             problems += error.problems
         else:
@@ -109,15 +117,21 @@ def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[Par
     def part(array: MappedArray, joined: str) -> MappedArray:
         parts = sharing[array.name]
         index = next(i for i, other in enumerate(parts) if other is array)
-        dims = [slice(None)] * len(array.shape)
+        dims, merged = [slice(None)] * len(array.shape), ()
         if joined == "alternating":
             dims[-1] = slice(index, None, len(parts))
             whole = (*array.shape[:-1], array.shape[-1] * len(parts))
+        elif joined == "inner":
+            start, size = sum(other.split[1] for other in parts[:index]), array.split[1]
+            dims[:2] = [slice(None), slice(start, start + size)]
+            whole = (array.split[0], sum(other.split[1] for other in parts), *array.split[2:])
+            merged = whole if len(array.shape) == len(whole) else (whole[0] * whole[1], *whole[2:])
+            array = array._replace(shape=array.split)
         else:
             start = sum(other.shape[0] for other in parts[:index])
             dims[0] = slice(start, start + array.shape[0])
             whole = (sum(other.shape[0] for other in parts), *array.shape[1:])
-        return array._replace(within=tuple(dims), whole=whole)
+        return array._replace(within=tuple(dims), whole=whole, merged=merged)
 
     return [
         param._replace(arrays=tuple(part(array, joined) for array in param.arrays)) if joined else param
@@ -136,7 +150,7 @@ def _num_layers(stack: str, named: Iterable[tuple[str, Shaped]]) -> int:
 
 
 def _map_param(
-    path: str, value: Shaped, table: Sequence[ParamMapping], num_layers: Mapping[str, int]
+    path: str, value: Shaped, table: Sequence[ParamMapping], num_layers: Mapping[str, int], block: int
 ) -> tuple[MappedParam, ParamMapping]:
     base, start = path_and_start(path)
     matches = [(mapping, match) for mapping in table if (match := _pattern(mapping.path).fullmatch(base))]
@@ -147,12 +161,14 @@ def _map_param(
     name, dims = line.name, line.dims
     numbers = {key: int(number) for key, number in match.groupdict().items() if number is not None}
     first = dict.fromkeys([*match.groupdict()][:1], num_layers.get(line.after, 0))
-    layers = [key for key in match.groupdict() if key not in numbers]  # the layer letter of a stack, otherwise empty
+    in_block = numbers.pop("j", None)
+    outer = [key for key in match.groupdict() if key != "j"]
+    layers = [key for key in outer if key not in numbers]  # the layer letter of a stack, otherwise empty
     groups, here = _parse(dims)
     flat = [letter for group in groups for letter in group]
     numbered = here[: len(here) - len(flat)]  # letters that number arrays
-    if set(re.findall(r"\{(\w+)\}", name)) != {*match.groupdict(), *numbered}:
-        raise ConfigError(f"{path}: {name!r} must contain in braces {{{', '.join([*match.groupdict(), *numbered])}}}")
+    if set(re.findall(r"\{(\w+)\}", name)) != {*outer, *numbered}:
+        raise ConfigError(f"{path}: {name!r} must contain in braces {{{', '.join([*outer, *numbered])}}}")
     if len(value.shape) != len(layers) + len(here):
         what = f"{'a stack of ' * len(layers)}{' '.join(here)}"
         raise ConfigError(f"{path} {array_text(value)}: its line has the dims {what!r}")
@@ -166,6 +182,7 @@ def _map_param(
         where = numbers | dict(zip(over, at, strict=True))
         where |= {key: where[key] + start for key in layers}
         where |= {key: where[key] + count for key, count in first.items()}
+        where |= {key: block * where[key] + in_block for key in first if in_block is not None}
         arrays.append(MappedArray(name.format(**where), at, shape, split, order))
     return MappedParam(path, value, bool(layers), tuple(arrays)), line
 

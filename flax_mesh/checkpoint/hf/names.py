@@ -133,6 +133,41 @@ _GPT_OSS += _lines(
         "attention/sinks": ("self_attn.sinks", "h -> h"),
     }
 )
+_QKVZ, _GATES = "linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"
+_DELTA_IN = _lines({f"delta/{x}/kernel": (_QKVZ, "(h x) d -> d h x") for x in ("q", "k", "v", "gate")}, "inner")
+_DELTA_IN += _lines({f"delta/{x}/kernel": (_GATES, "(h x) d -> d h x") for x in ("beta", "decay")}, "inner")
+_DELTA_IN_APART = _lines(
+    {f"delta/{x}/kernel": ("linear_attn.in_proj_qkv.weight", "(h x) d -> d h x") for x in "qkv"}, "concatenated"
+)
+_DELTA_IN_APART += _lines(
+    {
+        f"delta/{x}/kernel": (f"linear_attn.in_proj_{name}.weight", "(h x) d -> d h x")
+        for x, name in (("gate", "z"), ("beta", "b"), ("decay", "a"))
+    }
+)
+_DELTA = _lines(
+    {f"delta/{x}_conv": ("linear_attn.conv1d.weight", "(h x) o w -> w o h x") for x in "qkv"}, "concatenated"
+)
+_DELTA += _lines(
+    {
+        "delta/log_rate": ("linear_attn.A_log", "(h g) -> h g"),
+        "delta/decay_bias": ("linear_attn.dt_bias", "(h g) -> h g"),
+        "delta/norm/scale": ("linear_attn.norm.weight", "c -> c"),
+        "delta/o/kernel": ("linear_attn.out_proj.weight", "d (h x) -> h x d"),
+    }
+)
+_GATED = _lines(
+    {f"attention/{x}/kernel": ("self_attn.q_proj.weight", "(h c) d -> d h c") for x in ("q", "gate")}, "inner"
+)
+_GATED += _lines({f"attention/{x}/bias": ("self_attn.q_proj.bias", "(h c) -> h c") for x in ("q", "gate")}, "inner")
+_GATED += _lines({path: row for path, row in _PROJECTIONS.items() if "/q/" not in path} | _BEFORE | _OUTPUT)
+
+
+def _in_blocks(rows: tuple[ParamMapping, ...]) -> tuple[ParamMapping, ...]:
+    """Rows of layers that are in blocks."""
+    return _ENDS + tuple(line._replace(path=line.path.replace("{i}/", "{i}/each/{j}/")) for line in rows)
+
+
 _BALANCED_EXPERTS = _QWEN_EXPERTS + _lines(
     {**_mlp("shared_mlp", "mlp.shared_experts"), "moe/balance": ("mlp.gate.e_score_correction_bias", "e -> e")}
 )
@@ -160,5 +195,8 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "granite": ATTENTION + _DENSE,
     "granitemoehybrid": ATTENTION + _GRANITE_DENSE,
     "glm4_moe": _ENDS + _dense_first(_lines(_BEFORE | _PROJECTIONS | _OUTPUT), _DENSE, _BALANCED_EXPERTS),
+    "qwen3_next": _in_blocks(_GATED + _DELTA + _DELTA_IN + _QWEN_EXPERTS + _SHARED_EXPERT),
+    "qwen3_5_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _DENSE),
+    "qwen3_5_moe_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _QWEN_EXPERTS + _SHARED_EXPERT),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT_DECODER),
 }

@@ -28,6 +28,7 @@ _KINDS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "longrope": (_LONGROPE | _LENGTH, _FACTOR | _ATTENTION_FACTOR),
 }
 _OLD_KINDS = {"su": "longrope"}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")  # the positions of a text are equal in all sections
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _LOCAL_THETA = 10_000.0  # of Gemma 3, where config.json has none
 
@@ -48,7 +49,7 @@ def read_rope(config: Json, family: Family, settings: Json, problems: list[str])
         old["rope_theta"] = config["rope_theta"]
     if conflicts := sorted(key for key in old.keys() & new.keys() if old[key] != new[key]):
         problems.append(f"rope_parameters contradicts rope_theta or rope_scaling in {', '.join(conflicts)}")
-    given = old | new
+    given = {key: value for key, value in (old | new).items() if key not in _OF_IMAGES}
     theta = given.pop("rope_theta", family.absent["rope_theta"])
     rope = ROPE_OFF | {"rope_theta": theta}
     rope["rotary_dims"] = _rotary_dims(config, given, family, settings, problems)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from flax_mesh.axes import num_parts
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import MAX_SIZE
-from flax_mesh.models.cache import cache_dims, cache_shape
+from flax_mesh.models.cache import STATE_DIMS, cache_dims, cache_shape
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.text import bytes_text, count_text
 
@@ -39,8 +39,11 @@ def _cache_problem(config: DecoderConfig, mesh: Mesh, num_rows: int, num_slots: 
     config = config.on_mesh(mesh)
     heads, numbers = config.cached(mesh)
     parts = num_parts(config.axes, mesh.shape, *filter(None, cache_dims(config.axes, heads)), mode="decode")
-    values = config.num_layers * num_rows * num_slots * heads * numbers
+    values = config.num_of(delta=False) * num_rows * num_slots * heads * numbers
     needed, limit = values * jnp.dtype(config.dtype).itemsize // parts, _device_bytes(mesh)
+    state = 4 * config.delta_value_heads * config.delta_key_dim * config.delta_value_dim  # float32
+    states = config.num_of(delta=True) * num_rows * state
+    needed += states // num_parts(config.axes, mesh.shape, *filter(None, STATE_DIMS), mode="decode")
     if limit is None or needed <= limit:
         return ""
     return (

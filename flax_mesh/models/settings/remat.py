@@ -61,8 +61,11 @@ def names_of(text: str) -> frozenset[str]:
     return frozenset(name.removesuffix(_ON_HOST) for kind in kinds for name in kind.split("+"))
 
 
-def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str]:
-    """The problems of a text, for a model with `num_layers` layers whose values have `names`, one line each."""
+def remat_problems(text: str, num_layers: int, names: Sequence[str], block: int = 1) -> list[str]:
+    """The problems of a text, for a model with `num_layers` layers whose values have `names`, one line each.
+
+    With `block` above 1, a stack of blocks with so many layers, which cannot be divided.
+    """
     problems, total, without = [], 0, 0
     for part in text.split(","):
         kind, colon, count = part.strip().partition(":")
@@ -85,6 +88,11 @@ def remat_problems(text: str, num_layers: int, names: Sequence[str]) -> list[str
         problems.append(f"model.remat={text} is for {layers}, model.num_layers={num_layers}; {repair}")
     if not problems and total == num_layers and without:
         problems.append(f"model.remat={text}: no layer is left for the run without a number; remove it")
+    if not problems and any((run.layers or 0) % block for run in parse_remat(text)):
+        problems.append(
+            f"model.remat={text}: runs must have a multiple of {block} layers, the repetition of model.layer_pattern, "
+            "or set model.scan=False"
+        )
     return problems
 
 
@@ -142,28 +150,37 @@ def call_layers(
     also: _Policy = None,
     scan: bool = False,
     kinds: Sequence[object] = (None,),
+    in_blocks: bool = False,
 ) -> tuple[jax.Array, PyTree]:
     """The output of the last layer, and the other results of each layer: of a stack with a leading layer dim.
 
-    `layers` is a list, or with `scan` one module whose variables have a leading layer dim. `call(layer, x, kind)` calls
-    one layer, whose kind is the next of `kinds`, which repeat; `also` is passed to `_with_remat`.
+    `layers` is a list, or with `scan` one module whose variables have a leading layer dim; `in_blocks` of blocks with
+    one layer `each` of `kinds`. `call(layer, x, kind)` calls one layer, whose kind is the next of `kinds`, which
+    repeat; `also` is passed to `_with_remat`.
     """
-    depth = jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
+    size = len(kinds) if in_blocks else 1
+    if in_blocks and not scan:
+        layers = [layer for block in layers for layer in block.each]
+    depth = size * jax.tree.leaves(layers)[0].shape[0] if scan else len(layers)
     runs = parse_remat(text)
     left = depth - sum(run.layers or 0 for run in runs)
     sizes = [left if run.layers is None else run.layers for run in runs]
     each, first = [], 0
-    for run, size, part in zip(runs, sizes, split_stack(layers, sizes) if scan else runs, strict=True):
+    parts = split_stack(layers, [count // size for count in sizes]) if scan else runs
+    for run, count, part in zip(runs, sizes, parts, strict=True):
         of_kind = {kind: _with_remat(partial(call, kind=kind), run.kind, also=also) for kind in dict.fromkeys(kinds)}
-        calls = [of_kind[kinds[(first + i) % len(kinds)]] for i in range(min(size, len(kinds)))]
-        if scan:
+        calls = [of_kind[kinds[(first + i) % len(kinds)]] for i in range(min(count, len(kinds)))]
+        if scan and in_blocks:
+            x, outputs = scan_blocks(calls, x, part)
+            each.append(jax.tree.map(lambda *leaves: _flat(jnp.stack(leaves, axis=1)), *outputs))
+        elif scan:
             x, aux = scan_layers(calls, x, part)
             each.append(aux)
         else:
-            for i, layer in enumerate(layers[first : first + size]):
+            for i, layer in enumerate(layers[first : first + count]):
                 x, aux = calls[i % len(kinds)](layer, x)
                 each.append(aux)
-        first += size
+        first += count
     return x, _concatenated(each) if scan else each
 
 
@@ -201,11 +218,33 @@ def scan_layers(
 
     periods = jax.tree.map(lambda leaf: leaf.reshape(-1, period, *leaf.shape[1:]), whole)
     carry, outputs = jax.lax.scan(run, carry, periods)
-    each = [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), outputs)]
+    each = [jax.tree.map(_flat, outputs)]
     for part in others:
         carry, outputs = run(carry, part, rest)
         each.append(outputs)
     return carry, _concatenated(each)
+
+
+def scan_blocks(
+    calls: Sequence[Callable[..., tuple[PyTree, PyTree]]],
+    carry: PyTree,
+    stack: PyTree,
+    layers_of: Callable[[PyTree], Sequence[PyTree]] = lambda block: block.each,
+) -> tuple[PyTree, tuple[PyTree, ...]]:
+    """Likewise for a stack of blocks, whose layers are called in turn: results of each of these with a leading dim."""
+
+    def run(carry: PyTree, block: PyTree) -> tuple[PyTree, tuple[PyTree, ...]]:
+        outputs = []
+        for call, layer in zip(calls, layers_of(block), strict=True):
+            carry, output = call(layer, carry)
+            outputs.append(output)
+        return carry, tuple(outputs)
+
+    return jax.lax.scan(run, carry, stack)
+
+
+def _flat(leaf: jax.Array) -> jax.Array:
+    return leaf.reshape(-1, *leaf.shape[2:])
 
 
 def _concatenated(each: Sequence[PyTree]) -> PyTree:

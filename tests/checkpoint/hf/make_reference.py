@@ -124,6 +124,21 @@ CASES["glm4_moe"] = {
     **{"model_type": "glm4_moe", "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True, **BALANCED},
     **{"attention_bias": True, "pad_token_id": 0, "eos_token_id": 1, "n_shared_experts": 2, "first_k_dense_replace": 1},
 }
+DELTA = {"num_hidden_layers": 4, "partial_rotary_factor": 0.5, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+DELTA |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4}
+CASES["qwen3_next"] = {
+    **{"model_type": "qwen3_next", **DELTA, **EXPERTS, "shared_expert_intermediate_size": 20},
+    **{"attention_bias": True, "full_attention_interval": 2},
+}
+CASES["qwen3_5"] = {
+    **{"model_type": "qwen3_5_text", **DELTA, "num_hidden_layers": 3},
+    "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+}
+CASES["qwen3_5_moe"] = {
+    **{"model_type": "qwen3_5_moe_text", **DELTA, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 12, "shared_expert_intermediate_size": 12, "linear_num_key_heads": 4},
+    **{"num_hidden_layers": 2, "full_attention_interval": 2},
+}
 SHARDED = {"llama": "10KB"}  # cases of several files
 SEEDS: dict[str, int] = dict.fromkeys(
     ("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1
@@ -164,7 +179,8 @@ def randomize(
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and every part affects the logits.
             spread = scale * (0.2 if "norm" in name else 0.4)
-            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + norm * ("norm" in name)
+            mean = 1.0 if "linear_attn.norm" in name else norm * ("norm" in name)  # which never adds 1
+            value = rng.standard_normal(tuple(parameter.shape), dtype=np.float32) * spread + mean
             parameter.copy_(torch.from_numpy(value).to(getattr(torch, dtype)))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # no parameter

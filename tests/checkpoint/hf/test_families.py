@@ -38,7 +38,8 @@ def write_gradients(config: dict[str, Any], folder, seed=3):
     rng = np.random.default_rng(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager").eval()
     # The weights of norms are around 1, also where the model adds 1.
-    randomize(model, rng, scale=0.5, norm=float("gemma" not in config["model_type"]))
+    adds_1 = FAMILIES[config["model_type"]].settings.get("zero_centered", False)
+    randomize(model, rng, scale=0.5, norm=float(not adds_1))
     model.save_pretrained(folder / "model")
     tokens = np.maximum(tokens_of(rng), 2)  # torch has no gradient of the embedding of pad_token_id, 0 or 1
     ids = torch.from_numpy(tokens).long()
