@@ -44,6 +44,8 @@ PLANTED = (
     ("flax_mesh/models/ops/router.py", '["expert_tokens"] / assigned_L1', '["expert_tokens"] / (assigned_L1 / k)'),
     # The balancing biases of a list of layers change by the tokens of other layers.
     ("flax_mesh/models/loss.py", "zip(model.layers, aux, strict=True)", "zip(model.layers, aux[::-1], strict=True)"),
+    # The last tokens of a document predict tokens of the next one.
+    ("flax_mesh/models/ops/later.py", "segment_ids_BS == shifted(segment_ids_BS, by, -1)", "segment_ids_BS > 0"),
     # The norm of gradients in a half type is summed in that type.
     ("flax_mesh/step/optimizer.py", "return x.astype(jnp.promote_types(x.dtype, jnp.float32))", "return x"),
     # So is the gradient of a row of an embedding that many tokens look up.

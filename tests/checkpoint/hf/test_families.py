@@ -15,7 +15,9 @@ from flax_mesh.checkpoint.hf.convert import save_safetensors
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.families import FAMILIES
 from flax_mesh.checkpoint.hf.kept import updated_config
+from flax_mesh.checkpoint.hf.mapping import map_params
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
+from flax_mesh.checkpoint.hf.peft import adapted_arrays
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, load_decoder, make_decoder, next_token_loss
@@ -274,6 +276,9 @@ def test_predictions_have_the_published_names_and_are_read_on_request(name, tmp_
     assert files[0].keys() == files[1].keys()
     assert all(files[1][x].tobytes() == value.tobytes() for x, value in files[0].items())
     assert not load_decoder(tmp_path / "copies", mesh)[0].predictions
+    with pytest.raises(ConfigError, match="none in transformers:\n  predictions/0/layer/attention/o/kernel"):
+        params = map_params(nnx.state(again), DECODER_NAMES[name])
+        adapted_arrays(params, ["predictions/0/layer/attention/o/kernel"])
     changes: dict[str, Any] = {"embed_tokens": "differs from model.embed_tokens", "other": "only in the folder"}
     for x, message in changes.items():
         wrong = arrays | {f"{layer}.{x}.weight": arrays["model.embed_tokens.weight"] + 1}
