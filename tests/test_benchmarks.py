@@ -27,6 +27,7 @@ SLOW = {
     "initialization": ["--layers", "1,2"],
     "generate": ["--size", "tiny", "--tokens", "16", "--length", "16", "--prompts", "1,2", "--rounds", "1"],
     "overlap": ["--ms", "2", "--steps", "1", "--schedules", "1f1b"],
+    "kernels": ["--sources", "chains", "--chains", "3"],
     "peers": ["--rounds", "1", "--only", "import"],
     "pipeline": ["--microbatches", "4", "--steps", "4"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],

@@ -147,14 +147,11 @@ def rewrite(
     top = build(program)
     regions, left, small = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
-    known: dict[int, Layout] = {}
-    if regions and not mesh.empty:
-        known = follow(top, layouts, of_const, mesh)
+    known = {} if mesh.empty or not regions else follow(top, layouts, of_const, mesh)
     fused: dict[int, Fused] = {}
     blocks: dict[int, Attention] = {}
-    reasons: dict[int, str] = {}
+    reasons, wanted = dict[int, str](), dict[int, str]()
     bands: dict[Hashable, Band | str] = {}
-    wanted: dict[int, str] = {}
     for n, region in enumerate(regions):
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
@@ -167,8 +164,8 @@ def rewrite(
         if id(product) not in fused:
             blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
     saved = _saved(blocks.values())
-    chosen = {key: x for key, x in blocks.items() if (wanted[key] != "as_written" if forms else saved > limit)}
-    attentions: dict[int, Fused | Attention] = {**fused, **chosen}
+    in_blocks = {key: x for key, x in blocks.items() if (wanted[key] != "as_written" if forms else saved > limit)}
+    attentions: dict[int, Fused | Attention] = {**fused, **in_blocks}
     for attention in attentions.values():
         attention.region.softmax.product.leaves = attention.leaves
     needed = needed_ops(top)
@@ -190,8 +187,8 @@ def rewrite(
     of_left = sum(num_bytes(each.array.aval) for each in left)
     unfit = {key: x for key, x in blocks.items() if key in reasons}
     lines = _lines(attentions, reasons)
-    found = tuple(x.name if (x := attentions.get(key)) else "as_written" for key in wanted)
-    return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons), found)
+    chosen = tuple(x.name if (x := attentions.get(key)) else "as_written" for key in wanted)
+    return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons), chosen)
 
 
 def _lines(attentions: Mapping[int, Fused | Attention], reasons: Mapping[int, str]) -> tuple[str, ...]:

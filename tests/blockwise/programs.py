@@ -212,6 +212,12 @@ def sink() -> Program:
 
 
 @program
+def sink_bfloat16() -> Program:
+    fn, args = sink()
+    return fn, tuple(x.astype(jnp.bfloat16) for x in args)
+
+
+@program
 def sink_in_front() -> Program:
     def fn(q: Any, k: Any, v: Any, w: Any) -> Any:
         s = causal(jnp.einsum("bqnh,bknh->bnqk", q, k))
