@@ -374,8 +374,8 @@ def _snapshot(name: str, revision: str | None, content: str) -> Path | str:
         reason = f"cannot be downloaded: {one_line(error, 200)}"
     else:
         reason = _lacking(Path(folder), content)
-    if not reason:
-        return Path(folder)
+        if not reason:
+            return Path(folder)
     options = " --repo-type dataset" * (kind == DATASET) + (f" --revision {revision}" if revision else "")
     command = f"hf download {name}{options}"
     return f"{both} it {reason}. Correct the path or the id, or download the {kind} with: {command}"

@@ -6,6 +6,7 @@ are not part of a step and have no checksums: a tokenizer may be changed there.
 
 import shutil
 from pathlib import Path
+from typing import cast
 
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.family import Json
@@ -82,7 +83,7 @@ def end_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
         if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
             what = f"must be an id or a list of ids from 0 to {vocab_size - 1}, got {str(stop)[:80]}"
             raise ConfigError(f"{path}: {STOP} {what}; repair it")
-        return tuple(ids)
+        return tuple(cast(list[int], ids))
     return ()
 
 
