@@ -1,7 +1,7 @@
 """Collective operations of all processes: equality checks, broadcasts, stopping at the same step, tasks in phases.
 
 They exchange short texts through the key-value store of jax.distributed. Each is written once by default. `Shares`
-needs no messages: which process writes which parts of the arrays that several have.
+needs none: which process writes which parts of the arrays that several have.
 """
 
 import functools
