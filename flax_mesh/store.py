@@ -287,6 +287,7 @@ FILES: dict[str, tuple[str, dict[str, list[str]]]] = {
     CARD: (DATASET, {"allow_patterns": ["README.md"]}),
 }
 DATA_FILES = (".jsonl", ".gz", ".parquet", ".json", ".npy", ".bin", ".txt")  # no id ends like this
+_SHARD = re.compile(r"-of-(\d+)\.safetensors")
 _NAME = r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 _ID, _WITH_COMMIT = (
     re.compile(rf"{_NAME}(?:@(?P<revision>[\w./-]+))?"),
@@ -372,7 +373,21 @@ def _snapshot(name: str, revision: str | None, content: str) -> Path | str:
     except (OSError, ValueError, RuntimeError, network) as error:
         reason = f"cannot be downloaded: {one_line(error, 200)}"
     else:
+        reason = _lacking(Path(folder), content)
+    if not reason:
         return Path(folder)
     options = " --repo-type dataset" * (kind == DATASET) + (f" --revision {revision}" if revision else "")
     command = f"hf download {name}{options}"
     return f"{both} it {reason}. Correct the path or the id, or download the {kind} with: {command}"
+
+
+def _lacking(folder: Path, content: str) -> str:
+    """What a folder lacks, as without a network, when `huggingface_hub` returns what an earlier call has loaded."""
+    names = [path.name for path in folder.rglob("*") if path.is_file()]
+    if content == DATASET and not {*names} - {"README.md", ".gitattributes"}:
+        return "has no files of data in the cache of this machine"
+    shards = [name for name in names if name.endswith(".safetensors")]
+    count = max([1, *(int(match[1]) for name in shards if (match := _SHARD.search(name)))])
+    if content == MODEL and len(shards) < count:
+        return "has no safetensors, or not all of them, in the cache of this machine"
+    return ""

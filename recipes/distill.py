@@ -29,7 +29,7 @@ class Distillation:
         alpha: The weight of the cross-entropy of the tokens of the data.
     """
 
-    teacher: str = ""
+    teacher: str = field(default="", metadata={"of_hub": "model"})
     direction: str = field(default="forward", metadata={"one_of": ("forward", "reverse")})
     temperature: float = field(default=1.0, metadata={"above": 0})
     alpha: float = field(default=0.0, metadata={"at_least": 0, "below": 1})

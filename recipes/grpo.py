@@ -51,6 +51,7 @@ class RolloutConfig(ChatConfig):
         group_size: Completions of a prompt. Rewards are compared in this group.
         max_tokens: The most tokens of a completion, with the end token.
         updates: Steps that train on each batch of completions.
+        ahead: Whether each batch is generated before the steps on the one before it, and its rewards during these.
         scale: Whether advantages are divided by the standard deviation of the group.
         temperature: Of the sampling. The log-probabilities of the loss are the model's own, as at temperature 1.
         rows_at_once: Completions that are generated together, whose keys and values are in memory.
@@ -61,6 +62,7 @@ class RolloutConfig(ChatConfig):
     group_size: int = field(default=8, metadata={"at_least": 2, "at_most": 2**31 - 1})
     max_tokens: int = field(default=256, metadata=AT_LEAST_1)
     updates: int = field(default=1, metadata=AT_LEAST_1)
+    ahead: bool = False
     scale: bool = True
     temperature: float = field(default=1.0, metadata={"above": 0})
     rows_at_once: int = field(default=64, metadata=AT_LEAST_1)
@@ -110,70 +112,67 @@ def rollouts(config) -> Rollouts:
         raise fm.ConfigError(problems)
     rewards = read_rewards(data.rewards)
     prompts = read_prompts(data, config.checkpoint.start_from, config.model.vocab_size, max_tokens=data.max_tokens)
-    stops = [] if prompts.end_token is None else [prompts.end_token]
     if len(prompts.rows) < (count := data.batch_size // size):
         raise fm.ConfigError(f"data.batch_size={data.batch_size} takes {count} prompts, got {len(prompts.rows)}")
     choose = array_batches({"row": np.arange(len(prompts.rows))}, batch_size=count, seed=seed)
     options = {"axes": config.model.axes, "parts": config.pipeline.num_microbatches}
-    sizes = {"max_tokens": data.max_tokens, "sampling": Sampling(data.temperature), "stop_tokens": stops}
+    sizes = {"max_tokens": data.max_tokens, "sampling": Sampling(data.temperature), "stop_tokens": prompts.end_tokens}
     sizes |= {"batch_size": min(data.rows_at_once, data.batch_size), "cache_length": data.sequence_length + 1}
     reference = cache(partial(open_reference, config))
 
-    def scored(ids, completions):
+    def scored(ids, completions, arrays):
         rows = [prompts.rows[i] for i in ids]
         texts = [prompts.decode(x.tokens[: len(x.tokens) - x.stopped].tolist()) for x in completions]
         values = rewards([row["prompt"] for row in rows], texts, rows)
-        return arrays_of(data, [prompts.tokens[i] for i in ids], completions, values, rewards.weights)
+        return arrays | compared(data, completions, values, rewards.weights)
 
     def make(model, number):
         ids = np.repeat(choose(number)["row"], size)
         random = int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
         given = [prompts.tokens[i] for i in ids]
         completions = generate(for_generation(model, data.generation_mesh), given, seed=random, **sizes)
-        batch = scored(ids, completions)
-        tokens = {name: batch[name] for name in ("inputs", "targets", "segment_ids")}
-        batch["old"] = map_rows(ADAPTED, model, tokens, **options)
+        tokens = tokens_of(given, completions, data.sequence_length)
+        computed = {"old": map_rows(ADAPTED, model, tokens, **options)}
         if config.loss_fn.beta:  # with adapters, the reference is the model without them
             frozen = model if config.lora.rank else reference()
-            batch["reference"] = map_rows(token_log_probs, frozen, tokens, **options)
-        return batch
+            computed["reference"] = map_rows(token_log_probs, frozen, tokens, **options)
+        return partial(scored, ids, completions, tokens | computed)
 
     # A first call of the rewards, with empty completions, finds their mistakes before the run starts.
     ids = np.repeat(choose(0)["row"], size)
-    batch = scored(ids, [Generated(np.zeros(1, np.int32), np.zeros(1, np.float32), True)] * len(ids))
-    floats = dict.fromkeys(("old", "reference")[: 1 + bool(config.loss_fn.beta)], batch["inputs"].astype(np.float32))
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch | floats)
-    return Rollouts(make, shapes, updates=data.updates, rows=prompts.hashes, description=prompts.description)
+    empty = [Generated(np.zeros(1, np.int32), np.zeros(1, np.float32), True)] * len(ids)
+    tokens = tokens_of([prompts.tokens[i] for i in ids], empty, data.sequence_length)
+    floats = dict.fromkeys(("old", "reference")[: 1 + bool(config.loss_fn.beta)], tokens["inputs"].astype(np.float32))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), scored(ids, empty, tokens | floats))
+    order = {"updates": data.updates, "ahead": data.ahead}
+    return Rollouts(make, shapes, rows=prompts.hashes, description=prompts.description, **order)
 
 
-def arrays_of(config: RolloutConfig, prompts, completions, rewards, weights) -> dict:
-    """The batch of completions, (N, S), without log-probabilities. Rows n G to n G + G - 1 are a group."""
-    shape, group = (len(prompts), config.sequence_length), (-1, config.group_size)
+def tokens_of(prompts, completions, length) -> dict:
+    """The inputs, targets and segments of completions, (N, S). Targets are the tokens of completions, with the end."""
+    shape = len(prompts), length
     inputs, targets, segments = np.zeros(shape, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         first, size = len(prompt) - 1, len(completion.tokens)
         inputs[row, : first + size] = [*prompt, *completion.tokens[:-1]]
         targets[row, first : first + size] = completion.tokens
         segments[row, : first + size] = 1
+    return {"inputs": inputs, "targets": targets, "segment_ids": segments}
+
+
+def compared(config: RolloutConfig, completions, rewards, weights) -> dict:
+    """Advantages, (N,), and metrics, whose sums a run divides by all tokens. Rows n G to n G + G - 1 are a group."""
+    group, lengths = (-1, config.group_size), np.array([len(x.tokens) for x in completions])
     reward = np.sum([weights[name] * values for name, values in rewards.items()], axis=0)
     deviations = reward.reshape(group).std(axis=1, ddof=1, keepdims=True)
     advantages = reward.reshape(group) - reward.reshape(group).mean(axis=1, keepdims=True)
     advantages = advantages / (deviations + 1e-4) if config.scale else advantages
-    metrics = {
-        "reward": reward,
-        "reward_std": np.repeat(deviations, config.group_size),
-        **{f"rewards/{name}": values for name, values in rewards.items()},
-        "completions/length": np.array([len(x.tokens) for x in completions]),
-        "completions/cut_off": np.array([not x.stopped for x in completions]),
-    }
-    scale = np.sum(targets >= 0) / len(prompts)  # a row of metrics has sums divided by the number of tokens
-    return {
-        "inputs": inputs,
-        "targets": targets,
-        "segment_ids": segments,
-        "advantages": advantages.reshape(-1).astype(np.float32),
-        "metrics": {name: (values * scale).astype(np.float32) for name, values in metrics.items()},
-    }
+    metrics = {f"rewards/{name}": values for name, values in rewards.items()}
+    metrics |= {"reward": reward, "reward_std": np.repeat(deviations, config.group_size)}
+    cut_off = np.array([not x.stopped for x in completions])
+    metrics |= {"completions/length": lengths, "completions/cut_off": cut_off}
+    metrics = {name: (values * lengths.mean()).astype(np.float32) for name, values in metrics.items()}
+    return {"advantages": advantages.reshape(-1).astype(np.float32), "metrics": metrics}
 
 
 def open_reference(config):

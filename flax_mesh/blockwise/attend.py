@@ -33,6 +33,8 @@ _MOST_BLOCKS = 2048  # along a dim: a table has the bounds of the scores of ever
 class Attention:
     """`static` are leaves that are known at trace time; `layouts` has the layouts of leaves, by the id of the value."""
 
+    name = "blockwise"
+
     def __init__(
         self,
         region: Region,

@@ -6,6 +6,7 @@
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,6 +36,8 @@ from flax_mesh.tree import num_bytes
 
 BLOCK, BLOCK_ON_GPUS = 512, 1024  # of queries and of keys; on an H100, 1024 take 0.6 to 0.7 of the time of 512
 MODES = ("auto", "kernel", "blockwise", "as_written")
+# The form of one attention -> its text.
+FORMS = {name: f"by {x.title}" for name, x in KERNELS.items()} | {"blockwise": "in blocks", "as_written": "as written"}
 LayoutOf: TypeAlias = Callable[[object], Layout | None]  # of an array that a function closes over
 SMALL = f"it has fewer than {FEWEST} queries or keys, or fewer scores than a block"
 
@@ -123,6 +126,7 @@ class Rewritten(NamedTuple):
     saved: int  # bytes of scores, per device, that attentions without a kernel keep as written
     left: int  # bytes of the arrays that stay
     unfit: tuple[str, ...]  # about the attentions that the kernel does not compute
+    forms: tuple[str, ...]  # of FORMS, for each attention in the order of the program
 
 
 def rewrite(
@@ -133,11 +137,12 @@ def rewrite(
     kernel: str = "",
     limit: int = -1,
     platform: str = "",
+    forms: Sequence[str] = (),
 ) -> Rewritten:
     """`layouts`: of the inputs on a mesh with Auto axes, as far as they are known.
 
     Attentions that the `kernel` does not compute on devices of `platform` are in blocks, if their scores take more than
-    `limit` bytes.
+    `limit` bytes; or each has the form of `forms`, unless this is a kernel that does not compute it.
     """
     top = build(program)
     regions, left, small = _find(top, block or BLOCK)
@@ -149,18 +154,21 @@ def rewrite(
     blocks: dict[int, Attention] = {}
     reasons: dict[int, str] = {}
     bands: dict[Hashable, Band | str] = {}
-    for region in regions:
+    wanted: dict[int, str] = {}
+    for n, region in enumerate(regions):
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
+        wanted[id(product)] = form = forms[n] if forms else kernel
         try:
-            if kernel:
-                fused[id(product)] = Fused(region, static, placement, kernel, platform or _platform(), bands)
+            if form in KERNELS:
+                fused[id(product)] = Fused(region, static, placement, form, platform or _platform(), bands)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
         if id(product) not in fused:
             blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
     saved = _saved(blocks.values())
-    attentions: dict[int, Fused | Attention] = {**fused, **(blocks if saved > limit else {})}
+    chosen = {key: x for key, x in blocks.items() if (wanted[key] != "as_written" if forms else saved > limit)}
+    attentions: dict[int, Fused | Attention] = {**fused, **chosen}
     for attention in attentions.values():
         attention.region.softmax.product.leaves = attention.leaves
     needed = needed_ops(top)
@@ -182,7 +190,8 @@ def rewrite(
     of_left = sum(num_bytes(each.array.aval) for each in left)
     unfit = {key: x for key, x in blocks.items() if key in reasons}
     lines = _lines(attentions, reasons)
-    return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons))
+    found = tuple(x.name if (x := attentions.get(key)) else "as_written" for key in wanted)
+    return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons), found)
 
 
 def _lines(attentions: Mapping[int, Fused | Attention], reasons: Mapping[int, str]) -> tuple[str, ...]:
@@ -307,28 +316,41 @@ class Choice(NamedTuple):
 
     call: Callable[..., list[Any]] | None
     lines: tuple[str, ...]
+    forms: tuple[str, ...] = ()  # as in Rewritten
 
 
 def choose(
     program: Program,
-    attention: str,
+    attention: str | tuple[str, ...],
     layouts: Sequence[Layout | None],
     of_const: LayoutOf,
     limit: int,
     platform: str,
 ) -> Choice:
-    """`attention` is one of MODES. With auto, attention without a kernel is in blocks from `limit` bytes of scores on.
+    """`attention` is one of MODES, or the forms of an earlier auto, which are kept if that is possible.
 
-    `platform` is the platform of the devices, "" if it is not known.
+    With auto, attention without a kernel is in blocks from `limit` bytes of scores on. `platform` is the platform of
+    the devices, "" if it is not known.
     """
     if attention == "as_written":
         return Choice(None, ())
+    began, attention = ((), attention) if isinstance(attention, str) else (attention, "auto")
     kernel = {"auto": OF_PLATFORM.get(platform, ""), "kernel": OF_PLATFORM.get(platform, "splash")}.get(attention, "")
-    rewritten = rewrite(program, layouts, of_const, kernel=kernel, limit=limit if attention == "auto" else -1)
+    rewrite_as = functools.partial(rewrite, program, layouts, of_const)
+    rewritten = rewrite_as(kernel=kernel, limit=limit if attention == "auto" else -1)
     if attention == "kernel" and rewritten.unfit:
         raise ConfigError(
             ["attention=kernel needs a kernel for every attention; use attention=auto, or change:", *rewritten.unfit]
         )
+    note: list[str] = []
+    if began and began != rewritten.forms:
+        again, problem = _as_it_began(rewrite_as, began, rewritten.forms, platform)
+        before, here = _forms_text(began), _forms_text(rewritten.forms)
+        if again is not None:
+            note = [f"as the run began, {before}; auto would choose {here} here"]
+            lines = (*note, *again.lines, *(again.stays if again.call else ()))
+            return Choice(again.call, tuple(f"attention: {line}" for line in lines), again.forms)
+        note = [f"the run began with {before}, which cannot be kept, because {problem}; auto chooses {here} here"]
     lines, stays = rewritten.lines, rewritten.stays
     if attention == "auto" and 0 < rewritten.saved <= limit:
         sizes = f"its scores take {bytes_text(rewritten.saved)} per device, and auto allows {bytes_text(limit)}"
@@ -337,19 +359,34 @@ def choose(
     elif attention == "auto" and not rewritten.saved and rewritten.left <= limit:
         stays = ()
     if attention == "auto" and not platform and rewritten.saved:
-        lines += tuple(_elsewhere(program, layouts, of_const, limit))
-    return Choice(rewritten.call, tuple(f"attention: {line}" for line in (*lines, *stays)))
+        lines += tuple(_elsewhere(rewrite_as, limit))
+    return Choice(rewritten.call, tuple(f"attention: {line}" for line in (*note, *lines, *stays)), rewritten.forms)
 
 
-def _elsewhere(
-    program: Program,
-    layouts: Sequence[Layout | None],
-    of_const: LayoutOf,
-    limit: int,
-) -> Iterable[str]:
+def _as_it_began(
+    rewrite_as: Callable[..., Rewritten], began: tuple[str, ...], here: tuple[str, ...], platform: str
+) -> tuple[Rewritten | None, str]:
+    """The program with these forms again, or None and the reason why that is impossible."""
+    if len(began) != len(here):
+        return None, "the program has others"
+    for name in dict.fromkeys(began):
+        if name in KERNELS and KERNELS[name].platform != platform:
+            return None, f"{KERNELS[name].title} needs {KERNELS[name].platform.upper()}s"
+    again = rewrite_as(forms=began)
+    if again.forms == began:
+        return again, ""
+    return None, "; ".join(dict.fromkeys(line.rpartition("; no kernel: ")[2] for line in again.unfit))
+
+
+def _forms_text(forms: Iterable[str]) -> str:
+    counts = Counter(forms)
+    return listed([f"{count_text(count, 'attention')} {FORMS[form]}" for form, count in counts.items()]) or "none"
+
+
+def _elsewhere(rewrite_as: Callable[..., Rewritten], limit: int) -> Iterable[str]:
     """The choices of auto on the devices that have kernels, where the platform is not known."""
     for name, kernel in KERNELS.items():
         with kernels_without_devices():
-            other = rewrite(program, layouts, of_const, kernel=name, limit=limit, platform=kernel.platform)
+            other = rewrite_as(kernel=name, limit=limit, platform=kernel.platform)
         lines = [*other.lines, *(line for line in other.unfit if line not in other.lines)]
         yield from (f"on {kernel.platform.upper()}s: {line}" for line in lines)

@@ -8,7 +8,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,9 @@ class Checkpointer:
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
         retained = lambda: retained_steps(self.folder, self.keep, self.best_metric)  # noqa: E731
-        self._writer = Writer(self.folder, retained, host_bytes=host_bytes, compress=compress)
+        self.before_commit: Callable[[], None] = lambda: None  # in process 0, to a store; an error fails the save
+        commits = lambda: self.before_commit()  # noqa: E731
+        self._writer = Writer(self.folder, retained, commits, host_bytes=host_bytes, compress=compress)
 
     def __enter__(self) -> "Checkpointer":
         return self

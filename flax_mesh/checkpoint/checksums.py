@@ -20,6 +20,7 @@ from flax_mesh.store import StorePath
 CHECKSUMS = "checksums.json"
 BLOCK = 2**26  # bytes that one checksum covers
 _READ = 2**19  # bytes read at a time: they stay in the cache of a core while they are hashed
+PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
 NUMBER = "step"  # the file with the number of the step, as text
 RECORD = "metadata/metadata"  # of Orbax; until 0.1.0 only the record of a run contains the number
 _FileSums: TypeAlias = tuple[int, list[Any]]  # bytes of a file, and the checksums of its blocks
@@ -37,14 +38,17 @@ def write_part(part: Path, folder: Path, below: str, prefix: str) -> None:
 
 
 def write_checksums(folder: Path, parts: Iterable[Path] = ()) -> None:
-    """Write checksums.json for all files below `folder`; takes over the checksums in `parts`, and removes `parts`."""
+    """Write checksums.json for all files below `folder`; takes over the checksums in `parts`, and removes `parts`.
+
+    Files in `parts` need not be below `folder`: processes that save to a store have their files there.
+    """
     known: dict[str, _FileSums] = {}
     for part in parts:
         known |= _decode(part.read_bytes())[1]
         part.unlink()
     names = sorted(set(files_below(folder)) - {CHECKSUMS, *MARKERS})
-    known = {name: known[name] for name in names if name in known and known[name][0] == (folder / name).stat().st_size}
-    files = known | checksums_of(folder, [name for name in names if name not in known])
+    others = [name for name in names if name not in known or known[name][0] != (folder / name).stat().st_size]
+    files = known | checksums_of(folder, others)
     (folder / CHECKSUMS).write_bytes(_encode(BLOCK, files))
 
 

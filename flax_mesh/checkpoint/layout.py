@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from flax_mesh.checkpoint.stacks import layers_of, tree_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.modes import array_from
+from flax_mesh.processes.agree import Bounds, Shares, bounds, places_of
+from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.text import array_text, at_most, path_lines
 from flax_mesh.tree import (
     PyTree,
@@ -33,6 +35,7 @@ from flax_mesh.tree import (
 
 Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
 Reader = Callable[[Sequence[str]], Mapping[str, jax.Array]]  # of the arrays at some paths on disk
+_Shape = tuple[int, ...]
 _NUMBERS = (bool, int, float, complex)
 _BATCH_BYTES = 2**30  # of stacks assembled at a time: the memory that restoring needs beside the state
 
@@ -57,17 +60,18 @@ class _ArrayShard:
 
 
 class ShardedArray:
-    """An array as the shards that this process writes; over all processes each part of the array is written once.
+    """An array as the parts that this process writes; over all processes each part of the array is written once.
 
     A layer of a stack is never materialized as an array over its devices: its shards are slices of the stack's shards.
+    All parts of all processes have the shape `part`.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding, shards: Sequence[_ArrayShard]):
+    def __init__(self, shape: _Shape, dtype: np.dtype, sharding: Sharding, part: _Shape, shards: Sequence[_ArrayShard]):
         self.shape, self.dtype, self.sharding = shape, dtype, sharding
         self.ndim, self.size, self.itemsize = len(shape), math.prod(shape), dtype.itemsize
         self.global_shards = list(shards)
         # Orbax asks every process for the shape of a shard, even one that writes none.
-        shard = jax.ShapeDtypeStruct(sharding.shard_shape(shape), dtype)
+        shard = jax.ShapeDtypeStruct(part, dtype)
         self.addressable_shards = list(shards) or [_ArrayShard((), sys.maxsize, None, lambda: shard)]
 
 
@@ -138,19 +142,19 @@ def to_disk(
     """
     named = [(path, jax.random.key_data(x) if is_key(x) else x) for path, x in named]
     on_host = on_host and _host() is not None
+    shares = Shares()
     if on_host:
         for path, leaf in named:
-            for shard in _written_shards(leaf) if path in stacks else ():
+            for shard in _shards_here(leaf).values() if path in stacks else ():
                 shard.data.copy_to_host_async()
     for path, leaf in named:
         if 0 in leaf.shape:
             continue  # nothing to store, and Orbax refuses it
         if path in stacks:
-            layers = map(np.asarray, leaf) if isinstance(leaf, np.ndarray) else _layers(leaf, on_host)
+            layers = map(np.asarray, leaf) if isinstance(leaf, np.ndarray) else _layers(leaf, shares, on_host)
             yield from zip(stacks[path], layers, strict=True)
         elif hasattr(leaf, "sharding"):
-            shards = [_shard(shard) for shard in _written_shards(leaf)]
-            yield path, ShardedArray(leaf.shape, leaf.dtype, leaf.sharding, shards)
+            yield path, _written(leaf, shares)
         else:
             yield path, leaf
 
@@ -294,31 +298,40 @@ def _empty(abstract: Shaped) -> jax.Array | np.ndarray:
     return array_from(abstract.shape, sharding, lambda _: shard, abstract.dtype)
 
 
-def _written_shards(leaf: jax.Array) -> list[Any]:
-    """The shards that this process writes: one replica of each. An array of NumPy has none."""
-    return [shard for shard in getattr(leaf, "addressable_shards", ()) if shard.replica_id == 0]
+def _shards_here(leaf: jax.Array) -> dict[Bounds, Any]:
+    """One replica of each shard in this process. An array of NumPy has none."""
+    shards = sorted(getattr(leaf, "addressable_shards", ()), key=lambda shard: -shard.replica_id)
+    return {bounds(shard.index, leaf.shape): shard for shard in shards}
 
 
-def _shard(shard: Any) -> _ArrayShard:
-    return _ArrayShard(shard.index, 0, shard.device, lambda: shard.data)
+def _written(x: jax.Array, shares: Shares) -> ShardedArray:
+    part, parts = shares.of_this_process(places_of(x.sharding, x.shape), x.dtype.itemsize, divide=not is_on_host(x))
+    here, is_whole = _shards_here(x), part == x.sharding.shard_shape(x.shape)
+    # Whole shards are not sliced, since that may need memory of the device.
+    read = lambda p: here[p.shard].data if is_whole else here[p.shard].data[p.slices]  # noqa: E731
+    shards = [_ArrayShard(p.index, 0, here[p.shard].device, functools.partial(read, p)) for p in parts]
+    return ShardedArray(x.shape, x.dtype, x.sharding, part, shards)
 
 
-def _layers(stack: jax.Array, on_host: bool) -> Iterator[ShardedArray]:
-    sharding = _layer_sharding(stack)
-    shards = [(shard, np.asarray(shard.data) if on_host else shard.data) for shard in _written_shards(stack)]
+def _layers(stack: jax.Array, shares: Shares, on_host: bool) -> Iterator[ShardedArray]:
+    sharding, places = _layer_sharding(stack), places_of(stack.sharding, stack.shape)
+    here = {place: (np.asarray(x.data) if on_host else x.data, x.device) for place, x in _shards_here(stack).items()}
     for i in range(stack.shape[0]):
+        # The shards that have this layer, by their place in the layer.
+        whole = {place[1:]: place for place in places if place[0][0] <= i < place[0][1]}
+        of_layer = {shard: places[place] for shard, place in whole.items()}
+        part, parts = shares.of_this_process(of_layer, stack.dtype.itemsize, divide=on_host or not is_on_host(stack))
         layer = []
-        for shard, data in shards:
-            start, stop, _ = shard.index[0].indices(stack.shape[0])
-            if start <= i < stop:
-                read = functools.partial(_cut, data, i - start)
-                layer.append(_ArrayShard(shard.index[1:], 0, shard.device, read))
-        yield ShardedArray(stack.shape[1:], stack.dtype, sharding, layer)
+        for p in parts:
+            data, device = here[whole[p.shard]]
+            read = functools.partial(_cut, data, (i - whole[p.shard][0][0], *p.slices))
+            layer.append(_ArrayShard(p.index, 0, device, read))
+        yield ShardedArray(stack.shape[1:], stack.dtype, sharding, part, layer)
 
 
-def _cut(data: jax.Array | np.ndarray, i: int) -> jax.Array:
-    """Layer `i` of one shard of a stack, on the host if the shard is on the host."""
-    return jax.device_put(data[i], _host()) if isinstance(data, np.ndarray) else data[i]
+def _cut(data: jax.Array | np.ndarray, index: tuple[int | slice, ...]) -> jax.Array:
+    """A part of one layer of a shard of a stack, on the host if the shard is on the host."""
+    return jax.device_put(data[index], _host()) if isinstance(data, np.ndarray) else data[index]
 
 
 def _host() -> Any:

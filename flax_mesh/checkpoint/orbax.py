@@ -8,7 +8,7 @@ propagate failures: if one process cannot write, the others would wait in a barr
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from flax_mesh.checkpoint.checksums import find_damage, reading, write_checksums, write_number, write_part
+from flax_mesh.checkpoint.checksums import PART, find_damage, reading, write_checksums, write_number, write_part
 from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
@@ -25,7 +25,6 @@ from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
-PART = "checksums.process_{}.json"  # of the files written by one process of several; removed before the commit
 _BATCH_BYTES = 2**30  # of arrays that are read from a store at a time
 # Parts of a file in a store that are at most a megabyte apart are read by one request, if they are asked for together.
 _JOINED = {
@@ -36,6 +35,7 @@ _JOINED = {
 _STEP_FILES = 10  # upper bound on the files that Orbax writes beside the two items
 # Tensorstore raises ValueError for most file errors, Orbax RuntimeError and TimeoutError.
 _STORAGE_ERRORS = (OSError, RuntimeError, TypeError, ValueError)
+Gather = Callable[[Path], Mapping[str, StorePath]]
 
 
 class _Step(ocp.CompositeCheckpointHandler):
@@ -52,11 +52,11 @@ class _StepArgs(ocp.args.Composite):
 
 
 class _State(ocp.PyTreeCheckpointHandler):
-    """Writes nothing before `meet("folders")`, when process 0 has created the folders."""
+    """Writes nothing before `meet("folders")`, when process 0 has created the folders. `gather` is as in Storage."""
 
-    def __init__(self, meet: Callable[[str], None], **options: Any):
+    def __init__(self, meet: Callable[[str], None], gather: Gather | None, **options: Any):
         super().__init__(**options)
-        self._meet = meet
+        self._meet, self._gather = meet, gather
 
     async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
         self._meet("folders")
@@ -66,7 +66,16 @@ class _State(ocp.PyTreeCheckpointHandler):
     def write_part(self) -> None:
         """Write the checksums of the files of this process, so that process 0 need not read all files."""
         process = jax.process_index()
+        if self._gather is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)  # of this process alone, which may have written nothing
         write_part(self._folder.parent / PART.format(process), self._folder, f"ocdbt.process_{process}", STATE)
+
+    def finalize(self, directory: Any) -> None:
+        state = Path(directory)
+        if self._gather is None:
+            super().finalize(directory)
+        else:
+            _merge(state, self._gather(state.parent))
 
 
 @ocp.args.register_with_handler(_State, for_save=True, for_restore=True)  # Orbax requires both
@@ -80,11 +89,20 @@ class Storage:
     `host_bytes` limits the bytes of the state on the host at a time; None for no limit. Orbax copies the next arrays to
     the host while it writes the previous ones, so each of the two gets half. `meet(phase)` returns once all processes
     have reached the end of a phase: "folders" in the thread that saves; with several processes also "files" and
-    "commit", in the background. `file_bytes` limits the files of arrays, but for one part of an array that is larger.
+    "commit", in the background. `file_bytes` limits the files of arrays, and the parts of arrays in them.
+
+    `gather` is for several processes that write to a folder each: process 0 calls it with its folder of the step after
+    "files". It fetches the checksums of the others, and returns where their files are, by their folder in "state".
     """
 
     def __init__(
-        self, *, compress: bool, host_bytes: int | None, meet: Callable[[str], None], file_bytes: int | None = None
+        self,
+        *,
+        compress: bool,
+        host_bytes: int | None,
+        meet: Callable[[str], None],
+        file_bytes: int | None = None,
+        gather: Gather | None = None,
     ):
         def files_written() -> None:
             state.write_part()
@@ -101,6 +119,7 @@ class Storage:
         )
         state = _State(
             meet,
+            gather,
             use_compression=compress,
             save_device_host_concurrent_gb=None if host_bytes is None else host_bytes / 2e9,  # pyright: ignore
             type_handler_registry=_type_handlers(in_turn=host_bytes is not None),
@@ -135,6 +154,38 @@ class Storage:
         for _ in range(_STEP_FILES):
             with contextlib.suppress(*_STORAGE_ERRORS):
                 return self._orbax.close()
+
+
+def _merge(state: Path, others: Mapping[str, StorePath]) -> None:
+    """Write the index of all arrays to `state`, as Orbax does if the files of all processes are there.
+
+    The files of the other processes are where they will be read, and only their indices are read now. To tensorstore
+    they all are in one folder.
+    """
+    shared = tensorstore.Context(context())
+    layers: list[object] = [{"base": {"driver": "file", "path": f"{state}/"}}]
+    layers += [{"base": path.objects().spec().to_json(), "prefix": f"{name}/"} for name, path in others.items()]
+    # As Orbax writes them: descriptions of arrays in the index, all of it in one node.
+    config = {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000, "manifest_kind": "single"}
+
+    def opened(folder: str) -> Any:
+        base = {"driver": "kvstack", "layers": layers, "path": folder}
+        spec = {"driver": "ocdbt", "base": base, "config": config, "assume_config": True}
+        return tensorstore.KvStore.open(spec, context=shared)
+
+    merged, together = opened("").result(), tensorstore.Transaction(atomic=True)
+    for name in [path.name for path in state.glob("ocdbt.process_*")]:
+        opened(f"{name}/").result().experimental_copy_range_to(merged.with_transaction(together)).result()
+    for name, path in others.items():
+        index = path.ask(lambda: opened(f"{name}/"))  # noqa: B023 (it is called at once)
+        path.ask(lambda: index.experimental_copy_range_to(merged.with_transaction(together)))  # noqa: B023
+    together.commit_async().result()
+    # An array without data would be restored as zeros.
+    keys = [key.decode().rpartition("/") for key in merged.list().result()]
+    if empty := {name for name, _, key in keys if key == ".zarray"} ^ {
+        name for name, _, key in keys if key != ".zarray"
+    }:
+        raise OSError(f"the index of all processes lacks data of {min(empty)}")
 
 
 def stored_arrays(step: Path) -> dict[str, Shaped]:

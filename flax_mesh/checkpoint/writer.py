@@ -4,6 +4,8 @@ A save has phases, at the end of which processes learn of each other's failures.
 at the end of "commit"; a save that fails before leaves only files that the next save removes.
 """
 
+import ctypes
+import json
 import os
 import re
 import shutil
@@ -18,13 +20,13 @@ from typing import Any
 
 import jax
 
-from flax_mesh.checkpoint.checksums import BLOCK, MARKERS, SYSTEM_ERROR, files_below
+from flax_mesh.checkpoint.checksums import BLOCK, CHECKSUMS, MARKERS, PART, SYSTEM_ERROR, files_below
 from flax_mesh.checkpoint.find import UPLOAD, committed_steps, find_leftovers
 from flax_mesh.errors import ConfigError, PeerError, SaveError, UnreadableError
 from flax_mesh.processes.agree import Phases
 from flax_mesh.store import StorePath, is_present
 
-_UPLOADS = 8  # at a time
+_REQUESTS = 8  # at a time
 # The storage reports the end of "folders", "files" and "commit".
 PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 
@@ -32,12 +34,21 @@ PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 class Writer:
     """Writes one step at a time to `folder`, in the background. `host_bytes` and `compress` are as in Checkpointer.
 
-    `retained` returns the steps to retain, and is called after each save.
+    `retained` returns the steps to retain, and is called after each save; `before_commit` is called before a step is
+    committed to a store.
     """
 
-    def __init__(self, folder: Path, retained: Callable[[], set[int]], *, host_bytes: int | None, compress: bool):
+    def __init__(
+        self,
+        folder: Path,
+        retained: Callable[[], set[int]],
+        before_commit: Callable[[], None],
+        *,
+        host_bytes: int | None,
+        compress: bool,
+    ):
         self._folder, self._retained = folder, retained
-        self._place = _Store(folder) if isinstance(folder, StorePath) else _Folder(folder)
+        self._place = _Store(folder, before_commit) if isinstance(folder, StorePath) else _Folder(folder)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -52,9 +63,6 @@ class Writer:
 
         Raises ConfigError if `step` exists and is not damaged. The previous save must have ended.
         """
-        in_store = isinstance(self._folder, StorePath)
-        if in_store and jax.process_count() > 1:
-            raise ConfigError(f"{self._folder}: several processes cannot save to a store; use a folder that they share")
         self._phases = Phases("save", PHASES)
         with self._as_save_error(step):
             committed = step in committed_steps(self._folder)
@@ -78,21 +86,21 @@ class Writer:
             self._saving = step
             self._storage.save(self._place.written(step), arrays, metadata)
             self._phases.passed("start")
-            if isinstance(self._place, _Store):
+            if isinstance(self._place, _Store) and not self._phases.together:
                 pool = ThreadPoolExecutor(1)
-                self._upload = pool.submit(self._commit, self._place, step)
+                self._upload = pool.submit(self._commit)
                 pool.shutdown(wait=False)
 
     def wait(self) -> None:
         """Return once the step being written is durable and old steps are being deleted; SaveError if that failed."""
         if self._saving is not None:
             with self._as_save_error(self._saving):
-                if self._upload is None:
-                    self._storage.wait()
-                else:
+                if self._upload is not None:
                     self._upload.result()
-                if not self._phases.together:
-                    self._meet("commit")
+                else:
+                    self._storage.wait()
+                    if not self._phases.together:
+                        self._meet("commit")
             self._saving = None
             if self._has_failed:
                 self._remove_unfinished()
@@ -111,16 +119,18 @@ class Writer:
         """Remove the leftovers of interrupted saves and deletions."""
         self._place.remove(find_leftovers(self._folder))
 
-    def _commit(self, store: "_Store", step: int) -> None:
+    def _commit(self) -> None:
         self._storage.wait()
-        store.commit(step)
+        self._meet("commit")
 
     def _meet(self, phase: str) -> None:
         """Wait for all processes at the end of a phase, in the thread that reached it."""
+        if phase == "folders" and self._clears:
+            self._place.claim()
+        if phase == "files" and not self._clears:
+            self._place.send()
         if phase == "commit" and self._clears:
-            self._place.check()
-            if self._saving not in committed_steps(self._folder):
-                raise OSError("its folder is gone")
+            self._place.commit()
         self._phases.passed(phase)
         if phase == "commit":
             if self._clears:
@@ -159,10 +169,10 @@ class Writer:
         self._place.check()
         if self._storage is None:
             self._place.open()
-            file_bytes = BLOCK if isinstance(self._folder, StorePath) else None
-            self._storage = Storage(
-                compress=self._compress, host_bytes=self._host_bytes, meet=self._meet, file_bytes=file_bytes
-            )
+            file_bytes = BLOCK if isinstance(self._place, _Store) else None
+            gather = self._place.gather if isinstance(self._place, _Store) and jax.process_count() > 1 else None
+            limits = {"host_bytes": self._host_bytes, "file_bytes": file_bytes}
+            self._storage = Storage(compress=self._compress, meet=self._meet, gather=gather, **limits)
             self._is_tidy = False
 
     def _give_up(self) -> None:
@@ -203,6 +213,7 @@ class _Folder:
 
     def __init__(self, path: Path):
         self._path = path
+        self._step = -1  # the last one that was saved, or is being saved
         self._inode: int | None = None  # of the folder, as found or created by the first save
 
     def open(self) -> None:
@@ -216,8 +227,21 @@ class _Folder:
             raise OSError("the folder is gone")
 
     def written(self, step: int) -> Path:
-        """Where Orbax writes a step."""
+        """Where Orbax writes this step, which is then the step of the methods below."""
+        self._step = step
         return self._path / str(step)
+
+    def claim(self) -> None:
+        """In process 0, before any process writes files."""
+
+    def send(self) -> None:
+        """In another process, after it has written its files."""
+
+    def commit(self) -> None:
+        """In process 0, after it has written its files and all others have sent theirs."""
+        self.check()
+        if self._step not in committed_steps(self._path):
+            raise OSError("its folder is gone")
 
     def remove_unfinished(self) -> None:
         self.remove(self._path.glob("*.orbax-checkpoint-tmp*"))
@@ -241,13 +265,17 @@ class _Folder:
 class _Store(_Folder):
     """A folder of steps in a store. A step exists there from the creation of its marker until the marker is deleted.
 
-    A store cannot rename, so Orbax writes to a temporary folder of this machine, from which the files are uploaded.
+    A store cannot rename, so Orbax writes to a temporary folder of each process, from which the files are uploaded. The
+    first object of a step, UPLOAD, and its marker, the last, are created once. So of two runs that save the same step,
+    one uploads it and the other fails; and a run whose objects another one has removed as leftovers of an interrupted
+    save fails, too.
     """
 
-    def __init__(self, path: StorePath):
+    def __init__(self, path: StorePath, before_commit: Callable[[], None]):
         super().__init__(path)
+        self._before_commit = before_commit
         self._here = ""  # the temporary folder
-        self._own: tuple[StorePath, bytes] | None = None  # the last step that was uploaded, and what UPLOAD contains
+        self._claim = b""  # what UPLOAD of the step contains
 
     def open(self) -> None:
         self.close()
@@ -256,34 +284,67 @@ class _Store(_Folder):
     def check(self) -> None:
         """A store has no folder that could be gone."""
 
-    def written(self, step: int) -> Path:
-        return Path(self._here) / str(step)
-
-    def commit(self, step: int) -> None:
-        """Upload a step that Orbax has written. Its first object, UPLOAD, and its marker, the last, exist once.
-
-        So of two processes that save the same step, one uploads it and the other fails; and a process whose objects
-        another one has removed as leftovers of an interrupted save fails, too.
-        """
-        folder, target = self.written(step), self._path / str(step)
-        assert isinstance(target, StorePath)
-        names, claim = {*files_below(folder)} - {MARKERS[1]}, str(uuid.uuid4()).encode()
-        self._own = target, claim
-        if not (target / UPLOAD).create(claim):
+    def claim(self) -> None:
+        self._claim = str(uuid.uuid4()).encode()
+        if not (self._target / UPLOAD).create(self._claim):
             raise OSError("another process has saved this step, or is saving it")
-        with ThreadPoolExecutor(_UPLOADS) as pool:
-            list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
-        if {*target.names()} != names | {UPLOAD} or (target / UPLOAD).read_bytes() != claim:
+
+    def send(self) -> None:
+        (folder,) = Path(self._here).iterdir()  # with a name of Orbax, as the folder of the state in it has
+        for state in folder.glob("state.*"):
+            state.rename(folder / "state")
+        self._upload(folder)
+
+    def gather(self, folder: Path) -> dict[str, StorePath]:
+        """Fetch the checksums that the other processes have uploaded, to the `folder` of a step.
+
+        Returns where the files of each are, by the name of their folder.
+        """
+        target, names = self._target, self._target.names()
+        parts = [part for process in range(1, jax.process_count()) if (part := PART.format(process)) in names]
+        if len(parts) < jax.process_count() - 1:
+            raise OSError("another process has removed objects of this step")
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            for part, content in zip(parts, pool.map(lambda part: (target / part).read_bytes(), parts), strict=True):
+                (folder / part).write_bytes(content)
+            list(pool.map(lambda part: (target / part).unlink(), parts))
+        folders = {name.split("/")[1] for name in names if name.startswith("state/ocdbt.process_")}
+        return {name: target / "state" / name for name in sorted(folders)}
+
+    def written(self, step: int) -> Path:
+        return Path(self._here, super().written(step).name)
+
+    def commit(self) -> None:
+        folder, target, claim = Path(self._here, str(self._step)), self._target, self._claim
+        names = {UPLOAD, *json.loads((folder / CHECKSUMS).read_bytes())["files"], *self._upload(folder)}
+        if {*target.names()} != names or (target / UPLOAD).read_bytes() != claim:
             raise OSError("another process has removed objects of this step, or added some")
+        self._before_commit()
         if not (target / MARKERS[1]).create(f"Checkpoint commit was successful to {target} ".encode() + claim):
             raise OSError("another process has saved this step")
+
+    def _upload(self, folder: Path) -> set[str]:
+        """Upload the files below `folder`, and remove it. Returns their names."""
+        names, target = {*files_below(folder)} - {MARKERS[1]}, self._target
+        with ThreadPoolExecutor(_REQUESTS) as pool:
+            list(pool.map(lambda name: (target / name).write_bytes((folder / name).read_bytes()), sorted(names)))
         shutil.rmtree(folder)
+        _return_freed_memory()
+        return names
+
+    @property
+    def _target(self) -> StorePath:
+        target = self._path / str(self._step)
+        assert isinstance(target, StorePath)
+        return target
 
     def remove_unfinished(self) -> None:
         self.close()
+        if jax.process_count() > 1:
+            return  # others may still upload files; the next save removes them, when all have ended
         with suppress(OSError, UnreadableError):  # the next save removes what cannot be removed now
-            if self._own and (self._own[0] / UPLOAD).read_bytes() == self._own[1]:
-                self.remove({*find_leftovers(self._path)} & {self._own[0]})
+            if (self._target / UPLOAD).read_bytes() == self._claim:
+                self.remove({*find_leftovers(self._path)} & {self._target})
 
     def rename(self, step: int, name: str) -> None:
         for file in files_below(old := self._path / str(step)):
@@ -302,6 +363,12 @@ class _Store(_Folder):
 
     def close(self) -> None:
         shutil.rmtree(self._here, ignore_errors=True)
+
+
+def _return_freed_memory() -> None:
+    """Give memory that was freed back to the system: glibc keeps it for each thread, up to 64 MiB, as if it leaked."""
+    with suppress(AttributeError, OSError):  # another library of C
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _reason(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from flax_mesh.cli.text.start import Programs, Start
 from flax_mesh.data.chats import LOGGER
 from flax_mesh.errors import ConfigError
 from flax_mesh.processes import Watch, start_processes
-from flax_mesh.processes.launch import SIGNALS
+from flax_mesh.processes.launch import handled_signals
 from flax_mesh.processes.output import reader_has_ended, write_stderr
 from flax_mesh.processes.start import parse_processes
 from flax_mesh.processes.watchdog import step_timeout_problem
@@ -212,7 +212,7 @@ def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
         write_stderr(f"\n{reason}: saving after this step\n")
 
     def on_signal(number: int, frame: object) -> None:
-        if signal.SIGINT in caught:
+        if signal.getsignal(signal.SIGINT) is on_signal:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Python handler would have to wait for compiled code
         request(signal.Signals(number).name)
 
@@ -221,14 +221,8 @@ def _stop_requests(output: TextIO) -> Iterator[Callable[[], bool]]:
             request("standard output is closed")
         return bool(reasons)
 
-    # A signal that is ignored stays ignored: SIGHUP under nohup.
-    caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, on_signal) for number in caught}
-    try:
+    with handled_signals(on_signal):
         yield should_stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_result(result: TrainResult, argv: Sequence[str], config: TrainConfig, measured: Sequence[str]) -> None:

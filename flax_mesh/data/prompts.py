@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flax_mesh.checkpoint.hf.kept import end_tokens
 from flax_mesh.data.chats import Row, read_rows
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.rows.tokens import BadRowError, Encoder, Line, Tokens
@@ -30,14 +31,15 @@ class Prompts(NamedTuple):
     Attributes:
         rows: The JSON object of each row; its "prompt" is a text or messages.
         tokens: The tokens of each prompt, (n,) int32.
-        end_token: The id that ends a completion: the end token of the tokenizer; None if it has none.
+        end_tokens: The ids that end a completion: the end token of the tokenizer, and `eos_token_id` of
+            generation_config.json, or else of config.json.
         decode: The text of tokens, without special ones.
         description: A line about the file.
     """
 
     rows: Sequence[Mapping[str, object]]
     tokens: Sequence[np.ndarray]
-    end_token: int | None
+    end_tokens: Sequence[int]
     decode: Callable[[Sequence[int]], str]
     description: str
 
@@ -74,7 +76,8 @@ def read_prompts(config: ChatConfig, folder: str, vocab_size: int, *, max_tokens
 
     tokens, description = read_rows(config, folder, vocab_size, encode, fit=lambda row, length: row)
     tokenizer = encoders[0].tokenizer
-    return Prompts(rows, [ids for ((ids, _),) in tokens], tokenizer.eos_token_id, tokenizer.decode, description)
+    ends = {tokenizer.eos_token_id, *end_tokens(tokenizer.path, vocab_size)} - {None}
+    return Prompts(rows, [ids for ((ids, _),) in tokens], sorted(ends), tokenizer.decode, description)
 
 
 class Rewards(NamedTuple):

@@ -33,7 +33,7 @@ from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_split, abstract_state, model_layers
 from flax_mesh.sharding.transfer import reshard
 from flax_mesh.text import mesh_text
-from flax_mesh.tree import MODEL, PyTree
+from flax_mesh.tree import MODEL, Constant, PyTree
 
 Say = Callable[[str], None]
 
@@ -153,7 +153,8 @@ def _mesh_line(mesh: Mesh) -> str:
 def for_generation(model: Decoder, shape: str = "") -> Decoder:
     """A decoder in the layout in which it generates, on the devices that its arrays are on, with its adapters merged.
 
-    Arrays that have this layout already are not copied. `model` itself does not change.
+    Arrays that have this layout already are not copied. Constants of a recipe, such as a teacher, are left out. `model`
+    itself does not change.
 
     Args:
         model: A `Decoder` on a mesh, such as the one that `Rollouts` pass.
@@ -170,6 +171,8 @@ def for_generation(model: Decoder, shape: str = "") -> Decoder:
     """
     graphdef, state = nnx.split(model)
     copy = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))  # new Variables: those of `model` do not change
+    for name in nnx.state(copy, Constant):
+        delattr(copy, str(name))
     graphdef, state = nnx.split(merge_lora(copy))
     devices = [*jax.tree.leaves(state)[0].sharding.mesh.devices.flat]
     mesh = create_mesh(shape or default_mesh(model.config, len(devices)), devices=devices)

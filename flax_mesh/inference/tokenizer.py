@@ -3,19 +3,17 @@
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from flax_mesh.checkpoint.hf.kept import CONFIG
-from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.checkpoint.hf.kept import end_tokens, read_object
 from flax_mesh.data.corpus import decode
 from flax_mesh.data.tokenizers.process import TokenizerProcess
-from flax_mesh.errors import CheckpointCorruptedError, ConfigError
+from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source
 
-FILE, GENERATION, STOP = "tokenizer.json", "generation_config.json", "eos_token_id"
-TOKENIZER_CONFIG = "tokenizer_config.json"
+FILE, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BYTE_IDS = 256
 INCOMPLETE = "\ufffd"  # the decoded bytes of an incomplete character
 FEWEST = 8  # tokens of a prompt that are decoded with the tokens after it
@@ -101,43 +99,13 @@ def _read(path: Path) -> TokenizerProcess:
         raise ConfigError(
             f'{path} requires the package tokenizers, which is not installed: pip install "flax-mesh[generate]"'
         )
-    _read_object(path)
+    read_object(path)
     return TokenizerProcess(path)
 
 
-def _read_object(path: Path) -> dict[str, object]:
-    """The JSON object in a file; one line if it contains anything else."""
-    try:
-        data = read_json(path)
-    except CheckpointCorruptedError as error:
-        raise ConfigError(f"{path} is {error.problems[0]}; replace it by that of the model") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a JSON object; replace it by that of the model")
-    return data
-
-
 def stop_tokens(source: Source) -> tuple[int, ...]:
-    """The ids that end a text, eos_token_id of generation_config.json or else of config.json; none for bytes.
-
-    Raises ConfigError if they are not ids of the model.
-    """
-    if source.is_text:
-        return ()
-    for name in (GENERATION, CONFIG):
-        path = source.files / name
-        data = _read_object(path) if path.is_file() else {}
-        if (stop := data.get(STOP)) is not None:
-            return _ids(stop, path, source.model.vocab_size)
-    return ()
-
-
-def _ids(stop: Any, path: Path, vocab_size: int) -> tuple[int, ...]:
-    ids = stop if isinstance(stop, list) else [stop]
-    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
-        raise ConfigError(
-            f"{path}: {STOP} must be an id or a list of ids from 0 to {vocab_size - 1}, got {str(stop)[:80]}; repair it"
-        )
-    return tuple(ids)
+    """`end_tokens` of the model; none for bytes."""
+    return () if source.is_text else end_tokens(source.files, source.model.vocab_size)
 
 
 def named_token(source: Source, tokenizer: Tokenizer, name: str) -> tuple[str, int] | None:
@@ -146,7 +114,7 @@ def named_token(source: Source, tokenizer: Tokenizer, name: str) -> tuple[str, i
     Raises ConfigError if the text is not one token of the model.
     """
     path = source.files / TOKENIZER_CONFIG
-    value = _read_object(path).get(name) if path.is_file() else None
+    value = read_object(path).get(name) if path.is_file() else None
     text = value.get("content") if isinstance(value, dict) else value
     if text is None:
         return None

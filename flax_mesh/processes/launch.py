@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +65,7 @@ def launch(command: Sequence[str], count: int, extra: Sequence[str] = (), *, los
             )
             children.append(child)
             threading.Thread(target=_follow, args=(index, child, printing, ends), daemon=True).start()
-        with _forward_signals(children):
+        with handled_signals(lambda number, _: _send_signal(children, number)):
             return _wait(children, ends, lost)
 
 
@@ -142,13 +142,10 @@ def _forward_output(index: int, child: subprocess.Popen[str], printing: threadin
 
 
 @contextmanager
-def _forward_signals(children: Sequence[subprocess.Popen[str]]) -> Generator[None]:
-    def forward(number: int, frame: object) -> None:
-        _send_signal(children, number)
-
-    # A signal that is ignored stays ignored: SIGHUP under nohup.
+def handled_signals(handler: Callable[[int, object], None]) -> Generator[None]:
+    """Calls `handler` for SIGNALS. One that is ignored stays ignored: SIGHUP under nohup."""
     caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, forward) for number in caught}
+    previous = {number: signal.signal(number, handler) for number in caught}
     try:
         yield
     finally:

@@ -213,7 +213,8 @@ class TrainConfig:
             model, such as the teacher of recipes/distill.py. `make() -> nnx.Module` is only traced, and its variables
             are those of `folder`, a Hugging Face folder or id of a decoder. They are read there whenever the run starts
             or resumes, in the layout of the model's rules, and have neither gradients nor moments; a checkpoint has
-            only a checksum of their files.
+            only a checksum of their files. If `folder` is a field of a loss, give it `metadata={"of_hub": "model"}`:
+            the run then records the commit of an id, as for `checkpoint.start_from`.
         eval_fns: Name -> `eval_fn(config, evaluate) -> metrics`, a dict of numbers, which rows contain as
             "NAME/METRIC". `evaluate(batch)` returns the sums "loss", "weight" and the metrics of `loss_fn` in eval mode
             as floats. Called every `run.eval_every` steps and at the end.

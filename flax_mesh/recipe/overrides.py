@@ -13,7 +13,7 @@ from flax_mesh.data.config import ChatConfig
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, field_types, has_text, parse_value, read_file, type_problems, value_to_text
 from flax_mesh.recipe.config import SECTIONS, TrainConfig
-from flax_mesh.store import DATASET, StorePath, stored_path, with_commit
+from flax_mesh.store import DATASET, MODEL, StorePath, stored_path, with_commit
 from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
@@ -29,6 +29,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
+OF_HUB = "of_hub"  # metadata of a field that may be an id: "model" or "dataset"
 RECORDED = "config.txt"  # in a run folder: the lines of `to_lines`
 _Text = typing.TypeVar("_Text", str, object)  # of metadata, whose values may be of any type
 
@@ -93,22 +94,33 @@ def read_overrides(config: TrainConfig, overrides: Iterable[str]) -> tuple[Train
 
 
 def with_commits(config: TrainConfig) -> TrainConfig:
-    """`config` with the commits of its ids of the hub: those that its run folder began with, if any."""
-    checkpoint, data, earlier = config.checkpoint, config.data, {}
-    has_names = checkpoint.start_from or isinstance(data, ChatConfig)
-    if any(map(type_problems, (checkpoint, data, config.run))) or not has_names:
+    """`config` with the commits of its ids of the hub: those that its run folder began with, if any.
+
+    They are `checkpoint.start_from`, the `data.source` of chats, and fields of a loss with the metadata `of_hub`.
+    """
+    names = {
+        "checkpoint": {"start_from": MODEL},
+        "data": {"source": DATASET} if isinstance(config.data, ChatConfig) else {},
+    }
+    if dataclasses.is_dataclass(loss := config.loss_fn):
+        names["loss_fn"] = {x.name: x.metadata[OF_HUB] for x in dataclasses.fields(loss) if OF_HUB in x.metadata}
+    sections = {name: getattr(config, name) for name, fields in names.items() if fields}
+    if any(map(type_problems, (*sections.values(), config.run))):
         return config
+    given = {(name, field): getattr(sections[name], field) for name in sections for field in names[name]}
+    if not any(given.values()):
+        return config
+    earlier: dict[str, str] = {}
     with suppress(OSError, ConfigError):
         path = stored_path(config.run.folder) / RECORDED
         content = path.read_bytes() if isinstance(path, StorePath) else read_file(path)
         lines = content.decode(errors="replace").splitlines()
         earlier = {name: value for name, _, value in (line.partition("=") for line in lines)}
-    if start := checkpoint.start_from:
-        start = with_commit(start, earlier.get("checkpoint.start_from", ""))
-        checkpoint = replace(checkpoint, start_from=start)
-    if isinstance(data, ChatConfig):
-        data = replace(data, source=with_commit(data.source, earlier.get("data.source", ""), DATASET))
-    return replace(config, checkpoint=checkpoint, data=data)
+    for (name, field), value in given.items():
+        pinned = with_commit(value, earlier.get(f"{name}.{field}", ""), names[name][field])
+        if pinned != value:
+            sections[name] = replace(sections[name], **{field: pinned})
+    return replace(config, **sections)
 
 
 def _apply(config: TrainConfig, overrides: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -5,7 +5,7 @@
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, cast
 
@@ -23,6 +23,7 @@ from flax_mesh.mpmd import MpmdMesh, Pipeline, StagedModel, split_stages
 from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
 from flax_mesh.recipe.overrides import with_commits
 from flax_mesh.recipe.resolve import Recipe, check, resolve_checked
+from flax_mesh.recipe.saved import saved_attention
 from flax_mesh.recipe.schedule import parse_cut
 from flax_mesh.recipe.target import local_target
 from flax_mesh.sharding.abstract import abstract_state, init_state
@@ -30,6 +31,7 @@ from flax_mesh.sharding.constrain import spec_in_mesh
 from flax_mesh.sharding.rules import PartitionRules
 from flax_mesh.step.batch import microbatch_shapes
 from flax_mesh.step.loss import RESERVED, Metrics
+from flax_mesh.step.options import Attention
 from flax_mesh.step.state import TrainState, abstract_train_state
 from flax_mesh.step.step import Step, check_callbacks, make_eval_step, make_train_step
 from flax_mesh.text import array_text, at_most, listed
@@ -78,6 +80,14 @@ class TrainProgram:
         return sum(math.prod(x.shape) for x in self.parameters)
 
     @property
+    def attention_forms(self) -> tuple[str, ...]:
+        """The form of every attention of a traced step, as `run.attention` chose it."""
+        if self.pipeline is None:
+            return getattr(self.step, "attention_forms", ())
+        staged = self.pipeline.staged
+        return staged.cut(staged.example, seed=self.recipe.step_options.seed).forms
+
+    @property
     def num_parts(self) -> int:
         """Number of parts of a batch that is evaluated: the microbatches of a pipeline, 1 without one."""
         return 1 if self.pipeline is None else self.recipe.pipeline.num_microbatches
@@ -93,10 +103,13 @@ def eval_shape(function: Callable[..., object], layout: TrainState, batch: PyTre
 
 
 @check_types
-def build_program(config: TrainConfig, say: Callable[[str], None] = lambda text: None) -> TrainProgram:
+def build_program(
+    config: TrainConfig, say: Callable[[str], None] = lambda text: None, *, restart: bool = False
+) -> TrainProgram:
     """The program of a recipe on the devices that are here. Raises ConfigError with a line for every mistake.
 
-    `say` is called when the mesh was shrunk, and with the notes of the model.
+    `say` is called when the mesh was shrunk, and with the notes of the model. The forms that `run.attention=auto` chose
+    for a run with checkpoints in `run.folder` are kept, unless it is a `restart` of this run.
 
     Example:
         >>> from flax_mesh.train import build_program, load_recipe
@@ -107,6 +120,8 @@ def build_program(config: TrainConfig, say: Callable[[str], None] = lambda text:
     config = with_commits(config)
     check(config)
     recipe = resolve_checked(config, local_target(config.mesh, config.run.platform))
+    if not restart and (began := saved_attention(config.run)):
+        recipe = replace(recipe, step_options=replace(recipe.step_options, attention=began))
     for note in recipe.notes:
         say(note)
     program = train_program(recipe)
@@ -162,7 +177,7 @@ def _plain(recipe: Recipe) -> TrainProgram:
     def init() -> TrainState:
         return layout.with_state(init_state(recipe.make, abstract))
 
-    option = recipe.step_options.attention
+    option = cast(Attention, recipe.run.attention)  # the forms of a resumed run are those of its step
     evaluate = make_eval_step(recipe.loss_fn, layout, axes=recipe.rules.axes, attention=option)
     check = partial(check_callbacks, step, evaluate)
     return TrainProgram(recipe, layout, init, step, evaluate, check, lambda state: state.merge()[0])

@@ -5,13 +5,16 @@ import json
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any, cast
 
 from flax_mesh.axes import dims_text
+from flax_mesh.blockwise.transform import FORMS
 from flax_mesh.checkpoint.checksums import read_metadata
 from flax_mesh.checkpoint.diff import read_batch
+from flax_mesh.checkpoint.find import CHECKPOINTS, committed_steps
 from flax_mesh.checkpoint.layout import arrays_on_disk
 from flax_mesh.checkpoint.read import Array, is_number, read_record
 from flax_mesh.data.run_data import TEXT
@@ -19,9 +22,11 @@ from flax_mesh.data.user_batches import is_hashes, is_state
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.fields import field_types, parse_value
 from flax_mesh.lora.config import LoraConfig
+from flax_mesh.recipe.config import RunConfig
 from flax_mesh.recipe.optimizers.average import AVERAGE, COUNT, average_factor
 from flax_mesh.recipe.overrides import complete_settings
 from flax_mesh.sharding.rules import PartitionRules
+from flax_mesh.store import stored_path
 from flax_mesh.text import version_of
 from flax_mesh.tree import PyTree
 
@@ -58,6 +63,20 @@ def run_metadata(step: Path) -> dict[str, Any]:
     if problems:
         raise CheckpointCorruptedError(problems, head=f"{step}: its metadata was not written by a run:")
     return record
+
+
+def saved_attention(run: RunConfig) -> tuple[str, ...]:
+    """The forms of the attentions of the run in `run.folder`; () for a new run, and unless `run.attention` is auto."""
+    folder, steps = stored_path(run.folder) / CHECKPOINTS, list[int]()
+    with suppress(ConfigError):  # here and below: a run that resumes reports it, and reads an earlier step
+        steps = committed_steps(folder)
+    for step in reversed(steps):
+        with suppress(ConfigError):
+            record = read_record(folder / str(step))
+            forms, before = record.get("attention"), complete_settings(record["config"])["run.attention"]
+            is_valid = isinstance(forms, list) and all(x in [*FORMS] for x in cast(list[object], forms))
+            return tuple(cast(list[str], forms)) if is_valid and before == run.attention == "auto" else ()
+    return ()
 
 
 def saved_lora(record: Mapping[str, Any]) -> LoraConfig:

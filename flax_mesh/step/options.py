@@ -13,7 +13,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from flax_mesh.axes import Layout, PartitionAxis, axes_of_spec
-from flax_mesh.blockwise.transform import MODES, choose
+from flax_mesh.blockwise.transform import FORMS, MODES, choose
 from flax_mesh.errors import ConfigError
 from flax_mesh.hardware import chip_of
 from flax_mesh.kernels import platform_of
@@ -25,7 +25,7 @@ from flax_mesh.tree import PyTree
 UNKNOWN_CHIP = 2**30  # bytes of scores per device with which auto changes nothing, if the chip is not known
 SHARE = 8  # otherwise this part of its memory
 
-Attention = Literal["auto", "kernel", "blockwise", "as_written"]
+Attention = Literal["auto", "kernel", "blockwise", "as_written"] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class StepOptions:
             kernel of the devices, or it is an error. "blockwise": every attention is computed in blocks, with memory
             that is linear in the length of sequences, as by `flax_mesh.blockwise_attention`. "as_written": none is
             changed. "auto": by the kernel if it computes the same; else in blocks if the scores, as written, take more
-            than an eighth of the memory of a device, or 1 GiB if that is unknown.
+            than an eighth of the memory of a device, or 1 GiB if that is unknown. A tuple, the `attention_forms` of an
+            earlier step: these forms again, as far as that is possible.
     """
 
     seed: int = 0
@@ -104,14 +105,16 @@ Rewrite = Callable[[Program], Callable[..., list[jax.Array]] | None]
 
 
 class AttentionOption:
-    """Applies the option to traces. `lines` describe the last trace."""
+    """Applies the option to traces. `lines` and `forms` describe the last trace."""
 
-    def __init__(self, attention: str, mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
-        if attention not in MODES:
-            raise ConfigError([f"attention={attention!r} is none of {', '.join(MODES)}"])
+    def __init__(self, attention: str | tuple[str, ...], mesh: Mesh | AbstractMesh | None, axes: PartitionAxis):
+        if not (attention in MODES or (isinstance(attention, tuple) and all(x in [*FORMS] for x in attention))):
+            known = f"{', '.join(MODES)}, and no tuple of {', '.join(FORMS)}"
+            raise ConfigError([f"attention={attention!r} is none of {known}"])
         self.attention, self.mesh, self.axes = attention, mesh, axes
         self.limit = score_limit(mesh)
         self.lines: tuple[str, ...] = ()
+        self.forms: tuple[str, ...] = ()
 
     def layouts(self, arrays: Iterable[object], like: Iterable[object]) -> dict[int, Layout]:
         """The axes of the dims of traced arrays, by id, from arrays `like` them with shardings."""
@@ -131,7 +134,7 @@ class AttentionOption:
         def chosen(program: Program) -> Callable[..., list[jax.Array]] | None:
             layouts, platform = list(inputs), platform_of(self.mesh)
             choice = choose(program, self.attention, layouts, lambda const: others.get(id(const)), self.limit, platform)
-            self.lines = choice.lines
+            self.lines, self.forms = choice.lines, choice.forms
             return choice.call
 
         return chosen

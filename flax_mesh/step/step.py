@@ -280,6 +280,11 @@ class _PlacingStep:
         """The effect of the option `attention` in the last trace, one line for each kind of attention."""
         return self._attention.lines
 
+    @property
+    def attention_forms(self) -> tuple[str, ...]:
+        """The form of every attention in the last trace: the name of a kernel, "blockwise" or "as_written"."""
+        return self._attention.forms
+
     def __call__(self, state: TrainState, batch: Batch, *limits: Limits) -> Any:
         self.errors.check()
         check_not_donated(state)

@@ -91,18 +91,18 @@ def train(
     """
     say = say if is_first() else lambda text: None
     trace = None if trace is None else user_path(trace)
-    program = build_program(config, say)
+    program = build_program(config, say, restart=restart)
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     factories, data = find_hooks(config.run.hooks, config.hooks), load_data(program)
     _watch_pipeline(watch, program)
-    with folder_of_run(stored_path(config.run.folder), restart, say) as (folder, publish):
+    with folder_of_run(stored_path(config.run.folder), restart, say) as (folder, publish, check):
         record = run_record(recipe, program, data)
         check_agreement(record)
         program = _with_search(program, working_copy(folder), say)
         evaluate = evaluation_of(program, data)
         should_stop = stop_together(should_stop)
-        run = Run(program, data, evaluate, record, folder, publish, say, hooks, factories, should_stop, trace)
+        run = Run(program, data, evaluate, record, folder, publish, check, say, hooks, factories, should_stop, trace)
         describe(run)
         on_start(program, folder)
         return _begin_or_resume(run, allow_changes)
@@ -110,6 +110,7 @@ def train(
 
 def _begin_or_resume(run: Run, allow_changes: bool) -> TrainResult:
     with _checkpointer(run.recipe.checkpoint, run.folder / CHECKPOINTS, run.program.rules.layers) as checkpointer:
+        checkpointer.before_commit = run.check
         step = latest_step(checkpointer)
         for damaged, problems in checkpointer.damaged.items():
             others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""

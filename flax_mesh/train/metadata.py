@@ -42,6 +42,7 @@ def run_record(recipe: str, program: TrainProgram, data: RunData) -> dict[str, A
         "sharding": sharding_fingerprint(state),
         "data": data.record(0),
         "constants": json.loads(sums),
+        "attention": [*program.attention_forms],
         "metrics": {},
         "versions": versions(),
     }

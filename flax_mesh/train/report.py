@@ -35,6 +35,7 @@ class Run:
     record: dict[str, Any]  # metadata saved with every checkpoint
     folder: Path
     publish: Callable[[], None]  # the files of a folder in a store
+    check: Callable[[], None]  # that this run has the lease of such a folder
     say: Say
     hooks: Sequence[Callable[[Row], None]]
     factories: Sequence[tuple[str, Factory]]  # of the hooks of run.hooks and of the recipe, for process 0

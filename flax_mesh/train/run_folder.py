@@ -82,33 +82,48 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The folder of a run; `publish` writes its files to the store if it is in one, and is called before a save."""
+    """The folder of a run. If it is in a store, `publish` writes its files there, and is called before a save.
+
+    Every process calls it; process 0 writes, and its errors are raised in all. `check` raises ConfigError in process 0
+    if it has lost the lease.
+    """
 
     folder: Path
     publish: Callable[[], None]
+    check: Callable[[], None]
 
 
 @contextmanager
 def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> Iterator[Place]:
     """Yield the run folder, selected and locked by process 0. A ConfigError of process 0 is raised in all processes."""
-    if isinstance(wanted, StorePath) and jax.process_count() > 1:
-        raise ConfigError(
-            f"run.folder={wanted}: several processes cannot save to a store; use a folder that they share"
-        )
     if isinstance(wanted, StorePath) and wanted.parts == wanted.place:
         raise ConfigError(f"run.folder={wanted} is a bucket; use a folder in it, such as {wanted / 'run'}")
-    publish: Callable[[], None] = lambda: None  # noqa: E731
+    files: RunFiles | None = None
     with ExitStack() as stack:
 
         def choose() -> str:
-            nonlocal publish
+            nonlocal files
             folder = next_free(wanted) if restart else wanted
             stack.enter_context(run_folder(working_copy(folder)))
             if isinstance(folder, StorePath):
-                publish = stack.enter_context(RunFiles(folder, working_copy(folder), say)).publish
+                files = stack.enter_context(RunFiles(folder, working_copy(folder), say))
             return str(folder)
 
-        yield Place(stored_path(broadcast_from_process_0("folder", choose)), publish)
+        def publish_here() -> str:
+            try:
+                if files is not None:
+                    files.publish()
+            except SaveError as error:
+                return f"{error}"
+            return ""
+
+        def publish() -> None:
+            if problem := broadcast_from_process_0("publish", publish_here):
+                raise SaveError(problem)
+
+        folder = stored_path(broadcast_from_process_0("folder", choose))
+        nothing = lambda: None  # noqa: E731
+        yield Place(folder, publish if isinstance(folder, StorePath) else nothing, files.check if files else nothing)
 
 
 def latest_step(checkpointer: Checkpointer) -> int | None:

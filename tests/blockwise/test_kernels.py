@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import flax_mesh as fm
 from flax_mesh import jax_compat
-from flax_mesh.blockwise import mask
+from flax_mesh.blockwise import mask, transform
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import EVERY, KERNELS, Need, gpu_problem, misfit
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
@@ -311,6 +311,39 @@ def test_where_the_platform_is_not_known_the_lines_have_the_choice_on_each():
     first, *lines = [line.removeprefix("attention: ") for line in step.attention_lines]
     assert first.startswith("as written, because its scores take") and [x[:7] for x in lines] == ["on TPUs", "on GPUs"]
     assert "splash attention, causal" in lines[0] and lines[1].endswith("cuDNN needs bfloat16 or float16, got float32")
+
+
+def test_forms_of_an_earlier_step_are_kept_where_auto_would_choose_others(monkeypatch):
+    plain, splash, blocks = ("as_written",) * 2, ("splash",) * 2, ("as_written", "blockwise")
+    written = str(traced_step("tpu", {"dp": 1}, attention="as_written")[1].jaxpr)
+    for forms in (plain, blocks):
+        step, traced = traced_step("tpu", {"dp": 1}, attention=forms)
+        assert step.attention_forms == forms and (str(traced.jaxpr) == written) == (forms == plain)
+        assert step.attention_lines[0].endswith("; auto would choose 2 attentions by splash attention here")
+    assert traced_step("tpu", {"dp": 1})[0].attention_forms == splash
+    monkeypatch.setattr(transform, "OF_PLATFORM", {})  # a version without kernels
+    assert traced_step("tpu", {"dp": 1})[0].attention_forms == plain
+    assert traced_step("tpu", {"dp": 1}, attention=splash)[0].attention_forms == splash
+
+
+@pytest.mark.parametrize(
+    ("platform", "forms", "problem"),
+    [
+        ("gpu", ("splash",) * 2, "2 attentions by splash attention, which cannot be kept, because splash attention ne"),
+        ("gpu", ("cudnn",) * 2, "2 attentions by cuDNN, which cannot be kept, because cuDNN needs bfloat16 or float16"),
+        ("gpu", ("blockwise",), "1 attention in blocks, which cannot be kept, because the program has others"),
+    ],
+)
+def test_where_forms_cannot_be_kept_a_line_names_both(platform, forms, problem):
+    step, _ = traced_step(platform, {"dp": 1}, attention=forms)
+    assert step.attention_forms == ("as_written",) * 2
+    assert step.attention_lines[0].startswith(f"attention: the run began with {problem}")
+    assert step.attention_lines[0].endswith("; auto chooses 2 attentions as written here")
+
+
+def test_a_form_that_does_not_exist_is_an_error():
+    with pytest.raises(ConfigError, match=r"none of auto, .*, and no tuple of splash, cudnn, blockwise, as_written"):
+        traced_step("gpu", {"dp": 1}, attention=("flash",))
 
 
 def test_kernel_is_an_error_for_an_attention_that_has_none():

@@ -33,8 +33,8 @@ class StandIn:
 
     bos_token_id, eos_token_id = VOCABULARY[BEGIN], VOCABULARY[END]
 
-    def __init__(self, chat_template: str | None = CHATML):
-        self.chat_template = chat_template
+    def __init__(self, chat_template: str | None = CHATML, path: Path = Path("hf")):
+        self.chat_template, self.path = chat_template, path
 
     def get_chat_template(self, tools: Any = None) -> str | None:
         return self.chat_template

@@ -55,6 +55,10 @@ PLANTED = (
     # The divergence of a student from its teacher has the other direction; it lacks a factor, the temperature.
     ("flax_mesh/models/ops/divergence.py", 'self.direction == "forward"', 'self.direction == "reverse"'),
     ("flax_mesh/models/ops/divergence.py", "self.temperature**2 * jnp", "self.temperature * jnp"),
+    # A checkpoint lacks the rollout that was generated ahead: a resumed run makes it again, with newer parameters.
+    ("flax_mesh/data/streams/rollouts.py", "file, *jax.tree.leaves(batches))", "file, *jax.tree.leaves(batches[:1]))"),
+    # Completions do not end with the end tokens of the model, but of its tokenizer alone.
+    ("flax_mesh/data/prompts.py", "*end_tokens(tokenizer.path, vocab_size)} - {None}", "} - {None}"),
     # Every pair has the reference of the one before it.
     ("flax_mesh/data/preferences.py", "= self.reference[index]", "= self.reference[index - 1]"),
     # The gradients of all tokens of a chunk count alike.
@@ -67,4 +71,6 @@ PLANTED = (
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
     # A mask that sets scores to 0 hides no key.
     ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n        if not", "(at_1 > -1)\n        if not"),
+    # A run that resumes on other devices has another attention than it began with.
+    ("flax_mesh/recipe/program.py", "if not restart and (began", "if restart and (began"),
 )

@@ -143,9 +143,9 @@ def stand_in(monkeypatch):
 
 
 def test_the_teacher_is_a_constant_in_the_layout_of_the_rules(tmp_path, stand_in):
-    """With adapters too: they are the student's alone. And with a filter of paths that the teacher has too."""
-    for rank, wrt in ((0, nnx.Param), (2, nnx.Param), (0, nnx.PathContains("mlp"))):
-        config = config_of(tmp_path, "run", {"mesh.shape": "fsdp:4,tp:2", "lora.rank": rank})
+    """With adapters, in another dtype, and with a filter of paths that the teacher has too."""
+    for rank, dtype, wrt in ((2, "bfloat16", nnx.Param), (0, "float32", nnx.PathContains("mlp"))):
+        config = config_of(tmp_path, "run", {"mesh.shape": "fsdp:4,tp:2", "lora.rank": rank, "model.dtype": dtype})
         config = replace(config, wrt=wrt)
         state = build_program(config).layout.to_nnx()
         leaves = dict(named_leaves(state))
@@ -154,10 +154,7 @@ def test_the_teacher_is_a_constant_in_the_layout_of_the_rules(tmp_path, stand_in
         kernel = of_teacher["model/teacher/layers/mlp/up/kernel"]
         assert kernel.shape == (3, 32, 24) and kernel.sharding.spec == P(None, "fsdp", "tp")
         assert any("lora" in path for path in leaves) == (rank > 0)
-    half = build_program(config_of(tmp_path, "run", {"model.dtype": "bfloat16", "mesh.shape": "fsdp:4"})).layout
-    assert {str(x.dtype) for path, x in named_leaves(half.to_nnx()) if path.startswith("model/teacher/")} == {
-        "bfloat16"
-    }
+        assert {str(x.dtype) for x in of_teacher.values()} == {dtype}
 
 
 def test_teachers_that_cannot_be_used_are_refused(tmp_path, stand_in):

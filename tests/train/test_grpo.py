@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Event
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.inference import for_generation
 from flax_mesh.lora import add_lora
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.recipe.model import with_constants
 from flax_mesh.train import Rollouts, TrainConfig, apply_overrides, load_recipe
 from tests.data.chat_files import write_rows
 from tests.data.chat_tokenizers import VOCABULARY, StandIn
@@ -136,16 +139,86 @@ def test_the_state_between_two_updates_has_the_batch_unless_its_shapes_have_chan
     assert len(other(5, model)["x"]) == 4 and late(6, model)["x"][0] == 2 and made == [0, 1, 1, 2]
 
 
+def test_rollouts_ahead_are_of_the_parameters_before_the_step_and_finished_beside_it_and_resume_with_their_bits():
+    """Parameters are the steps computed; a batch has its number and the parameters that generated it."""
+    begun, may_finish = list[tuple[int, int]](), [Event() for _ in range(9)]
+
+    def of_run() -> Rollouts:
+        def make(model: Any, number: int) -> Any:
+            begun.append((number, model))
+
+            def finish() -> Any:
+                may_finish[number].wait()
+                return {"x": np.array([number, model], np.int32)}
+
+            return finish
+
+        return Rollouts(make, {"x": jax.ShapeDtypeStruct((2,), np.int32)}, updates=2, ahead=True)
+
+    def batch(rollouts: Rollouts, step: int) -> list[int]:
+        return rollouts(step, lambda: cast(Any, step))["x"].tolist()
+
+    whole = of_run()
+    may_finish[0].set()
+    assert batch(whole, 0) == [0, 0] and begun == [(0, 0), (1, 0)], "batch 1 is generated, and is not finished yet"
+    for event in may_finish:
+        event.set()
+    states = {step: whole.state(step) for step in [1]}
+    expected = [[0, 0], [1, 0], [1, 0], [2, 2], [2, 2], [3, 4], [3, 4]]
+    for step, values in enumerate(expected, 1):
+        assert batch(whole, step) == values
+        states[step + 1] = whole.state(step + 1)
+    for step in (1, 2, 3, 4):
+        begun.clear()
+        resumed = of_run()
+        resumed.resume(step, states[step])
+        assert [batch(resumed, at) for at in range(step, 8)] == expected[step - 1 :]
+        assert begun[0] == (2 + step // 3, 2 + step // 3 * 2), "nothing that was made is made again"
+
+
+def test_a_rollout_ahead_that_fails_raises_at_its_step_and_is_not_in_the_state():
+    def make(model: Any, number: int) -> Any:
+        return lambda: {"x": np.zeros(1 // (1 - number))}
+
+    rollouts = Rollouts(make, {"x": jax.ShapeDtypeStruct((1,), float)}, ahead=True)
+    rollouts(0, lambda: cast(Any, None))
+    assert rollouts.state(1) == b""
+    with pytest.raises(ZeroDivisionError):
+        rollouts(1, lambda: cast(Any, None))
+
+
+@pytest.mark.slow
+def test_completions_end_with_any_end_token_of_the_model_and_are_trained_up_to_it(tmp_path):
+    config = config_of(tmp_path, "a", "mesh.shape=fsdp:2", "loss_fn.beta=0")
+    ends = [*range(40, 100)]
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    rollouts: Any = cast(Any, config.make_batches)(config)
+    make = lambda: make_decoder(SMALL, nnx.Rngs(0))  # noqa: E731
+    model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh("dp:1,fsdp:4,ep:1,tp:2,sp:1")))
+    batch = rollouts(0, lambda: model)
+    last = {*ends, StandIn.eos_token_id}
+    completions = [row[row >= 0].tolist() for row in batch["targets"]]
+    ended = [row for row in completions if row[-1] in last]
+    assert ended and all(len(row) == 8 for row in completions if row[-1] not in last)
+    assert not any(last & {*row[:-1]} for row in completions) and {row[-1] for row in ended} & {*ends}
+    assert batch["metrics"]["completions/cut_off"].astype(bool).tolist() == [row[-1] not in last for row in completions]
+    lengths = np.sum(batch["segment_ids"], axis=1)
+    assert (np.argmax(np.cumsum(batch["targets"] >= 0, axis=1), axis=1) + 1 == lengths).all(), "nothing after the end"
+
+
 # --- the layout for generation ---
 
 
 def test_a_model_for_generation_has_merged_adapters_and_shares_equal_arrays_and_the_model_keeps_its_adapters():
     tokens = {name: jax.ShapeDtypeStruct((4, 8), np.int32) for name in ("inputs", "targets")}
     make = add_lora(lambda: make_decoder(SMALL, nnx.Rngs(0)), next_token_loss, tokens, rank=2, modules="/q/")
+    teacher = lambda: make_decoder(replace(SMALL, num_layers=1), nnx.Rngs(0))  # noqa: E731
+    make = partial(with_constants, make, {"teacher": teacher})
     model = fm.init_model(make, fm.abstract_state(make, fm.create_mesh("dp:1,fsdp:4,ep:1,tp:2,sp:1")))
     before = dict(fm.named_leaves(nnx.state(model)))
     generating = dict(fm.named_leaves(nnx.state(for_generation(model))))
     assert all(x is before[path] for path, x in fm.named_leaves(nnx.state(model))) and len(before) > len(generating)
+    assert any(path.startswith("teacher/") for path in before) and not any("teacher" in path for path in generating)
     first = {path: x.addressable_shards[0].data.unsafe_buffer_pointer() for path, x in before.items()}
     copied = {
         path for path, x in generating.items() if x.addressable_shards[0].data.unsafe_buffer_pointer() != first[path]
@@ -176,7 +249,7 @@ def config_of(tmp_path: Path, name: str, *words: str, rows: Any = None) -> Train
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch):
-    monkeypatch.setattr(chats, "open_tokenizer", lambda folder, vocab_size: StandIn())
+    monkeypatch.setattr(chats, "open_tokenizer", lambda folder, vocab_size: StandIn(path=Path(folder)))
 
 
 def problems(config: TrainConfig) -> str:
@@ -245,6 +318,22 @@ def test_runs_agree_on_meshes_and_resume_bit_for_bit_between_the_updates_of_a_ba
         for row, other in zip(whole, rows, strict=False):
             for metric in ("loss", "kl", "reward", "clip_share", "completions/length", "rewards/share"):
                 assert other[metric] == pytest.approx(row[metric], rel=1e-4, abs=1e-5), (name, metric)
+
+
+@pytest.mark.slow
+def test_a_run_ahead_learns_and_resumes_bit_for_bit_and_differs_from_one_that_is_not(tmp_path):
+    words = "data.ahead=true", "mesh.shape=fsdp:2", "data.updates=2"
+    whole, plain = (run(config_of(tmp_path, name, *words[name == "off" :])).rows for name in ("whole", "off"))
+    run(config_of(tmp_path, "killed", *words), kill_at=4)
+    assert any("at step 3; resuming" in line for line in run(config_of(tmp_path, "killed", *words)).lines)
+    assert state_of(tmp_path / "killed", 5) == state_of(tmp_path / "whole", 5)
+    assert [row["reward"] for row in rows_of(tmp_path / "killed")] == [row["reward"] for row in whole]
+    assert [row["reward"] for row in whole[:2]] == [row["reward"] for row in plain[:2]]
+    assert whole[2]["reward"] != plain[2]["reward"] and abs(whole[2]["kl"] - plain[2]["kl"]) < 0.1
+    words = "run.steps=70", "data.batch_size=32", "loss_fn.beta=0", "mesh.shape=fsdp:1", "optimizer.learning_rate=0.02"
+    rewards = f"data.rewards={tmp_path / 'rewards.py'}:share"
+    rows = run(config_of(tmp_path, "learns", "data.ahead=true", *words, rewards)).rows
+    assert rows[0]["reward"] < 0.1 and np.mean([row["reward"] for row in rows[-5:]]) > 0.8
 
 
 @pytest.mark.slow

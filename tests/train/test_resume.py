@@ -15,11 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from flax_mesh.blockwise import transform
+from flax_mesh.blockwise.traced import find
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.data.iterators import IteratorBatches, decode, encode
 from flax_mesh.errors import ConfigError
 from flax_mesh.models import next_token_loss
-from flax_mesh.train import TrainConfig, apply_overrides, load_recipe
+from flax_mesh.recipe.saved import run_metadata
+from flax_mesh.step import options
+from flax_mesh.train import TrainConfig, apply_overrides, build_program, load_recipe
 from tests.data import user_recipe
 from tests.data.user_recipe import MAKERS, Windows
 from tests.train import bigram
@@ -178,6 +182,27 @@ def test_a_run_that_is_killed_and_resumed_is_bit_for_bit_an_undisturbed_one(case
     else:
         assert found == expected
         assert state_of(tmp_path / "killed", STEPS) == state_of(tmp_path / "whole", STEPS)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("mesh", ["dp", "pp"])
+def test_a_resumed_run_keeps_the_attention_that_it_began_with(mesh: str, tmp_path: Path, text: Path, monkeypatch):
+    monkeypatch.setattr(find, "FEWEST", 2)
+    monkeypatch.setattr(transform, "BLOCK", 4)
+    monkeypatch.setattr(options, "UNKNOWN_CHIP", 0)
+    configs = [config_of(("tokens", "adamw", "", mesh, ""), tmp_path / name, text) for name in ("whole", "killed")]
+    run(configs[0])
+    run(configs[1], kill_at=5)
+    monkeypatch.setattr(options, "UNKNOWN_CHIP", 2**30)
+    ran, line = run(configs[1]), "attention: as the run began, 2 attentions in blocks; auto would choose 2 attentions"
+    assert any(f"{line} as written here" in text for text in ran.lines), ran.lines
+    found, expected = (state_of(Path(config.run.folder), STEPS) for config in (configs[1], configs[0]))
+    assert (
+        found == expected and run_metadata(tmp_path / f"killed/checkpoints/{STEPS}")["attention"] == ["blockwise"] * 2
+    )
+    new = run(replace(configs[1], run=replace(configs[1].run, steps=1)), restart=True)
+    set_anew = build_program(apply_overrides(configs[1], ["run.attention=as_written"]))
+    assert not any(line in text for text in new.lines) and set_anew.recipe.step_options.attention == "as_written"
 
 
 @pytest.mark.slow

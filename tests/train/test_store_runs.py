@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 from flax_mesh import ConfigError, SaveError
+from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.find import committed_steps
 from flax_mesh.checkpoint.hf.kept import KEPT, keep_files
 from flax_mesh.cli import main
@@ -24,6 +24,7 @@ from flax_mesh.train.run_folder import MetricsFile, folder_of_run
 from flax_mesh.train.stores import copy, lease
 from flax_mesh.train.stores.copy import RunFiles
 from tests.checkpoint.stores import failing_server, gs_server, s3_server, store_of_files
+from tests.multiprocess.in_threads import in_threads
 from tests.train import bigram
 from tests.train.bigram import recipe
 from tests.train.support.runs import losses, run
@@ -336,12 +337,55 @@ def test_a_store_that_refuses_is_an_error_before_anything_compiles(monkeypatch, 
             read_metrics(bucket / "run")
 
 
-def test_several_processes_and_wrong_addresses_are_refused(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    place = folder_of_run(stored_path("s3://bucket/run"), False, print)
-    with pytest.raises(ConfigError, match="several processes cannot save to a store"), place:
-        pass
-    monkeypatch.setattr(jax, "process_count", lambda: 1)
+def test_a_file_that_the_store_refuses_is_a_warning_and_others_are_written(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(copy, "LARGEST", 100)
+    write, said, here = StorePath.write_bytes, list[str](), tmp_path / "a"
+
+    def refused(self: StorePath, data: bytes) -> int:
+        if self.name == "b":
+            raise OSError(5, "the store answered 400 (EntityTooLarge)", str(self))
+        return write(self, data)
+
+    monkeypatch.setattr(StorePath, "write_bytes", refused)
+    with opened(files, here, said) as run_files:
+        for name, content in {"a": "x" * 101, "b": "x", "c": "x", "metrics.jsonl": '{"step": 1}\n'}.items():
+            (here / name).write_text(content)
+        run_files.publish()
+        assert {*files.names()} == {"c", "metrics/000000.jsonl", lease.LEASE}
+    expected = f"{here}/a: it is larger than 5 GiB, which a store refuses; {here}/b: the store answered 400"
+    assert len(said) == 1 and expected in said[0]
+
+
+def test_a_run_whose_lease_was_taken_over_does_not_commit_the_step_that_it_writes(files, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "RENEWED", 100.0)  # it is suspended
+    folder, state = files / "checkpoints", {"a": np.ones(3)}
+    with opened(files, tmp_path / "a", []) as first, Checkpointer(folder, keep=1) as checkpointer:
+        checkpointer.before_commit = first.check
+        checkpointer.save(1, state)
+        checkpointer.wait()
+        with opened(files, tmp_path / "b", []):
+            checkpointer.save(2, state)
+            with pytest.raises(SaveError, match=r"step 2 could not be saved .* it was taken over by .*; this run ends"):
+                checkpointer.wait()
+            assert committed_steps(folder) == [1] and not (folder / "2").exists()
+
+
+def test_what_process_0_cannot_publish_is_an_error_in_all_processes(files, tmp_path, monkeypatch):
+    def refused() -> None:
+        raise OSError(5, "the store answered 500", "")
+
+    def start(number: int) -> str:
+        with folder_of_run(files, False, print) as place:
+            place.publish()
+            monkeypatch.setattr(RunFiles, "_send_rows", lambda self: refused())
+            with pytest.raises(SaveError, match=r"metrics and other files could not be written .* answered 500"):
+                place.publish()
+            return str(place.folder)
+
+    assert in_threads(monkeypatch, 2, start) == [str(files)] * 2
+
+
+def test_wrong_addresses_are_refused(monkeypatch):
     with (
         pytest.raises(ConfigError, match="is a bucket; use a folder in it"),
         folder_of_run(stored_path("s3://bucket"), False, print),

@@ -10,11 +10,11 @@ from pathlib import Path
 from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
 from flax_mesh.checkpoint.hf.family import Json
 from flax_mesh.checkpoint.hf.safetensors import read_json
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import CheckpointCorruptedError, ConfigError
 from flax_mesh.store import SETTINGS, StorePath, model_folder, on_this_machine, stored_path
 
 KEPT = "huggingface"
-CONFIG = "config.json"
+CONFIG, GENERATION, STOP = "config.json", "generation_config.json", "eos_token_id"
 # Suffixes of files of parameters, and of archives of them; "model.safetensors.index.json" is one of a table of them.
 PARAMETERS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack"}
 PARAMETERS |= {".gguf", ".onnx", ".npz", ".tar", ".gz"}
@@ -56,6 +56,34 @@ def other_files(folder: Path) -> list[Path]:
 def tokenizer_file(folder: Path) -> Path | None:
     """The file of the tokenizer in a Hugging Face folder, or in the folder of the kept files."""
     return next((folder / name for name in TOKENIZERS if (folder / name).is_file()), None)
+
+
+def read_object(path: Path) -> dict[str, object]:
+    """The JSON object in a file; one line if it contains anything else."""
+    try:
+        data = read_json(path)
+    except CheckpointCorruptedError as error:
+        raise ConfigError(f"{path} is {error.problems[0]}; replace it by that of the model") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must be a JSON object; replace it by that of the model")
+    return data
+
+
+def end_tokens(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The ids that end a text, eos_token_id of generation_config.json or else of config.json.
+
+    Raises ConfigError if they are not ids of the model.
+    """
+    for path in (folder / GENERATION, folder / CONFIG):
+        stop = read_object(path).get(STOP) if path.is_file() else None
+        if stop is None:
+            continue
+        ids = stop if isinstance(stop, list) else [stop]
+        if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+            what = f"must be an id or a list of ids from 0 to {vocab_size - 1}, got {str(stop)[:80]}"
+            raise ConfigError(f"{path}: {STOP} {what}; repair it")
+        return tuple(ids)
+    return ()
 
 
 def keep_files(folder: Path, checkpoints: Path) -> None:

@@ -7,6 +7,7 @@
 import hashlib
 import io
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -24,14 +25,17 @@ class Rollouts:
     """Batches made by the model of the run, to be returned by `make_batches`: a function of the step and the model.
 
     They are made between the steps, so `data_wait_seconds` of a row of metrics is the time that they take. A run
-    resumes bit for bit: the batch is a function of its number and of the parameters, and the checkpoint of a step
-    between two steps of one batch contains the batch.
+    resumes bit for bit: the batch is a function of its number and of the parameters, and a checkpoint contains the
+    batches that are made, and that later steps train on.
 
     Args:
-        make: `make(model, number) -> batch`, a pytree of numpy arrays, the same in all processes. `model` has the
-            parameters of the run in the layout of its mesh, and its adapters; its arrays are valid during the call.
+        make: `make(model, number) -> batch`, a pytree of numpy arrays, the same in all processes, or a function without
+            arguments that returns it. `model` has the parameters of the run in the layout of its mesh, and its
+            adapters; its arrays are valid during the call of `make`, and not when that function is called.
         shapes: The shapes of every batch, a pytree of `jax.ShapeDtypeStruct`.
         updates: The number of successive steps that train on each batch.
+        ahead: Whether `make` is called for each batch before the first step on the one before it. A function that it
+            returns is called in a thread while these steps are computed.
         rows: The hashes of the rows that batches are made from, as `read_prompts(...).hashes` returns them.
         description: A text for the line in which a run describes its data.
 
@@ -50,6 +54,7 @@ class Rollouts:
         shapes: PyTree,
         *,
         updates: int = 1,
+        ahead: bool = False,
         rows: Callable[[], object] | None = None,
         description: str = "",
     ):
@@ -57,18 +62,26 @@ class Rollouts:
             raise ConfigError(f"updates must be at least 1, got {updates}")
         # As of the iterators of `read_chats` and `read_preferences`.
         self.flax_mesh_shapes, self.flax_mesh_rows, self.description = shapes, rows, description
-        self._make, self._updates = make, updates
-        self._number, self._batch = _NONE, None
+        self._make, self._updates, self._ahead = make, updates, ahead
+        self._made: dict[int, PyTree] = {}  # number -> batch, or its Future
+        self._agreed = _NONE  # the newest batch that is known to be the same in all processes
+        self._pool = ThreadPoolExecutor(1)
 
     def __call__(self, step: int, model: Callable[[], nnx.Module]) -> PyTree:
         """The batch of a step; `model` returns the model before it, and is called if a new batch is made."""
         number = step // self._updates
-        if number != self._number:
-            self._number, self._batch = _NONE, self._make(model(), number)
-            digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(self._batch)))
+        self._made = {n: x for n, x in self._made.items() if n >= number}
+        for n in self._numbers(step):
+            if n not in self._made:
+                rollout = self._make(model(), n)
+                finish = rollout if callable(rollout) else lambda rollout=rollout: rollout
+                self._made[n] = self._pool.submit(finish) if self._ahead else finish()
+        batch = _finished(self._made[number])
+        if number != self._agreed:
+            digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(batch)))
             assert_equal(f"rollout {number}", {f"values of rollout {number}": digest.hexdigest()})
-            self._number = number
-        return self._batch
+            self._agreed = number
+        return batch
 
     @property
     def example(self) -> PyTree:
@@ -76,22 +89,43 @@ class Rollouts:
         return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), self.flax_mesh_shapes)
 
     def state(self, step: int) -> bytes:
-        """Of the checkpoint of a step: the batch, if the next step trains on it too."""
-        if step % self._updates == 0 or self._number != step // self._updates:
+        """Of the checkpoint of a step: the batches that are made, and that the next steps train on.
+
+        A batch that cannot be finished is left out: its step raises the error, and a resumed run makes it again.
+        """
+        batches: list[PyTree] = []
+        for number in self._numbers(step) if step % self._updates or self._ahead else ():
+            rollout = self._made.get(number)
+            if rollout is None or (isinstance(rollout, Future) and rollout.exception()):
+                break
+            batches.append(_finished(rollout))
+        if not batches:
             return b""
         file = io.BytesIO()
-        np.savez_compressed(file, *jax.tree.leaves(self._batch))
+        np.savez_compressed(file, *jax.tree.leaves(batches))
         return file.getvalue()
 
     def resume(self, step: int, state: object) -> None:
-        """Continue with the batch of `step`, from the state of its checkpoint.
+        """Continue with the batches of `step`, from the state of its checkpoint.
 
-        If the run resumes with settings that change the shapes, a new batch replaces the saved one.
+        If the run resumes with settings that change the shapes, new batches replace the saved ones.
         """
-        if step % self._updates == 0 or not isinstance(state, bytes) or not state:
+        if not (step % self._updates or self._ahead) or not isinstance(state, bytes) or not state:
             return
         with np.load(io.BytesIO(state), allow_pickle=False) as arrays:
             leaves = [arrays[name] for name in arrays.files]
-        wanted, structure = jax.tree.flatten(self.flax_mesh_shapes)
-        if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in wanted]:
-            self._number, self._batch = step // self._updates, jax.tree.unflatten(structure, leaves)
+        shapes, structure = jax.tree.flatten(self.flax_mesh_shapes)
+        count, wanted = len(shapes), [(x.shape, x.dtype) for x in shapes]
+        batches = [leaves[i : i + count] for i in range(0, len(leaves), count)]
+        if all([(x.shape, x.dtype) for x in batch] == wanted for batch in batches):
+            trees = (jax.tree.unflatten(structure, batch) for batch in batches)
+            self._made = dict(zip(self._numbers(step), trees, strict=False))
+            self._agreed = step // self._updates
+
+    def _numbers(self, step: int) -> range:
+        """The batches that are made before a step."""
+        return range(first := step // self._updates, first + 1 + self._ahead)
+
+
+def _finished(rollout: PyTree) -> PyTree:
+    return rollout.result() if isinstance(rollout, Future) else rollout

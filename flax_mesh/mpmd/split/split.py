@@ -51,7 +51,7 @@ class StagedModel:
     specs: tuple[PartitionSpec, ...] = ()  # of the leaves of the model; () if `mesh` has no Explicit axes
     axes: PartitionAxis = DEFAULT_AXES  # of the batch, on Explicit axes
     make_state: Make | None = None  # returns (model, optimizer), if split_stages was given such a function
-    attention: str = "as_written"  # as in StepOptions
+    attention: str | tuple[str, ...] = "as_written"  # as in StepOptions
     # The following fields are results of the split.
     ranks: Mapping[Layer, int] = field(default_factory=dict)  # position of every layer in the order of the calls
     bounds: tuple[int, ...] = ()  # stage k has the ranks [bounds[k], bounds[k + 1])
@@ -100,7 +100,7 @@ class StagedModel:
                 axes=self.axes,
                 seed=seed,
                 train=train,
-                attention=self.attention,
+                attention=self.attention if train or isinstance(self.attention, str) else "auto",
                 placed=functools.partial(specs_of, self.make, self.model, self.mesh),
             )
 

@@ -69,6 +69,7 @@ class Forward(NamedTuple):
     opened_remat: bool = False  # a remat over several layers was inlined
     stages: tuple[StageProgram, ...] = ()  # after the split
     lines: tuple[str, ...] = ()  # about its attention
+    forms: tuple[str, ...] = ()  # of its attentions
 
     @property
     def sums(self) -> dict[str, Shaped]:
@@ -88,7 +89,7 @@ def trace_forward(
     axes: PartitionAxis = DEFAULT_AXES,
     seed: int = 0,
     train: bool = True,
-    attention: str = "as_written",
+    attention: str | tuple[str, ...] = "as_written",
     placed: Callable[[], Sequence[PartitionSpec]] = tuple,
 ) -> Forward:
     """Trace `loss_fn(model, batch)`, both abstract. `split` is the graph definition and the state of the model.
@@ -105,7 +106,8 @@ def trace_forward(
     around = jax.sharding.use_abstract_mesh(mesh) if mesh is not None else contextlib.nullcontext()
     with around, user_modes():
         program, names = _trace_loss(loss_fn, split, wrt, layers, leaves, batch, seed, train)
-        program, lines = _with_attention(program, AttentionOption(attention, mesh, axes), leaves, batch, placed)
+        option = AttentionOption(attention, mesh, axes)
+        program = _with_attention(program, option, leaves, batch, placed)
     model_leaves = [
         ModelLeaf(path, leaf.shape, leaf.dtype, path in trained, at, None)
         for at, (path, leaf) in enumerate(named_leaves(split[1]))
@@ -119,7 +121,7 @@ def trace_forward(
     changed = [(source, atom) for source, atom, name in new if name != source]
     program = program._replace(outputs=(*program.outputs[:num_sums], *(atom for _, atom in changed)))
     updates = dict(enumerate((source for source, _ in changed), start=num_sums))
-    return Forward(program, tuple(model_leaves), names, updates, lines=lines)
+    return Forward(program, tuple(model_leaves), names, updates, lines=option.lines, forms=option.forms)
 
 
 def _kinds(state: nnx.State, wrt: Filter) -> tuple[nnx.State, set[str], set[str]]:
@@ -191,18 +193,18 @@ def _with_attention(
     leaves: Sequence[Shaped],
     batch: Batch,
     placed: Callable[[], Sequence[PartitionSpec]],
-) -> tuple[Program, tuple[str, ...]]:
-    """The program with its attention in blocks if `option` asks for it, and lines about it."""
+) -> Program:
+    """The program with its attention as `option` asks for."""
     unknown = [None] * len(program.inputs)
     if option.rewrite(unknown, {})(program) is None:
-        return program, option.lines
+        return program
     layouts: list[Layout | None] = [axes_of_spec(spec, len(x.shape)) for spec, x in zip(placed(), leaves, strict=False)]
     layouts += [None] * (len(leaves) - len(layouts))
     layouts += [option.of_batch(x).get(id(x)) for x in jax.tree.leaves(batch)]
     call = option.rewrite([*layouts, *unknown[len(layouts) :]], {})(program)
     if call is None:
-        return program, option.lines
-    return trace(call, *(shape_of(v.aval) for v in program.inputs))[0], option.lines
+        return program
+    return trace(call, *(shape_of(v.aval) for v in program.inputs))[0]
 
 
 def _typed(x: Shaped, mesh: AbstractMesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -301,7 +303,7 @@ def open_forward(forward: Forward, leaves: tuple[ModelLeaf, ...]) -> Forward:
     program = _with_copies(inline(trace(retraced, arrays, data)[0]), updates)
     kept, _ = needed(program.eqns, program.outputs)  # unused equations would be assigned to the last stage
     program = program._replace(eqns=tuple(program.eqns[at] for at in kept))
-    return Forward(program, leaves, forward.names, updates, bool(spanning), lines=forward.lines)
+    return forward._replace(program=program, leaves=leaves, updates=updates, opened_remat=bool(spanning))
 
 
 def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:

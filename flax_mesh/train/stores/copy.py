@@ -4,6 +4,7 @@ Rows of metrics are objects metrics/000000.jsonl, metrics/000001.jsonl and so on
 until that has a megabyte. Together they are metrics.jsonl, whose steps may be repeated if a resumed run was killed.
 """
 
+import errno
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from flax_mesh.train.stores import lease
 METRICS = "metrics.jsonl"
 COMPILED = "compiled"  # the cache of compiled programs, which the command line uses
 PARTS = "metrics"
+LARGEST = 5 * 2**30  # bytes of an object that S3 takes in one request
 PART = 2**20  # bytes from which on the rows are in the next object
 LOCAL = (COMPILED, "wandb")  # folders that stay on this machine, as hidden files do; wandb sends its files itself
 _UNFINISHED = (".new", ".part")
@@ -84,6 +86,10 @@ class RunFiles:
             with suppress(ConfigError, SaveError, OSError):  # the next save raises it
                 action()
 
+    def check(self) -> None:
+        """ConfigError if another run has the lease, after a renewal."""
+        self._lease.renew()
+
     def publish(self) -> None:
         """Write all changes. SaveError if the store refuses, and ConfigError if another run has the lease."""
         self._publish(lambda: True)
@@ -122,20 +128,24 @@ class RunFiles:
             self._number, self._start, self._last = len(parts) - 1, sum(map(len, parts[:-1])), parts[-1]
 
     def _send_files(self) -> None:
-        """All files but the metrics; those that are gone here are deleted there. Unreadable ones are a warning."""
+        """All files but the metrics; those that are gone here are deleted there.
+
+        Files that cannot be read, and those that the store refuses, are a warning, not a reason to save nothing more.
+        """
         names, unread = _files(self._here), list[str]()
         for name in names:
             try:
                 if self._sent.get(name) == (status := _status(self._here / name)):
                     continue
-                content = (self._here / name).read_bytes()
+                if status[0] > LARGEST:
+                    raise OSError(errno.EFBIG, "it is larger than 5 GiB, which a store refuses")
+                self._lease.check()
+                (self._folder / name).write_bytes((self._here / name).read_bytes())
             except FileNotFoundError:  # it was renamed meanwhile
                 continue
             except OSError as error:
                 unread.append(f"{self._here / name}: {error.strerror}")
                 continue
-            self._lease.check()
-            (self._folder / name).write_bytes(content)
             self._sent[name] = status
         if unread and unread != self._unread:
             self._say(f"warning: not written to {self._folder}: {'; '.join(unread)}")

@@ -130,9 +130,9 @@ def test_loaded_arrays_may_be_donated(tmp_path):
 
 
 def test_saving_holds_one_parameter_of_one_layer_on_the_host(tmp_path):
-    big = dataclasses.replace(SCANNED, num_layers=8, hidden_size=64, mlp_size=1024, vocab_size=64)
+    big = dataclasses.replace(SCANNED, num_layers=8, hidden_size=64, mlp_size=4096, vocab_size=64)
     state = random_values(plain(big, 1, 4, 1, 2, 1))
-    layer = 64 * 1024 * 4
+    layer = 64 * 4096 * 4
     assert sum(leaf.nbytes for _, leaf in named_leaves(state)) > 20 * layer
     jax.block_until_ready(state)
     save_safetensors(tmp_path / "warm", state, NAMES)

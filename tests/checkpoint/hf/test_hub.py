@@ -18,8 +18,9 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import find_source
 from flax_mesh.models import DecoderConfig, pretrained_config
 from flax_mesh.recipe.checks import check_start
-from flax_mesh.recipe.overrides import read_overrides
+from flax_mesh.recipe.overrides import changes, read_overrides, to_texts
 from flax_mesh.store import commit_of, model_folder, with_commit
+from flax_mesh.train import load_recipe
 from flax_mesh.train.warm_start import find_start
 from tests.train.support.llama import LLAMA, config_of
 
@@ -98,19 +99,28 @@ def test_a_path_that_exists_comes_before_an_id(cache):
     assert make_base(cache[1], {}).folder == str(Path(cache[1]).absolute())
 
 
-def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(cache):
-    name = cache[1]
-    start = lambda text: read_overrides(config_of("fsdp:1", "run.folder=run"), [f"checkpoint.start_from={text}"])  # noqa: E731
-    first, problems = start(name)
-    assert first.checkpoint.start_from == f"{name}@{COMMITS[0]}" and not problems
+@pytest.mark.parametrize("key", ["checkpoint.start_from", "loss_fn.teacher"])
+def test_a_run_records_the_commit_and_its_folder_keeps_it_when_the_branch_moves(key, cache):
+    name, recipe = cache[1], load_recipe(str(Path(__file__).parents[3] / "recipes" / "distill.py"))
+
+    def recorded(text: str) -> str:
+        config, problems = read_overrides(recipe, ["run.folder=run", f"{key}={text}"])
+        assert not problems
+        return to_texts(config)[key]
+
+    assert recorded(name) == f"{name}@{COMMITS[0]}"
     Path("run").mkdir()
-    Path("run/config.txt").write_text(f"run.seed=0\ncheckpoint.start_from={name}@{COMMITS[1]}\n")  # an earlier main
+    Path("run/config.txt").write_text(f"run.seed=0\n{key}={name}@{COMMITS[1]}\n")  # an earlier main
     for text in (name, f"{name}@main"):
-        assert start(text)[0].checkpoint.start_from == f"{name}@{COMMITS[1]}"
+        assert recorded(text) == f"{name}@{COMMITS[1]}"
     (cache[0] / f"models--{name.replace('/', '--')}" / "refs" / "v2").write_text(COMMITS[0])
-    assert start(f"{name}@v2")[0].checkpoint.start_from == f"{name}@{COMMITS[0]}", "another revision is a change"
+    assert recorded(f"{name}@v2") == f"{name}@{COMMITS[0]}", "another revision is a change, of which both are named:"
+    config = read_overrides(recipe, [f"{key}={name}@v2"])[0]
+    saved = to_texts(config) | {key: f"{name}@{COMMITS[1]}"}
+    (change,) = changes(saved, config)
+    assert str(change).startswith(f"{key}: {name}@{COMMITS[1]} -> {name}@{COMMITS[0]}") and change.changes_result
     for text in (f"{name}@{COMMITS[0]}", "org/other", "runs/a/b", ""):
-        assert start(text)[0].checkpoint.start_from == text
+        assert recorded(text) == text
 
 
 RAISED = {
@@ -141,6 +151,40 @@ def test_an_id_that_cannot_be_loaded_is_an_error_with_both_readings_and_the_down
     (line,) = error.value.lines
     assert line.startswith("org/model@old is not a path of this machine, and as a model of the Hugging Face hub it ")
     assert RAISED[kind] in line and line.endswith("hf download org/model --revision old")
+
+
+def test_without_a_network_an_id_that_is_not_whole_in_the_cache_is_an_error_with_the_download(cache, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repair, both = "hf download org/part", "in the cache of this machine. Correct the path or the id, or download the"
+    folder = fill(cache[0], "org/part", COMMITS[0])
+    (file,) = folder.glob("*.safetensors")
+    others = [folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+    def problem(name: str, kind: str = store.MODEL) -> str:
+        store._snapshot.cache_clear()
+        try:
+            return str(model_folder(name, kind)).replace(str(folder), "")
+        except ConfigError as error:
+            return str(error)
+
+    assert problem("org/part") == ""
+    shutil.copy(file, others[0])
+    file.unlink()
+    assert problem("org/part").endswith(f"not all of them, {both} model with: {repair}")
+    assert problem("org/part", store.SETTINGS) == ""
+    shutil.copy(others[0], others[1])
+    assert problem("org/part") == ""
+    for path in others:
+        path.unlink()
+    assert repair in problem("org/part") and "hf download org/absent" in problem("org/absent")
+    data = cache[0] / "datasets--org--part"
+    (data / "snapshots" / COMMITS[0]).mkdir(parents=True)
+    (data / "snapshots" / COMMITS[0] / "README.md").write_text("")
+    (data / "refs").mkdir()
+    (data / "refs" / "main").write_text(COMMITS[0])
+    assert problem("org/part", store.DATASET).endswith(
+        f"has no files of data {both} dataset with: {repair} --repo-type dataset"
+    )
 
 
 def test_commands_name_an_id_that_is_not_in_the_cache_and_a_missing_package(cache, capfd, monkeypatch):

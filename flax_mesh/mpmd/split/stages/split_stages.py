@@ -54,7 +54,7 @@ def split_stages(
     cuts: Sequence[int] | None = None,
     balance: Literal["flops", "count"] = "flops",
     wrt: Filter | None = None,
-    attention: Literal["auto", "kernel", "blockwise", "as_written"] = "auto",
+    attention: Literal["auto", "kernel", "blockwise", "as_written"] | tuple[str, ...] = "auto",
     check: bool = False,
 ) -> StagedModel:
     """Split the forward pass of `loss_fn(model, batch)` into the stages of a pipeline, by the layers of the model.
