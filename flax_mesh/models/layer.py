@@ -157,8 +157,8 @@ class Prediction(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs):
         self.embedding_norm, self.hidden_norm = norm(config, rngs), norm(config, rngs)
         self.config, size = config, config.hidden_size
-        options = linear_options(config, rngs) | {"dot_general": dot_float32}
-        self.projection = nnx.LinearGeneral(2 * size, size, **options)
+        options = linear_options(config, rngs)
+        self.projection = nnx.LinearGeneral(2 * size, size, dot_general=dot_float32, **options)
         self.layer = DecoderLayer(config, rngs=rngs)
         self.norm = norm(config, rngs)
 

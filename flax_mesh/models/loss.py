@@ -63,6 +63,9 @@ def next_token_loss(model: Decoder, batch: dict[str, jax.Array]) -> tuple[PyTree
     weighted likewise: the cross-entropy alone, both losses as means over layers, and expert_load_max of the worst
     layer. Tokens without a target count in the losses of the router, padding (segment 0) does not.
 
+    With `prediction_layers` the sum also has `prediction_loss` times the cross-entropy of the tokens after the next
+    one, the mean over the modules, which is the metric "prediction_loss"; their routers count as further layers.
+
     Example:
         >>> from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
         >>> model = make_decoder(DecoderConfig(num_layers=1), nnx.Rngs(0))

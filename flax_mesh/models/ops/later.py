@@ -3,6 +3,9 @@
 Shape letters: B batch, S sequence.
 """
 
+# JAX has no types for some functions.
+# pyright: reportUnknownMemberType=false
+
 import jax
 import jax.numpy as jnp
 

@@ -255,7 +255,7 @@ def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 def test_predictions_have_the_published_names_and_are_read_on_request(name, tmp_path):
-    settings = decoder_config_from_hf(read_config(DATA / name)) | {"prediction_layers": 1}
+    settings: dict[str, Any] = {**decoder_config_from_hf(read_config(DATA / name)), "prediction_layers": 1}
     model = with_random_parameters(lambda: make_decoder(DecoderConfig(**settings), nnx.Rngs(0)))
     config = huggingface_config(settings, model_type=name)
     assert config["num_nextn_predict_layers"] == 1 and decoder_config_from_hf(config)["prediction_layers"] == 0
