@@ -119,9 +119,9 @@ def test_documents_of_a_row_are_as_rows_and_stacks_equal_lists():
 def test_prompts_of_different_lengths_continue_as_alone():
     model, rng = make_decoder(CONFIG, nnx.Rngs(0)), np.random.default_rng(0)
     prompts = [rng.integers(0, 32, size).tolist() for size in (1, 2, 9)]
-    together = list(generate(model, prompts, max_tokens=6, temperature=0.0))
-    alone = [next(iter(generate(model, [prompt], max_tokens=6, temperature=0.0))) for prompt in prompts]
-    assert [list(x) for x in together] == [list(x) for x in alone]
+    together = generate(model, prompts, max_tokens=6)
+    alone = [generate(model, [prompt], max_tokens=6)[0] for prompt in prompts]
+    assert [x.tokens.tolist() for x in together] == [x.tokens.tolist() for x in alone]
 
 
 @pytest.mark.parametrize(
