@@ -91,9 +91,9 @@ class KVCache:
             lengths_B, lengths_R, used_B, used_R = used
             counts = lengths_B.at[rows_R].set(lengths_R, mode="drop"), used_B.at[rows_R].set(used_R, mode="drop")
             arrays = []
-            for dims, one, other in zip(each, old, new, strict=True):
+            for dims, before, after in zip(each, old, new, strict=True):
                 write = lambda x, y, dims=dims: constrain(x.at[at].set(y, mode="drop"), dims, axes=axes, mode="decode")  # noqa: E731
-                arrays.append(jax.tree.map(write, one, other))
+                arrays.append(jax.tree.map(write, before, after))
             return *arrays, *counts
 
         used = [self.lengths_B, other.lengths_B, self.used_B, other.used_B]

@@ -17,6 +17,7 @@ from flax_mesh.store import DATASET, MODEL, StorePath, stored_path, with_commit
 from flax_mesh.text import grouped
 from flax_mesh.user_code import check_arguments, place_of, user_code
 
+_ADAPTED = "(attention|delta)/(q|k|v|o|(q|kv)_(down|up))/kernel"
 # Names and values of the first version: old name -> (current name, {old value: current value} if values were renamed
 # too). They are accepted wherever settings are parsed from text, and never written.
 RENAMED: dict[str, tuple[str, dict[str, str]]] = {
@@ -27,10 +28,7 @@ RENAMED: dict[str, tuple[str, dict[str, str]]] = {
     "pipeline.transport": ("pipeline.transport", {"native": "ordered"}),
     "lora.modules": (
         "lora.modules",
-        dict.fromkeys(
-            ("attention/(q|k|v|o)/kernel", "attention/(q|k|v|o|(q|kv)_(down|up))/kernel"),
-            "(attention|delta)/(q|k|v|o|(q|kv)_(down|up))/kernel",
-        ),
+        {f"attention/({x})/kernel": _ADAPTED for x in ("q|k|v|o", "q|k|v|o|(q|kv)_(down|up)")},
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Gated delta nets: the chunked form against the recurrence, documents, parts, meshes, generation, and refusals."""
+"""Gated delta nets: the chunked form against the recurrence, documents, parts, meshes, and refusals."""
 
 import re
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from flax_mesh import create_mesh
-from flax_mesh.models import DecoderConfig, generate, make_decoder
+from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.models.delta import DeltaNet
 from flax_mesh.models.ops.delta import CHUNK, Tokens, delta_step, gated_delta, runs_of, unit
 from flax_mesh.tree import named_leaves
@@ -114,14 +114,6 @@ def test_documents_of_a_row_are_as_rows_and_stacks_equal_lists():
     whole, of_stack = run(model, tokens, ids), run(stack, tokens, ids)
     np.testing.assert_allclose(whole, of_stack, atol=1e-6)
     np.testing.assert_allclose(whole[:, :12], run(model, tokens[:, :12], ids[:, :12]), atol=1e-5)
-
-
-def test_prompts_of_different_lengths_continue_as_alone():
-    model, rng = make_decoder(CONFIG, nnx.Rngs(0)), np.random.default_rng(0)
-    prompts = [rng.integers(0, 32, size).tolist() for size in (1, 2, 9)]
-    together = list(generate(model, prompts, max_tokens=6, temperature=0.0))
-    alone = [next(iter(generate(model, [prompt], max_tokens=6, temperature=0.0))) for prompt in prompts]
-    assert [list(x) for x in together] == [list(x) for x in alone]
 
 
 @pytest.mark.parametrize(

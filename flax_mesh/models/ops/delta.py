@@ -151,6 +151,7 @@ def _states_before_parts(chunks: _Chunks, start: jax.Array) -> jax.Array:
     return _before(states, 1)
 
 
+@jax.custom_vjp
 def _inverse_of_unit_lower(below: jax.Array) -> jax.Array:
     """The inverse of the identity plus `below` (..., L, L), which is strictly lower, by blocks of twice the size.
 
@@ -167,3 +168,17 @@ def _inverse_of_unit_lower(below: jax.Array) -> jax.Array:
         rows = [jnp.concatenate([first, jnp.zeros_like(first)], -1), jnp.concatenate([left, second], -1)]
         inverse, block = jnp.concatenate(rows, -2), 2 * block
     return inverse[..., 0, :, :]
+
+
+def _inverse_forward(below: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = _inverse_of_unit_lower(below)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    turned = jnp.swapaxes(inverse, -1, -2)
+    return (jnp.tril(-jnp.matmul(jnp.matmul(turned, cotangent, precision=_HIGHEST), turned, precision=_HIGHEST), -1),)
+
+
+# Saves one array, where JAX would save and transpose every size of blocks.
+_inverse_of_unit_lower.defvjp(_inverse_forward, _inverse_backward)
