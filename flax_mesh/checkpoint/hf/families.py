@@ -172,7 +172,7 @@ _LATENT_MUST = _MUST | {
     "qk_head_dim": lambda config: config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
-_DELTA_MUST = _NO_ROTARY | {"attn_output_gate": True, USE_WINDOW: False}
+_DELTA_MUST = _NO_ROTARY | {"attn_output_gate": True, USE_WINDOW: False, "hidden_act": "silu"}  # of convolutions too
 _DELTA = {"qk_norm": True, "zero_centered": True, "attention_gate": True}
 _DELTA_ABSENT = ABSENT | {"head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4}
 _DELTA_ABSENT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
@@ -215,6 +215,12 @@ _GLM = Family(
     {**_NO_EXPERTS, "rope_interleaved": True},
     rotary=0.5,
 )
+
+
+def _silu_only(keys: dict[str, Key], *others: str) -> dict[str, Key]:
+    return {key: value for key, value in keys.items() if key not in ("hidden_act", *others)}
+
+
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", KEYS | {"attention_bias": _BIAS, "mlp_bias": _MLP_BIAS}, _BIASED, _MUST, _NO_EXPERTS
@@ -381,7 +387,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        _QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS,
+        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS),
         _DELTA_ABSENT | {"norm_topk_prob": True},
         {**_DELTA_MUST, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {**_DELTA, "shared_expert_gate": True},
@@ -390,7 +396,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        KEYS | _DELTA_KEYS,
+        _silu_only(KEYS | _DELTA_KEYS),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_NO_EXPERTS, **_DELTA},
@@ -399,7 +405,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        {key: value for key, value in _QWEN_MOE_KEYS.items() if key != "norm_topk_prob"} | _SHARED_KEY | _DELTA_KEYS,
+        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS, "norm_topk_prob"),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_DELTA, "shared_expert_gate": True},
