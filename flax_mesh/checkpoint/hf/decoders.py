@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
-from flax_mesh.checkpoint.hf.families import FAMILIES, OF_FAMILY, PREDICTION
-from flax_mesh.checkpoint.hf.family import WITHOUT_EFFECT, Family, Json, Key
+from flax_mesh.checkpoint.hf.families import FAMILIES
+from flax_mesh.checkpoint.hf.family import OF_FAMILY, PREDICTION, WITHOUT_EFFECT, Family, Json, Key
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.quantized import BLOCK

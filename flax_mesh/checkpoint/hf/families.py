@@ -174,40 +174,13 @@ _LATENT_MUST = _MUST | {
     "qk_head_dim": lambda config: config.get("qk_nope_head_dim", 128) + config.get("qk_rope_head_dim", 64),
     **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
 }
-_DELTA_MUST = _NO_ROTARY | {"attn_output_gate": True, USE_WINDOW: False}
+_DELTA_MUST = _NO_ROTARY | {"attn_output_gate": True, USE_WINDOW: False, "hidden_act": "silu"}  # of convolutions too
 _DELTA = {"qk_norm": True, "zero_centered": True, "attention_gate": True}
 _DELTA_ABSENT = ABSENT | {"head_dim": 256, "attention_bias": False, "linear_conv_kernel_dim": 4}
 _DELTA_ABSENT |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
 _DELTA_ABSENT |= {"linear_num_value_heads": 32}
 _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _GPT_OSS_ROPE |= {"original_max_position_embeddings": 4096}
-
-_MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk_size", "conv_bias", "proj_bias")
-_OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
-_OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
-PREDICTION = {"num_nextn_predict_layers": "of layers that predict the tokens after the next one"}
-_OF_QWEN_3_5 = {"mamba_ssm_dtype": "of a kernel; states are float32", "full_attention_interval": "of layer_types"}
-_OF_QWEN_3_5 |= dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above")
-_OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
-OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
-    "glm4_moe": PREDICTION,
-    "glm4_moe_lite": PREDICTION,
-    "deepseek_v3": PREDICTION | _OF_DEEPSEEK,
-    "deepseek_v2": _OF_DEEPSEEK,
-    "gemma2": _OF_GEMMA | {"sliding_window_size": "an older name of sliding_window"},
-    "gemma3_text": _OF_GEMMA,
-    "gemma": _OF_GEMMA_1,
-    "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
-    "qwen2": {"use_mrope": "of images"},
-    "qwen3_5_text": _OF_QWEN_3_5,
-    "qwen3_5_moe_text": _OF_QWEN_3_5,
-    "granitemoehybrid": {
-        **dict.fromkeys([f"mamba_{name}" for name in _MAMBA], "of Mamba layers, which dense models lack"),
-        **dict.fromkeys(("time_step_limit", "layers_block_type"), "of Mamba layers, which dense models lack"),
-        "num_experts_per_tok": "of experts, which dense models lack",
-        "init_method": "of the first training",
-    },
-}
 
 _GLM = Family(
     "GlmForCausalLM",
@@ -217,6 +190,12 @@ _GLM = Family(
     {**_NO_EXPERTS, "rope_interleaved": True},
     rotary=0.5,
 )
+
+
+def _silu_only(keys: dict[str, Key], *others: str) -> dict[str, Key]:
+    return {key: value for key, value in keys.items() if key not in ("hidden_act", *others)}
+
+
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM", KEYS | {"attention_bias": _BIAS, "mlp_bias": _MLP_BIAS}, _BIASED, _MUST, _NO_EXPERTS
@@ -383,7 +362,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        _QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS,
+        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS),
         _DELTA_ABSENT | {"norm_topk_prob": True},
         {**_DELTA_MUST, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {**_DELTA, "shared_expert_gate": True},
@@ -392,7 +371,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        KEYS | _DELTA_KEYS,
+        _silu_only(KEYS | _DELTA_KEYS),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_NO_EXPERTS, **_DELTA},
@@ -401,7 +380,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        {key: value for key, value in _QWEN_MOE_KEYS.items() if key != "norm_topk_prob"} | _SHARED_KEY | _DELTA_KEYS,
+        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS, "norm_topk_prob"),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_DELTA, "shared_expert_gate": True},

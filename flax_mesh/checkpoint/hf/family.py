@@ -88,3 +88,30 @@ WITHOUT_EFFECT = {
     **dict.fromkeys((FIRST_WITH_WINDOW, WINDOW), "read where layers have a window"),
     "intermediate_size": "of layers that these models lack, where it is no key of the family",
 }
+
+_MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk_size", "conv_bias", "proj_bias")
+_OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
+_OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
+PREDICTION = {"num_nextn_predict_layers": "of layers that predict the tokens after the next one"}
+_OF_QWEN_3_5 = {"mamba_ssm_dtype": "of a kernel; states are float32", "full_attention_interval": "of layer_types"}
+_OF_QWEN_3_5 |= dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above")
+_OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
+OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
+    "glm4_moe": PREDICTION,
+    "glm4_moe_lite": PREDICTION,
+    "deepseek_v3": PREDICTION | _OF_DEEPSEEK,
+    "deepseek_v2": _OF_DEEPSEEK,
+    "gemma2": _OF_GEMMA | {"sliding_window_size": "an older name of sliding_window"},
+    "gemma3_text": _OF_GEMMA,
+    "gemma": _OF_GEMMA_1,
+    "gpt_oss": {"experts_per_token": "another name of num_experts_per_tok"},
+    "qwen2": {"use_mrope": "of images"},
+    "qwen3_5_text": _OF_QWEN_3_5,
+    "qwen3_5_moe_text": _OF_QWEN_3_5,
+    "granitemoehybrid": {
+        **dict.fromkeys([f"mamba_{name}" for name in _MAMBA], "of Mamba layers, which dense models lack"),
+        **dict.fromkeys(("time_step_limit", "layers_block_type"), "of Mamba layers, which dense models lack"),
+        "num_experts_per_tok": "of experts, which dense models lack",
+        "init_method": "of the first training",
+    },
+}

@@ -15,6 +15,7 @@ from flax_mesh.checkpoint.hf.convert import save_safetensors
 from flax_mesh.checkpoint.hf.decoders import decoder_config_from_hf, huggingface_config, read_config
 from flax_mesh.checkpoint.hf.families import FAMILIES
 from flax_mesh.checkpoint.hf.kept import updated_config
+from flax_mesh.checkpoint.hf.layer_keys import DELTA
 from flax_mesh.checkpoint.hf.mapping import map_params
 from flax_mesh.checkpoint.hf.names import DECODER_NAMES
 from flax_mesh.checkpoint.hf.peft import adapted_arrays
@@ -136,7 +137,10 @@ def random_config(seed: int) -> dict[str, Any]:
     if config["head_dim"] * 4 == config["hidden_size"]:  # derived, in some families
         config["head_dim"] = config["hidden_size"] // heads
     config |= {"rms_norm_eps": pick([1e-5, 1e-2]), "tie_word_embeddings": bool(rng.integers(2))}
-    if "layer_types" in config:
+    if family.layers == DELTA:
+        kinds, layers = ["linear_attention", "full_attention"], max(layers, 2)
+        config |= {"layer_types": [*kinds, *(pick(kinds) for _ in range(layers - 2))], "num_hidden_layers": layers}
+    elif "layer_types" in config:
         kinds = ["attention"] if config["model_type"] == "granitemoehybrid" else sorted(WINDOWED)
         config["layer_types"] = [pick(kinds) for _ in range(layers)]
     if config.get("sliding_window"):
