@@ -38,19 +38,23 @@ class DeltaNet(nnx.Module):
         heads, width, value = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
         self.each = config.delta_value_heads // heads
         options, size, window = linear_options(config, rngs), self.each * value, config.delta_conv
-        linear = lambda size: nnx.LinearGeneral(config.hidden_size, (heads, size), **options)  # noqa: E731
+        dtype = options["param_dtype"]
+
+        def linear(size: int) -> nnx.LinearGeneral:
+            return nnx.LinearGeneral(config.hidden_size, (heads, size), **options)
+
+        def uniform(*shape: int, scale: float) -> jax.Array:
+            return jax.random.uniform(rngs.params(), shape, maxval=scale)
+
         self.q, self.k, self.v, self.gate = (linear(x) for x in (width, width, size, size))
         self.beta, self.decay = linear(self.each), linear(self.each)
-        uniform = lambda *shape, scale: jax.random.uniform(rngs.params(), shape, maxval=scale)  # noqa: E731
-        as_param = lambda x: nnx.Param(x.astype(options["param_dtype"]))  # noqa: E731
         bound = window**-0.5
         for name, number in zip(_NAMES, (width, width, size), strict=True):
             kernel_W1KX = uniform(window, 1, heads, number, scale=2 * bound) - bound
-            setattr(self, f"{name}_conv", as_param(kernel_W1KX))
-        self.log_rate = as_param(jnp.log(0.01 + uniform(heads, self.each, scale=16.0)))
-        self.decay_bias = as_param(jnp.ones((heads, self.each)))
-        norm = {"epsilon": config.norm_epsilon, "dtype": jnp.float32, "param_dtype": options["param_dtype"]}
-        self.norm = nnx.RMSNorm(value, rngs=rngs, **norm)
+            setattr(self, f"{name}_conv", nnx.Param(kernel_W1KX.astype(dtype)))
+        self.log_rate = nnx.Param(jnp.log(0.01 + uniform(heads, self.each, scale=16.0)).astype(dtype))
+        self.decay_bias = nnx.Param(jnp.ones((heads, self.each), dtype))
+        self.norm = nnx.RMSNorm(value, epsilon=config.norm_epsilon, dtype=jnp.float32, param_dtype=dtype, rngs=rngs)
         # Sums over heads, and over tp, before rounding.
         self.o = nnx.LinearGeneral((heads, size), config.hidden_size, axis=(-2, -1), dot_general=dot_float32, **options)
 
@@ -109,8 +113,9 @@ class DeltaNet(nnx.Module):
             for x, name in zip(jnp.split(y_BSKX, [width, 2 * width], axis=-1), _NAMES, strict=True)
         )
         q, k = (jnp.repeat(unit(x), self.each, axis=2) for x in (q, k))
-        of_value_heads = lambda x: x.astype(jnp.float32).reshape(rows, length, config.delta_value_heads, -1)  # noqa: E731
-        v, decay, beta = map(of_value_heads, (v, self.decay(x_BSD), self.beta(x_BSD)))
+        of_value_heads = (rows, length, config.delta_value_heads, -1)
+        each = v, self.decay(x_BSD), self.beta(x_BSD)
+        v, decay, beta = (x.astype(jnp.float32).reshape(of_value_heads) for x in each)
         rate_H, bias_H = (x[...].astype(jnp.float32).reshape(-1) for x in (self.log_rate, self.decay_bias))
         g = -jnp.exp(rate_H) * jax.nn.softplus(decay[..., 0] + bias_H)
         return Tokens(q * width**-0.5, k, v, g, jax.nn.sigmoid(beta[..., 0]))

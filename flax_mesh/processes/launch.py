@@ -149,8 +149,8 @@ def handled_signals(handler: Callable[[int, object], None]) -> Generator[None]:
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def _send_signal(children: Sequence[subprocess.Popen[str]], number: int) -> None:

@@ -93,8 +93,10 @@ _MAMBA = ("expand", "n_heads", "n_groups", "d_state", "d_head", "d_conv", "chunk
 _OF_GEMMA = {"hidden_act": "an older name of hidden_activation"}
 _OF_GEMMA_1 = {"hidden_activation": "hidden_act has it, as in transformers 5"}
 PREDICTION = {"num_nextn_predict_layers": "of layers that predict the tokens after the next one"}
-_OF_QWEN_3_5 = {"mamba_ssm_dtype": "of a kernel; states are float32", "full_attention_interval": "of layer_types"}
-_OF_QWEN_3_5 |= dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above")
+_OF_QWEN_3_5 = {
+    **{"mamba_ssm_dtype": "of a kernel; states are float32", "full_attention_interval": "of layer_types"},
+    **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above"),
+}
 _OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "glm4_moe": PREDICTION,
