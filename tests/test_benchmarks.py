@@ -31,6 +31,7 @@ SLOW = {
     "peers": ["--rounds", "1", "--only", "import"],
     "pipeline": ["--microbatches", "4", "--steps", "4"],
     "processes": ["--processes", "2", "--ms", "2", "--steps", "1", "--schedules", "1f1b"],
+    "saves": ["--saves", "1"],
     "start": [
         "--runs",
         "1",

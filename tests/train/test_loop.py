@@ -84,8 +84,8 @@ def test_a_step_is_queued_behind_the_one_whose_metrics_are_read_and_compiled_onc
     order, made, counts = [], [], []
     build, make = loop.build_program, run_data.make_batch_fn
 
-    def spied(*arguments):
-        program = build(*arguments)
+    def spied(*arguments, **options):
+        program = build(*arguments, **options)
 
         def step(state, batch):
             order.append(("step", len([kind for kind, _ in order if kind == "step"]) + 1))

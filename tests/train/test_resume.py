@@ -184,7 +184,7 @@ def test_a_run_that_is_killed_and_resumed_is_bit_for_bit_an_undisturbed_one(case
         assert state_of(tmp_path / "killed", STEPS) == state_of(tmp_path / "whole", STEPS)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp", "pp"])
 def test_a_resumed_run_keeps_the_attention_that_it_began_with(mesh: str, tmp_path: Path, text: Path, monkeypatch):
     monkeypatch.setattr(find, "FEWEST", 2)
