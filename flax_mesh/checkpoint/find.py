@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
+from flax_mesh.checkpoint.hf.kept import KEPT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
-from flax_mesh.store import StorePath, is_present, stored_path
+from flax_mesh.store import StorePath, is_present, on_this_machine, stored_path
 from flax_mesh.text import at_most
 
 Result = TypeVar("Result")
@@ -61,6 +62,13 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
     if step not in committed:
         raise ConfigError(f"{path} has no step {step}; it has {', '.join(map(str, committed))}")
     return committed[step]
+
+
+def folders_of_files(path: Path) -> list[Path]:
+    """Where a tokenizer may be: in a Hugging Face folder, below a run or its checkpoints, or beside a step."""
+    checkpoints = path.parent if STEP.fullmatch(path.name) else path
+    folders = [path, *(on_this_machine(x / KEPT) for x in (path / CHECKPOINTS, checkpoints))]
+    return [x for x in folders if not isinstance(x, StorePath)]
 
 
 def find_valid(path: str | Path, step: int | None = None) -> tuple[Path, dict[Path, list[str]]]:

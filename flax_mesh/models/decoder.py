@@ -195,9 +195,8 @@ class Decoder(nnx.Module):
         call = lambda model, *args: model._prefill(*args, num_slots)  # noqa: E731
         logits_BV, keys, values, states = self._with_logits(call, tokens_BP, lengths_B)
         prompt = jnp.int32(tokens_BP.shape[1])
-        used_B = jnp.full(len(tokens_BP), tokens_BP.shape[1], jnp.int32)
         lengths_B = constrain(jnp.array(lengths_B, jnp.int32), (None,), axes=self.config.axes, mode="decode")
-        return logits_BV, KVCache(keys, values, lengths_B, prompt, used_B, states)
+        return logits_BV, KVCache(keys, values, lengths_B, prompt, jnp.full(len(tokens_BP), prompt), states)
 
     def decode(self, tokens_B: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
         """Logits (B, V) float32 of the tokens after `tokens_B`, and the cache with them, in its slots `used_B`."""

@@ -10,21 +10,21 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from flax_mesh.checkpoint.find import CHECKPOINTS
+from flax_mesh.checkpoint.find import folders_of_files
 from flax_mesh.checkpoint.hf.decoders import open_decoder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
+from flax_mesh.checkpoint.hf.kept import CONFIG
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, require_names
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.decoder import Decoder, make_decoder
 from flax_mesh.sharding.abstract import abstract_split, abstract_state
-from flax_mesh.store import SETTINGS, StorePath, model_folder, on_this_machine, stored_path_problem
+from flax_mesh.store import SETTINGS, model_folder, stored_path_problem
 from flax_mesh.tree import check_dtype
 
 
 @check_types
 def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
-    """`config` with the settings in the config.json of a Hugging Face folder or id, or of a run that started from one.
+    """`config` with the settings in the config.json of a Hugging Face folder or id, or of a run or step from one.
 
     To be used as `model_from` of a recipe. The dtypes and options of the computation, such as `remat` and `scan`, stay
     as in `config`. A folder with mistakes leaves `config` unchanged; the run reports them together with the mistakes of
@@ -40,10 +40,9 @@ def pretrained_config(config: DecoderConfig, folder: str) -> DecoderConfig:
         3
     """
     try:
-        path = model_folder(folder, SETTINGS) if folder and not stored_path_problem(folder) else None
-        paths = [path, on_this_machine(path / CHECKPOINTS / KEPT)] if path else []
-        local = [x for x in paths if not isinstance(x, StorePath)]
-        settings = next((open_decoder(x).settings for x in local if (x / CONFIG).is_file()), {})
+        is_path = folder and not stored_path_problem(folder)
+        folders = folders_of_files(model_folder(folder, SETTINGS)) if is_path else []
+        settings = next((open_decoder(x).settings for x in folders if (x / CONFIG).is_file()), {})
     except (ConfigError, OSError):
         return config
     return replace(config, **{name: value for name, value in settings.items() if not name.endswith("dtype")})

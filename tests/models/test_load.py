@@ -58,7 +58,8 @@ def test_the_config_of_a_folder_has_its_sizes_and_keeps_how_it_is_computed(folde
     assert pretrained_config(own, str(folder)) == replace(CONFIG, dtype="bfloat16", remat="full", scan=True)
     kept = copy.parent / "run" / "checkpoints" / "huggingface"
     shutil.copytree(copy, kept)
-    assert pretrained_config(own, str(copy.parent / "run")) == pretrained_config(own, str(folder))
+    for place in ("run", "run/checkpoints", "run/checkpoints/20"):
+        assert pretrained_config(own, str(copy.parent / place)) == pretrained_config(own, str(folder))
     monkeypatch.chdir(copy)
     assert pretrained_config(own, "") == own
     change_config(copy, model_type="gpt2")

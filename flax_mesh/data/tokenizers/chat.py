@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.kept import KEPT, tokenizer_file
+from flax_mesh.checkpoint.find import folders_of_files
+from flax_mesh.checkpoint.hf.kept import tokenizer_file
 from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem, labelled
-from flax_mesh.store import StorePath, model_folder, on_this_machine
+from flax_mesh.store import model_folder
 
 EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 PACKAGES = ("jinja2", "transformers")  # the first one renders chat templates
@@ -55,14 +55,13 @@ class ChatTokenizer(Process):
 
 
 def open_tokenizer(folder: str, vocab_size: int) -> ChatTokenizer:
-    """The tokenizer of `checkpoint.start_from`: a Hugging Face folder, or a run that started from one.
+    """The tokenizer of `checkpoint.start_from`: a Hugging Face folder, a run that started from one, or a step.
 
     Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
     """
     with labelled("checkpoint.start_from"):
         path = model_folder(folder) if folder else None
-    folders = (path, on_this_machine(path / CHECKPOINTS / KEPT)) if path else ()
-    source = next((x for x in folders if not isinstance(x, StorePath) and tokenizer_file(x)), None)
+    source = next((x for x in (folders_of_files(path) if path else ()) if tokenizer_file(x)), None)
     if source is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"
         raise ConfigError(Problem("checkpoint.start_from", text, value=folder or "''"))
