@@ -173,7 +173,7 @@ def test_rollouts_ahead_are_of_the_parameters_before_the_step_and_finished_besid
         resumed = of_run()
         resumed.resume(step, states[step])
         assert [batch(resumed, at) for at in range(step, 8)] == expected[step - 1 :]
-        assert begun[0] == (2 + step // 3, 2 + step // 3 * 2), "nothing that was made is made again"
+        assert begun[0] == (2 + step // 3, 2 + step // 3 * 2), "a resumed run generates no saved rollout again"
 
 
 def test_a_rollout_ahead_that_fails_raises_at_its_step_and_is_not_in_the_state():
