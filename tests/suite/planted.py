@@ -46,6 +46,10 @@ PLANTED = (
     ("flax_mesh/models/loss.py", "zip(model.layers, aux, strict=True)", "zip(model.layers, aux[::-1], strict=True)"),
     # The last tokens of a document predict tokens of the next one.
     ("flax_mesh/models/ops/later.py", "segment_ids_BS == shifted(segment_ids_BS, by, -1)", "segment_ids_BS > 0"),
+    # The convolution of a delta net reads the last tokens of another document.
+    ("flax_mesh/models/ops/delta.py", "if back and runs_BS is not None:", "if not back:"),
+    # Its chunks forget the decays of the keys.
+    ("flax_mesh/models/ops/delta.py", "products * decay, 0))", "products, 0))"),
     # The norm of gradients in a half type is summed in that type.
     ("flax_mesh/step/optimizer.py", "return x.astype(jnp.promote_types(x.dtype, jnp.float32))", "return x"),
     # So is the gradient of a row of an embedding that many tokens look up.
