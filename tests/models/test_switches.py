@@ -148,12 +148,15 @@ def test_loss_and_gradients_on_a_mesh_equal_one_device(name, scan):
 def test_the_balancing_bias_rises_for_experts_with_few_tokens_and_has_no_gradient(scan):
     sizes = {"router_groups": 1, "router_balance_rate": 0.25, "scan": scan}
     model = small(**DEEPSEEK | sizes)
+    chosen = np.array([[1, 0, 0, 1], [0, 1, 1, 0]], np.float32)  # other experts in each layer
+    for layer, bias in [(model.layers, chosen)] if scan else zip(model.layers, chosen, strict=True):
+        layer.moe.balance[...] = bias
     tokens = np.asarray(jax.jit(lambda model: model.forward(batch_of()["inputs"])[1]["expert_tokens"])(model))
     before = unstacked(nnx.state(model))
     _, gradients = loss_and_gradients(model, batch_of())
     after = unstacked(nnx.state(model))
     want = 0.25 * np.sign(tokens.mean(axis=-1, keepdims=True) - tokens)
-    assert want.shape == (2, 4) and want.min() < 0 < want.max()
+    assert np.array_equal(np.sign(want), 1 - 2 * chosen)
     for i in range(2):
         np.testing.assert_allclose(after.pop(f"layers/{i}/moe/balance"), before[f"layers/{i}/moe/balance"] + want[i])
     path = "predictions/0/layer/moe/balance"
