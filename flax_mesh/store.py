@@ -271,17 +271,14 @@ def _answer(text: str) -> str:
 # Models and datasets of the Hugging Face hub, `org/name` or `org/name@revision`, in the cache of huggingface_hub
 
 MODEL, DATASET = "model", "dataset"
-SETTINGS, CARD = "settings", "card"  # of a model and of a dataset: small files, for the commit and for settings
+# Small files: of a model for its settings and for its tokenizer, of a dataset for the commit.
+SETTINGS, TOKENIZER, CARD = "settings", "tokenizer", "card"
 # What to load -> the kind of repository, and its files. A file of a model that is in a folder belongs to another
 # format, as do `consolidated` parameters.
+_SMALL, _IGNORED = ["*.json", "*.model", "*.txt", "*.jinja"], ["*/*", "consolidated*"]
 FILES: dict[str, tuple[str, dict[str, list[str]]]] = {
-    MODEL: (
-        MODEL,
-        {
-            "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"],
-            "ignore_patterns": ["*/*", "consolidated*"],
-        },
-    ),
+    MODEL: (MODEL, {"allow_patterns": [*_SMALL, "*.safetensors"], "ignore_patterns": _IGNORED}),
+    TOKENIZER: (MODEL, {"allow_patterns": _SMALL, "ignore_patterns": _IGNORED}),
     DATASET: (DATASET, {}),
     SETTINGS: (MODEL, {"allow_patterns": ["config.json", "adapter_config.json"]}),
     CARD: (DATASET, {"allow_patterns": ["README.md"]}),
@@ -299,7 +296,7 @@ def model_folder(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     """The folder at a path, or the folder in the cache of a model of the hub, which is downloaded if it is not there.
 
     A path that exists comes first. A text that cannot be an id is a path too, whether it exists or not. ConfigError for
-    an id that cannot be loaded. `kind` is a key of FILES; SETTINGS loads no parameters.
+    an id that cannot be loaded. `kind` is a key of FILES; SETTINGS and TOKENIZER load no parameters.
     """
     path = stored_path(source)
     match = _id_of(source)
@@ -311,9 +308,9 @@ def model_folder(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     return snapshot
 
 
-def model_here(source: str | os.PathLike[str]) -> Path:
+def model_here(source: str | os.PathLike[str], kind: str = MODEL) -> Path:
     """`model_folder`, but ConfigError for an address in a store."""
-    path = model_folder(source)
+    path = model_folder(source, kind)
     return user_path(str(path)) if isinstance(path, StorePath) else path
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from flax_mesh.checkpoint.base import check_base
 from flax_mesh.checkpoint.checksums import ABSENT, CHECKSUMS, MARKERS, find_damage
-from flax_mesh.checkpoint.hf.kept import KEPT
+from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, StepDeletedError, UnreadableError
 from flax_mesh.store import StorePath, is_present, on_this_machine, stored_path
 from flax_mesh.text import at_most
@@ -42,6 +42,11 @@ def find_steps(path: str | Path) -> list[Path]:
     for folder in (path / CHECKPOINTS, path):
         if steps := [entry for entry in entries(folder) if is_step(entry)]:
             return sorted(steps, key=lambda step: (not STEP.fullmatch(step.name), step_number(step), step.name))
+    if (path / CONFIG).is_file():
+        raise ConfigError(
+            f"{path} contains {CONFIG}, but neither safetensors nor a checkpoint; add the parameters of the model. "
+            f"{CONFIG} alone is enough for flax-mesh plan and explain"
+        )
     what = "contains no checkpoint" if path.is_dir() else "is not a folder"
     unfinished = [path.name] if _is_uncommitted(path) else []
     unfinished += [leftover.name for folder in (path / CHECKPOINTS, path) for leftover in find_unfinished(folder)]

@@ -44,7 +44,7 @@ class Preferences(Chats):
         description: str,
         log_probs: Callable[[], LogProbs],
         folder: Path,
-        key: str,
+        key: Callable[[], str],
     ):
         super().__init__(config, rows, description)
         self._log_probs, self._file, self._key = log_probs, folder / FILE, key
@@ -74,7 +74,7 @@ class Preferences(Chats):
         """Log-probabilities of the trained tokens of all pairs, (rows, 2) float32; the same in all processes."""
         content = super().hashes().content
         assert_equal("preferences", {"rows of data.source": content})
-        key = hashlib.sha256(f"{content}\n{self._key}".encode()).hexdigest()
+        key = hashlib.sha256(f"{content}\n{self._key()}".encode()).hexdigest()
         kept = _read(self._file, key)
         is_kept = decide_at_process_0("reference", str(kept is not None), lambda texts: str("False" not in texts))
         reference = kept if kept is not None and is_kept == "True" else self._computed()
@@ -152,7 +152,8 @@ def read_preferences(
         reason = "must be assistant or last: the prompts of a pair are equal, and train nothing"
         raise ConfigError(Problem("data.train_on", reason, value=config.train_on))
     rows = read_rows(config, folder, vocab_size, _encoded)
-    facts = "\n".join([key, *_files(model_folder(folder))])
+    # A plan needs the rows, but no parameters of a model of the hub.
+    facts = lambda: "\n".join([key, *_files(model_folder(folder))])  # noqa: E731
     return Preferences(config, *rows, log_probs, stored_path(keep_in), facts)
 
 

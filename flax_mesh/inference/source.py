@@ -22,7 +22,7 @@ from flax_mesh.recipe.config import MeshConfig, TrainConfig
 from flax_mesh.recipe.overrides import flat_fields, read_overrides, setting_of
 from flax_mesh.recipe.saved import is_trained_on_text, saved_record, sequence_length
 from flax_mesh.recipe.target import axis_sizes
-from flax_mesh.store import StorePath, model_folder, on_this_machine, stored_path_problem
+from flax_mesh.store import model_folder, on_this_machine, stored_path_problem
 from flax_mesh.text import at_most
 
 EVALUATION_LENGTH = 1024  # of sequences, unless the training run had, or config.json allows, others
@@ -87,7 +87,7 @@ def find_source(folder: str | Path, step: int | None = None) -> Source:
     if problem := stored_path_problem(str(folder)) or ("" if str(folder) else "is empty"):
         raise ConfigError(f"{str(folder)[:80]!r}: this text {problem}")
     path = model_folder(folder)
-    if not isinstance(path, StorePath) and (is_huggingface(str(folder)) or (path / CONFIG).is_file()):
+    if is_huggingface(str(folder), parameters=False):
         if step is not None:
             raise ConfigError(f"{folder} is a Hugging Face folder, which has no steps; leave out --step {step}")
         return _huggingface(path)

@@ -208,12 +208,12 @@ def check_start(folder: str, model: object) -> list[str]:
     if not folder or stored_path_problem(folder):
         return []
     try:
-        if not is_huggingface(folder):
+        if not is_huggingface(folder, parameters=False):
             find_step(folder)
             return []
-        # Of a model of the hub only the settings: a plan needs no parameters, and a run that loads them checks them.
+        # A plan needs no parameters, and a run that loads them from the hub checks them.
         source = open_decoder(model_folder(folder, SETTINGS))
-        is_here = is_present(stored_path(folder))
+        is_here = is_present(stored_path(folder)) and is_huggingface(folder)
         problems = [f"checkpoint.start_from: {line}" for line in (source.problems() if is_here else ())]
     except ConfigError as error:
         hint = ["  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and checkpoint.start_from=OUT"]

@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
-from flax_mesh.checkpoint.find import CHECKPOINTS
-from flax_mesh.checkpoint.hf.kept import KEPT
+from flax_mesh.checkpoint.find import CHECKPOINTS, find_step
+from flax_mesh.checkpoint.hf.kept import KEPT, is_huggingface
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.run_data import TEXT
 from flax_mesh.errors import ConfigError
@@ -92,6 +92,8 @@ def train(
     say = say if is_first() else lambda text: None
     trace = None if trace is None else user_path(trace)
     program = build_program(config, say, restart=restart)
+    if (start := config.checkpoint.start_from) and not is_huggingface(start):
+        find_step(start)  # ConfigError for a config.json without parameters, which is enough for a plan
     if trace is not None and (problems := check_trace(trace, config.mesh.shape, program.pipeline)):
         raise ConfigError(problems)
     factories, data = find_hooks(config.run.hooks, config.hooks), load_data(program)

@@ -21,7 +21,7 @@ from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factor
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
-from flax_mesh.store import model_here
+from flax_mesh.store import SETTINGS, model_here
 from flax_mesh.tree import PyTree, named_leaves
 
 Tree = TypeVar("Tree")
@@ -140,7 +140,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         >>> read_config(".")
         {'model_type': 'llama'}
     """
-    path = model_here(folder)
+    path = model_here(folder, SETTINGS)
     with refusals(path):
         is_folder = path.is_dir()
     if not is_folder:

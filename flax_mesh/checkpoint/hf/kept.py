@@ -149,9 +149,13 @@ def _settings_of(kept: Json) -> Json:
         return decoder_config_from_hf(kept, ignore=unknown)
 
 
-def is_huggingface(folder: str) -> bool:
-    """Whether `folder` is the id of a model of the hub, or a folder of this machine with safetensors."""
+def is_huggingface(folder: str, *, parameters: bool = True) -> bool:
+    """Whether `folder` is the id of a model of the hub, or a folder of this machine with safetensors.
+
+    `parameters=False`: or with config.json alone, which is enough for a plan.
+    """
     path = model_folder(folder, SETTINGS)
     if isinstance(path, StorePath):
         return False
-    return path.is_dir() and (path != stored_path(folder) or any(path.glob("*.safetensors")))
+    is_model = path != stored_path(folder) or any(path.glob("*.safetensors"))
+    return path.is_dir() and (is_model or (not parameters and (path / CONFIG).is_file()))

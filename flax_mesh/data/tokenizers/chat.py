@@ -9,7 +9,7 @@ from flax_mesh.checkpoint.find import folders_of_files
 from flax_mesh.checkpoint.hf.kept import tokenizer_file
 from flax_mesh.data.tokenizers.process import Process
 from flax_mesh.errors import ConfigError, Problem, labelled
-from flax_mesh.store import model_folder
+from flax_mesh.store import TOKENIZER, model_folder
 
 EXTRA = 'requires the package {}, which is not installed: pip install "flax-mesh[finetune]"'
 PACKAGES = ("jinja2", "transformers")  # the first one renders chat templates
@@ -60,7 +60,7 @@ def open_tokenizer(folder: str, vocab_size: int) -> ChatTokenizer:
     Raises ConfigError without a tokenizer, for one with more ids than the model has, and without transformers.
     """
     with labelled("checkpoint.start_from"):
-        path = model_folder(folder) if folder else None
+        path = model_folder(folder, TOKENIZER) if folder else None
     source = next((x for x in (folders_of_files(path) if path else ()) if tokenizer_file(x)), None)
     if source is None:
         text = "must be a folder with a tokenizer (tokenizer.json, ...), which encodes data.source"

@@ -7,20 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 
 from flax_mesh import store
 from flax_mesh.checkpoint.base import make_base
+from flax_mesh.checkpoint.hf.decoders import read_config
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.checkpoint.hf.peft import adapter_config
 from flax_mesh.cli import main
+from flax_mesh.data.tokenizers.chat import open_tokenizer
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import find_source
 from flax_mesh.models import DecoderConfig, pretrained_config
+from flax_mesh.plan import plan
 from flax_mesh.recipe.checks import check_start
 from flax_mesh.recipe.overrides import changes, read_overrides, to_texts
 from flax_mesh.store import commit_of, model_folder, with_commit
-from flax_mesh.train import load_recipe
+from flax_mesh.train import ChatConfig, load_recipe, read_preferences, train
 from flax_mesh.train.warm_start import find_start
 from tests.train.support.llama import LLAMA, config_of
 
@@ -78,7 +82,7 @@ def test_a_text_that_names_a_file_or_a_path_object_is_no_id_and_a_failure_is_not
     assert asked == ["org/never"]
 
 
-def test_commits_and_settings_are_found_without_parameters(cache, monkeypatch):
+def test_commits_settings_tokenizers_and_rows_are_read_without_parameters(cache, monkeypatch):
     asked, download = list[list[str]](), huggingface_hub.snapshot_download
 
     def spy(name: str, **options: Any) -> str:
@@ -89,7 +93,26 @@ def test_commits_and_settings_are_found_without_parameters(cache, monkeypatch):
     start = [f"checkpoint.start_from={cache[1]}"]
     config = read_overrides(config_of("fsdp:1", "run.folder=run"), start)[0]
     assert check_start(config.checkpoint.start_from, pretrained_config(DecoderConfig(), cache[1])) == []
+    assert read_config(cache[1])["model_type"] == "llama"
+    with pytest.raises(ConfigError, match="must be a folder with a tokenizer"):
+        open_tokenizer(cache[1], 300)
+    monkeypatch.setattr("flax_mesh.data.preferences.read_rows", lambda *_: ([], ""))
+    read_preferences(ChatConfig(source="pairs.jsonl"), cache[1], 300, log_probs=lambda: np.asarray, keep_in="run")
     assert asked and not any("safetensors" in pattern for patterns in asked for pattern in patterns)
+
+
+def test_a_config_alone_is_enough_for_a_plan_but_not_for_a_run(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(LLAMA / "config.json", folder)
+    config = config_of("fsdp:4", f"checkpoint.start_from={folder}", f"run.folder={tmp_path / 'run'}")
+    assert check_start(str(folder), config.model) == [] and plan(config, "v5p:2x2x1").fits
+    for refused in (lambda: train(config), lambda: find_start(str(folder))):
+        with pytest.raises(ConfigError, match=r"config\.json, but neither safetensors nor a checkpoint; add the param"):
+            refused()
+    assert not (tmp_path / "run").exists()
+    (folder / "config.json").write_text((LLAMA / "config.json").read_text().replace("{", '{"new_key": 1,', 1))
+    assert "new_key=1 is an unknown key" in check_start(str(folder), config.model)[1]
 
 
 def test_a_path_that_exists_comes_before_an_id(cache):
