@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flax_mesh.checkpoint.find import check_committed, find_valid, of_newest, step_number
-from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder
-from flax_mesh.checkpoint.hf.kept import CONFIG, KEPT, LENGTH, is_huggingface
-from flax_mesh.checkpoint.hf.safetensors import read_json
+from flax_mesh.checkpoint.hf.decoders import DecoderFolder, open_decoder, read_config, text_config
+from flax_mesh.checkpoint.hf.kept import KEPT, LENGTH, is_huggingface
 from flax_mesh.checkpoint.read import Record, plain, read_record
 from flax_mesh.errors import ConfigError
 from flax_mesh.lora.config import LoraConfig
@@ -124,7 +123,7 @@ def _huggingface(path: Path) -> Source:
             raise
         hint = "  To ignore them: flax-mesh checkpoint import FOLDER OUT --ignore NAME, and then pass OUT"
         raise type(error)([*error.lines, hint]) from error
-    longest = read_json(path / CONFIG).get(LENGTH)
+    longest = text_config(read_config(path)).get(LENGTH)
     longest = longest if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31 else None
     return Source(path, model, path, sequence_length=longest, decoder=decoder)
 

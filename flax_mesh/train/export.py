@@ -20,7 +20,7 @@ from flax_mesh.checkpoint.checksums import noticing_deletion
 from flax_mesh.checkpoint.diff import batches, read_batch
 from flax_mesh.checkpoint.find import STEP, check_committed, check_path, find_valid, of_newest, step_number
 from flax_mesh.checkpoint.hf.convert import assembled, cast_dtype, file_arrays, stored_value
-from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, huggingface_config, open_decoder
+from flax_mesh.checkpoint.hf.decoders import DECODER_NAMES, has_images, huggingface_config, open_decoder, read_config
 from flax_mesh.checkpoint.hf.kept import (
     CONFIG,
     KEPT,
@@ -295,6 +295,9 @@ def _export_peft(
     base, revision = commit_of(start) or (None, None)
     if base is None and start and is_present(stored_path(start)) and is_huggingface(start):
         base = str(user_path(start).absolute())
+    # transformers may name the layers of a model that reads images otherwise than those of its text decoder.
+    if is_part := base is not None and has_images(read_config(start)):
+        base = revision = None
     all_names = [part.name for param in params for part in param.arrays]
     config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base, revision)
     write_safetensors(
@@ -302,9 +305,10 @@ def _export_peft(
     )
     if base:
         return []
+    what = "reads images too" if is_part else "is not a Hugging Face folder"
     return [
-        f"note: base_model_name_or_path is null: the run started from {start or 'no checkpoint'}, which is not a "
-        "Hugging Face folder; load the adapters on --to safetensors of the checkpoint that it started from"
+        f"note: base_model_name_or_path is null: the run started from {start or 'no checkpoint'}, which {what}; "
+        "load the adapters on --to safetensors of the checkpoint that it started from"
     ]
 
 

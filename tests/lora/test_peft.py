@@ -100,12 +100,17 @@ def test_runs_without_adapters_and_weights_that_are_no_linear_layers_are_refused
         assert not (tmp_path / "out").exists()
 
 
-def test_a_base_that_is_no_hugging_face_folder_is_not_named_and_adapters_can_be_cast(tmp_path, capsys):
+@pytest.mark.parametrize("images", [False, True])
+def test_a_base_with_images_or_without_parameters_is_not_named_and_adapters_can_be_cast(images, tmp_path, capsys):
+    if images:
+        (tmp_path / "config.json").write_text('{"model_type": "mistral3", "text_config": {}}')
+        (tmp_path / "model.safetensors").touch()
     save(tmp_path / "run", "qwen2", "attention/q/kernel", True, base=tmp_path)
     command = ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "peft"]
     assert main([*command, "--dtype", "bfloat16"]) == DONE
     out = capsys.readouterr().out
-    assert out.startswith(f"note: base_model_name_or_path is null: the run started from {tmp_path}, which is no")
+    assert out.startswith(f"note: base_model_name_or_path is null: the run started from {tmp_path}, which ")
+    assert ("reads images too" in out) == images
     assert "adapters for PEFT, 4 arrays, " in out
     assert json.loads((tmp_path / "out" / ADAPTER_CONFIG).read_text())["base_model_name_or_path"] is None
     assert {x.dtype.name for x in open_safetensors(tmp_path / "out" / ADAPTER).values()} == {"bfloat16"}

@@ -5,7 +5,7 @@ table of `ParamMapping`.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,9 +13,20 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.convert import load_safetensors
 from flax_mesh.checkpoint.hf.families import FAMILIES
-from flax_mesh.checkpoint.hf.family import OF_FAMILY, PREDICTION, WITHOUT_EFFECT, Family, Json, Key
+from flax_mesh.checkpoint.hf.family import (
+    OF_ALL,
+    OF_FAMILY,
+    PREDICTION,
+    TEXT_NAMES,
+    WITH_IMAGES,
+    WITHOUT_EFFECT,
+    Family,
+    Json,
+    Key,
+)
 from flax_mesh.checkpoint.hf.layer_keys import layer_difference, layer_key_names, layer_keys, read_layers
-from flax_mesh.checkpoint.hf.names import DECODER_NAMES
+from flax_mesh.checkpoint.hf.mapping import ParamMapping
+from flax_mesh.checkpoint.hf.names import DECODER_NAMES, FUSED_NAMES
 from flax_mesh.checkpoint.hf.quantized import BLOCK
 from flax_mesh.checkpoint.hf.rope_keys import ROPE_KEYS, ROPE_OFF, parsed_factors, read_rope, rope_keys
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors, read_json, refusals
@@ -48,7 +59,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 _IGNORED_ARRAYS = (r"\.rotary_emb\.inv_freq$", r"^mtp\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _LATER = r"model\.layers\.\d+\."
-_TIED_HEAD = r"^lm_head\.weight$"  # a head that is tied to the embedding may be stored a second time
 _COMPARED_BYTES = 1 << 24  # of two arrays at a time
 
 
@@ -59,16 +69,19 @@ class DecoderFolder(NamedTuple):
     model_type: str
     settings: Json
     ignore: tuple[str, ...]
+    has_images: bool = False  # whether the decoder is a part of a model that also reads images
 
     def problems(self) -> list[str]:
         """Errors in `ignore` and in the sizes of config.json, and a head that is not tied, one line each.
 
         They are found without building the model.
         """
-        numbered = any("{e}" in line.name for line in DECODER_NAMES[self.model_type])  # not one array for all experts
+        stored = open_safetensors(self.path)
+        name, table = self._names(stored)
+        numbered = any("{e}" in line.name for line in table)  # not one array for all experts
         layers, experts = self.settings["num_layers"], max(1, self.settings["num_experts"] if numbered else 0)
         layers -= self.settings.get("dense_layers", 0)
-        problems, stored = [], open_safetensors(self.path)
+        problems, head, embedding = [], name(HEAD), name(EMBEDDING)
         # A config.json that asks for a billion layers must fail before a model of that size is traced.
         if layers * experts > len(stored):
             problems.append(
@@ -78,17 +91,17 @@ class DecoderFolder(NamedTuple):
         ignores_head = False
         for pattern in self.ignore:
             try:
-                ignores_head |= bool(re.search(pattern, HEAD))
+                ignores_head |= bool(re.search(pattern, head))
             except re.error as error:
                 problems.append(f"ignore={pattern!r} is not a valid regular expression: {error}")
         # Versions of transformers differ in which of the two arrays is the head.
-        if self.settings["tied"] and not ignores_head and not _equal(stored.get(HEAD), stored.get(EMBEDDING)):
+        if self.settings["tied"] and not ignores_head and not _equal(stored.get(head), stored.get(embedding)):
             problems.append(
                 Problem(
                     str(self.path),
-                    f": tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}",
-                    f"set tie_word_embeddings to false in config.json to use {HEAD}, or pass ignore=({HEAD!r},) to use "
-                    f"{EMBEDDING} as the head",
+                    f": tie_word_embeddings is true, but {head} differs from {embedding}",
+                    f"set tie_word_embeddings to false in config.json to use {head}, or pass ignore=({head!r},) to use "
+                    f"{embedding} as the head",
                     can_ignore=True,
                 )
             )
@@ -96,9 +109,23 @@ class DecoderFolder(NamedTuple):
 
     def load(self, abstract: Tree) -> Tree:
         """The parameters of the folder in the layout of `abstract`; see `load_safetensors`."""
-        tied = (_TIED_HEAD,) if self.settings["tied"] else ()
-        ignore = (*self.ignore, *_IGNORED_ARRAYS, *tied, *self._ignored_predictions(abstract))
-        return load_safetensors(self.path, abstract, DECODER_NAMES[self.model_type], ignore=ignore)
+        name, table = self._names(open_safetensors(self.path))
+        ignore = [*self.ignore, *_IGNORED_ARRAYS, *self._ignored_predictions(abstract)]
+        if self.settings["tied"]:  # a head that is tied to the embedding may be stored a second time
+            ignore.append(f"^{re.escape(name(HEAD))}$")
+        if self.has_images:
+            ignore.append(f"^(?!{re.escape(name('model.'))}|{re.escape(name('lm_head.'))})")
+        return load_safetensors(self.path, abstract, table, ignore=ignore)
+
+    def _names(self, stored: Iterable[str]) -> tuple[Callable[[str], str], list[ParamMapping]]:
+        """How the folder names an array of the decoder, and the table with these names."""
+        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in stored)
+        table = (FUSED_NAMES if fused else DECODER_NAMES).get(self.model_type, DECODER_NAMES[self.model_type])
+        if not self.has_images:
+            return str, list(table)
+        inner, head = next((x for x in TEXT_NAMES if any(name.startswith(x[0]) for name in stored)), TEXT_NAMES[0])
+        name = lambda name: re.sub(r"^(model|lm_head)\.", lambda part: inner if part[1] == "model" else head, name)  # noqa: E731
+        return name, [line._replace(name=name(line.name)) for line in table]
 
     def _ignored_predictions(self, abstract: PyTree) -> list[str]:
         """Patterns for the arrays of `prediction_layers` that are not read: all, or copies of embedding and head."""
@@ -125,7 +152,7 @@ def open_decoder(folder: str | Path, *, ignore: Iterable[str] = ()) -> DecoderFo
     path, ignore = model_here(folder), tuple(ignore)
     config = read_config(path)
     settings = decoder_config_from_hf(config, ignore=ignore)
-    return DecoderFolder(path, config["model_type"], settings, ignore)
+    return DecoderFolder(path, text_config(config)["model_type"], settings, ignore, has_images(config))
 
 
 @check_types
@@ -156,6 +183,21 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def has_images(config: Json) -> bool:
+    """Whether a config.json is of a model that also reads images, whose text decoder is one of FAMILIES."""
+    return str(config.get("model_type")) in WITH_IMAGES and isinstance(config.get("text_config"), dict)
+
+
+def text_config(config: Json) -> Json:
+    """The config.json of the text decoder of a model that also reads images; any other `config` itself."""
+    if not has_images(config):
+        return config
+    outer = {key: value for key, value in config.items() if key in OF_ALL}
+    part: dict[str, Any] = {**outer, **WITH_IMAGES[config["model_type"]], **config["text_config"]}
+    family = FAMILIES.get(str(part["model_type"]))
+    return part | ({"architectures": [family.architecture]} if family else {})
+
+
 def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[str, Any]:
     """Settings of the decoder in a config.json: `DecoderConfig(**decoder_config_from_hf(config))`.
 
@@ -170,7 +212,7 @@ def decoder_config_from_hf(config: Json, *, ignore: Iterable[str] = ()) -> dict[
         3
     """
     ignored = set(ignore)
-    config = {key: value for key, value in config.items() if key not in ignored}
+    config = {key: value for key, value in text_config(config).items() if key not in ignored}
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise ConfigError(

@@ -98,6 +98,20 @@ _OF_QWEN_3_5 = {
     **dict.fromkeys(("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"), "of prediction, as above"),
 }
 _OF_DEEPSEEK = {"aux_loss_alpha": "of losses", "seq_aux": "of losses", "ep_size": "of the program"}
+# Models that also read images -> what the config.json of their text decoder has if their `text_config` lacks it.
+WITH_IMAGES: dict[str, Json] = {
+    "gemma3": {"model_type": "gemma3_text", "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4},
+    "mistral3": {"model_type": "mistral"},
+    "qwen3_5": {"model_type": "qwen3_5_text"},
+    "qwen3_5_moe": {"model_type": "qwen3_5_moe_text"},
+}
+# Keys outside of `text_config` that the text decoder has too.
+OF_ALL = (
+    *("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "transformers_version"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
+# How their files name "model." and "lm_head." of the text decoder: since transformers 4.52, and before.
+TEXT_NAMES = (("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head."))
 OF_FAMILY: dict[str, dict[str, str]] = {  # as WITHOUT_EFFECT, in one family
     "glm4_moe": PREDICTION,
     "glm4_moe_lite": PREDICTION,

@@ -4,11 +4,19 @@ The folder of the checkpoints of an imported model keeps them below `huggingface
 are not part of a step and have no checksums: a tokenizer may be changed there.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import cast
 
-from flax_mesh.checkpoint.hf.decoders import OTHER_NAME, QUANTIZATION, decoder_config_from_hf, huggingface_config
+from flax_mesh.checkpoint.hf.decoders import (
+    OTHER_NAME,
+    QUANTIZATION,
+    decoder_config_from_hf,
+    has_images,
+    huggingface_config,
+    text_config,
+)
 from flax_mesh.checkpoint.hf.family import Json
 from flax_mesh.checkpoint.hf.safetensors import read_json
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError
@@ -98,7 +106,10 @@ def keep_files(folder: Path, checkpoints: Path) -> None:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir(parents=True)
     for file in files:
-        (kept / file.name).write_bytes(file.read_bytes())
+        content = file.read_bytes()
+        if file.name == CONFIG and has_images(config := read_object(file)):
+            content = json.dumps(text_config(config), indent=2).encode()  # all that the checkpoints contain
+        (kept / file.name).write_bytes(content)
 
 
 def read_kept_config(checkpoints: Path) -> Json:

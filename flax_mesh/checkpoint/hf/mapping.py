@@ -34,9 +34,9 @@ class ParamMapping(NamedTuple):
     Such letters come first.
 
     Several parameters may be one array in the files, whose lines follow each other: with `joined="concatenated"` along
-    its first dim (the projections of Phi-3), with "alternating" along its last one, an element of each in turn (the
-    experts of gpt-oss), with "inner" along the second of the dims here, as the parts of every head (the queries and
-    gates of Qwen3-Next).
+    its first dim (the projections of Phi-3), with "concatenated experts" along its second one (the experts of Qwen3.5),
+    with "alternating" along its last one, an element of each in turn (the experts of gpt-oss), with "inner" along the
+    second of the dims here, as the parts of every head (the queries and gates of Qwen3-Next).
 
     `after` is the path of another list or stack whose layers come first in the files, or several with spaces between
     them: `{i}` in the name is then the number of those layers plus `{i}` in the path. A state must contain all of them.
@@ -128,9 +128,11 @@ def _joined(params: list[MappedParam], lines: Sequence[int], table: Sequence[Par
             merged = whole if len(array.shape) == len(whole) else (whole[0] * whole[1], *whole[2:])
             array = array._replace(shape=array.split)
         else:
-            start = sum(other.shape[0] for other in parts[:index])
-            dims[0] = slice(start, start + array.shape[0])
-            whole = (sum(other.shape[0] for other in parts), *array.shape[1:])
+            dim = int(joined == "concatenated experts")
+            start = sum(other.shape[dim] for other in parts[:index])
+            dims[dim] = slice(start, start + array.shape[dim])
+            total = sum(other.shape[dim] for other in parts)
+            whole = (*array.shape[:dim], total, *array.shape[dim + 1 :])
         return array._replace(within=tuple(dims), whole=whole, merged=merged)
 
     return [

@@ -117,6 +117,12 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, .
 
 
 _QWEN_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_FUSED_EXPERTS = _lines(
+    {f"moe/{part}/kernel": ("mlp.experts.gate_up_proj", "e f d -> e d f") for part in ("gate", "up")},
+    "concatenated experts",
+)
+_FUSED_EXPERTS += _lines({"moe/down/kernel": ("mlp.experts.down_proj", "e d f -> e f d")})
+_FUSED_EXPERTS += _QWEN_EXPERTS[:1]  # the router
 _SHARED_EXPERT = _lines(
     {**_mlp("shared_mlp", "mlp.shared_expert"), "shared_gate/kernel": ("mlp.shared_expert_gate.weight", "o d -> d o")}
 )
@@ -199,4 +205,8 @@ DECODER_NAMES: dict[str, tuple[ParamMapping, ...]] = {
     "qwen3_5_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _DENSE),
     "qwen3_5_moe_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _QWEN_EXPERTS + _SHARED_EXPERT),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT_DECODER),
+}
+# model_type -> its table in files with one array for all experts of a layer.
+FUSED_NAMES = {
+    "qwen3_5_moe_text": _in_blocks(_GATED + _DELTA + _DELTA_IN_APART + _FUSED_EXPERTS + _SHARED_EXPERT),
 }
