@@ -18,7 +18,7 @@ from flax_mesh.program.rewrite import Composite, Value, has_composite, inline, r
 
 # Operations that change no element but by rounding: a weight behind them is the same weight.
 CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name", "reduce_precision", "sharding_constraint"})
-_MOVES = frozenset({"reshard", "slice", "split", "squeeze", "transpose"})
+_MOVES = frozenset({"reshape", "reshard", "slice", "split", "squeeze", "transpose"})
 
 # Addition to a product: (equation, values of its operands, index of the operand that is a Weight) -> the array to add
 # to the result, or None.
@@ -86,6 +86,8 @@ def _moved(eqn: Eqn, weight: Weight) -> list[Weight] | None:
     outs: list[jax.Array] = evaluate(eqn, [weight.value])
     if name in CASTS:
         return [weight.changed(outs[0], lambda x: x)]
+    if name == "reshape":
+        return _in_periods(weight, outs[0])
     if name == "reshard":
         return [weight.changed(outs[0], partial(_placed, like=outs[0]))]
     if name == "transpose":
@@ -104,6 +106,15 @@ def _moved(eqn: Eqn, weight: Weight) -> list[Weight] | None:
     else:
         return None
     return [weight.cut(out, each) for out, each in zip(outs, limits, strict=True)]
+
+
+def _in_periods(weight: Weight, out: jax.Array) -> list[Weight] | None:
+    """The Weight of a stack of layers whose first dim became two: a loop over repetitions of the kinds of layers."""
+    before, after = weight.value.shape, out.shape
+    if before[1:] != after[2:] or any(x is not None and x.shape[0] != before[0] for x in (weight.a, weight.b)):
+        return None
+    split = lambda x: x.reshape(*after[:2], *x.shape[1:])  # noqa: E731
+    return [weight.changed(out, split, [weight.dims[0], *weight.dims])]
 
 
 def _placed(factor: jax.Array, like: jax.Array) -> jax.Array:

@@ -75,7 +75,7 @@ class Scanned(nnx.Module):
 
 
 class Unrolled(nnx.Module):
-    """A stack whose layers are selected one by one, and split in two parts for two loops."""
+    """A stack whose layers are selected one by one, split in parts for two loops, and paired for a third one."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.kernel = nnx.Param(jax.random.normal(rngs.params(), (3, WIDTH, WIDTH)) / 3)
@@ -85,7 +85,8 @@ class Unrolled(nnx.Module):
             x = jnp.tanh(x @ self.kernel[i])
         for part in jax.lax.split(self.kernel[...], (1, 2)):
             x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, part)
-        return x
+        pairs = self.kernel[1:].reshape(1, 2, WIDTH, WIDTH)
+        return jax.lax.scan(lambda x, two: (jnp.tanh(jnp.sin(x @ two[0]) @ two[1]), None), x, pairs)[0]
 
 
 class Branches(nnx.Module):

@@ -298,7 +298,9 @@ def losses(make: Callable[[], Any], shape: str, **axes: Any) -> list[float]:
 def test_every_mesh_explicit_axes_and_pipelines_train_the_same_adapters(scan: bool):
     patterns = "(q|v|o|up|down|gate)/kernel"
     adapted = add_lora(
-        lambda: decoder(scan=scan)(rngs=nnx.Rngs(0)), next_token_loss, TOKENS, rank=3, alpha=6, modules=patterns
+        lambda: decoder(scan=scan, layer_pattern="local,global", sliding_window=4)(rngs=nnx.Rngs(0)),
+        *(next_token_loss, TOKENS),
+        **{"rank": 3, "alpha": 6, "modules": patterns},
     )
 
     def make() -> Any:
