@@ -25,7 +25,8 @@ from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
-_BATCH_BYTES = 2**30  # of arrays that are read from a store at a time
+# Bytes of arrays that are read from a store at a time. Compressed and decoded, they take up to twice as much memory.
+_BATCH_BYTES = 2**29
 # Parts of a file in a store that are at most a megabyte apart are read by one request, if they are asked for together.
 _JOINED = {
     "experimental_read_coalescing_threshold_bytes": 2**20,
@@ -247,7 +248,9 @@ def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Ar
         opened = [tensorstore.open(spec, open=True, context=shared) for spec in specs]
         read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
         for path, parts in zip(paths, read, strict=True):
-            values = {where: step.ask(lambda: part).astype(target[path].dtype, copy=False) for where, part in parts.items()}  # noqa: B023
+            values = {
+                where: step.ask(lambda: part).astype(target[path].dtype, copy=False) for where, part in parts.items()
+            }  # noqa: B023
             yield path, _assembled(target[path], values)
 
 
