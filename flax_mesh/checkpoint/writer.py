@@ -47,7 +47,8 @@ class Writer:
         compress: bool,
     ):
         self._folder, self._retained = folder, retained
-        self._place = (_Store if isinstance(folder, StorePath) else _Folder)(folder, before_commit or (lambda: None))
+        before = before_commit or (lambda: None)
+        self._place = _Store(folder, before) if isinstance(folder, StorePath) else _Folder(folder, before)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -179,8 +180,9 @@ class Writer:
             file_bytes = BLOCK if isinstance(self._place, _Store) else None
             gather = self._place.gather if isinstance(self._place, _Store) and jax.process_count() > 1 else None
             limits = {"host_bytes": self._host_bytes, "file_bytes": file_bytes}
-            calls = {"meet": self._meet, "finish": self._place.finish, "gather": gather}
-            self._storage = Storage(compress=self._compress, **calls, **limits)
+            self._storage = Storage(
+                compress=self._compress, meet=self._meet, finish=self._place.finish, gather=gather, **limits
+            )
             self._is_tidy = False
 
     def _give_up(self) -> None:

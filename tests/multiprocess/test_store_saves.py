@@ -122,14 +122,14 @@ KILLS = [(0, 0, 7), (1, 0, 0), (0, 7, 11), (1, 1, 2), (0, 12, 23), (0, 24, 28), 
 @pytest.mark.parametrize("folder", ["files", "s3_server"], indirect=True)
 def test_after_kills_of_one_of_two_processes_in_a_save_the_newest_step_is_whole(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # killed processes leave files there
-    rng, path, newest, seen = np.random.default_rng(0), opened(folder), 0, set[bool]()
+    rng, newest, seen = np.random.default_rng(0), 0, set[bool]()
+    checkpointer = Checkpointer(path := opened(folder), layers=["layers"])
     for who, least, most in KILLS:
         arguments = (folder, str(who), str(rng.integers(least, most, endpoint=True)))
         with ExitStack() as stack:  # ends the other process too
             commands = commands_of_workers("is_killed", 2, 2, *arguments, module=MODULE)
             ended = [stack.enter_context(Running(command)) for command in commands][who].ended()
         assert ended.code == -signal.SIGKILL, ended.output
-        checkpointer = Checkpointer(path, layers=["layers"])
         found = checkpointer.latest_step()
         assert found in (newest + 1, newest + 2) and not checkpointer.damaged
         seen.add(found == newest + 2)
