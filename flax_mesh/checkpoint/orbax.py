@@ -248,9 +248,8 @@ def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Ar
         opened = [tensorstore.open(spec, open=True, context=shared) for spec in specs]
         read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
         for path, parts in zip(paths, read, strict=True):
-            values = {
-                where: step.ask(lambda: part).astype(target[path].dtype, copy=False) for where, part in parts.items()
-            }  # noqa: B023
+            dtype = target[path].dtype
+            values = {where: step.ask(lambda: part).astype(dtype, copy=False) for where, part in parts.items()}  # noqa: B023
             yield path, _assembled(target[path], values)
 
 

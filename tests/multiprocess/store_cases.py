@@ -6,6 +6,7 @@ A folder is an address of a store, a path of a disk, or `files:PATH`, a store of
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -71,12 +72,13 @@ class Requests(Counter[str]):
     Before the request after `most` others the process kills itself.
     """
 
-    most = 10**6
+    most, lock = 10**6, threading.Lock()
 
     def add(self, kind: str) -> None:
-        if self.total() == self.most:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self[kind] += 1
+        with self.lock:  # files are uploaded in several threads
+            if self.total() == self.most:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self[kind] += 1
 
 
 class Counted:
