@@ -91,6 +91,8 @@ class Checkpointer:
             number: `save` returns once everything is written, with at most this many bytes on the host, or two of the
             largest arrays.
         compress: Compress with zstd, as Orbax does by default. False makes saves faster and larger.
+        before_commit: Called in process 0 for each step, after its files are written and before it appears under its
+            name. If it raises an OSError or a ConfigError, the save fails in all processes. Default: None.
 
     Raises:
         ConfigError: Orbax would take `folder` for a pattern, or it is a file or a broken link.
@@ -118,6 +120,7 @@ class Checkpointer:
         best_metric: str = "eval_loss",
         host_bytes: int | None = None,
         compress: bool = True,
+        before_commit: Callable[[], None] | None = None,
     ):
         self.folder = stored_path(folder).absolute()
         check_path(self.folder)
@@ -134,9 +137,7 @@ class Checkpointer:
         self.damaged: dict[int, list[str]] = {}  # step -> problems that `latest_step` found
         self._checked: TreeDefinition | None = None  # the definition of the last TrainState that was saved
         retained = lambda: retained_steps(self.folder, self.keep, self.best_metric)  # noqa: E731
-        self.before_commit: Callable[[], None] = lambda: None  # in process 0, to a store; an error fails the save
-        commits = lambda: self.before_commit()  # noqa: E731
-        self._writer = Writer(self.folder, retained, commits, host_bytes=host_bytes, compress=compress)
+        self._writer = Writer(self.folder, retained, before_commit, host_bytes=host_bytes, compress=compress)
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -25,7 +25,8 @@ from flax_mesh.store import StorePath, context
 from flax_mesh.tree import Shaped, named_leaves, nest
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
-_BATCH_BYTES = 2**30  # of arrays that are read from a store at a time
+# Bytes of arrays that are read from a store at a time. Compressed and decoded, they take up to twice as much memory.
+_BATCH_BYTES = 2**29
 # Parts of a file in a store that are at most a megabyte apart are read by one request, if they are asked for together.
 _JOINED = {
     "experimental_read_coalescing_threshold_bytes": 2**20,
@@ -39,11 +40,16 @@ Gather = Callable[[Path], Mapping[str, StorePath]]
 
 
 class _Step(ocp.CompositeCheckpointHandler):
+    def __init__(self, finish: Callable[[], None], **options: Any):
+        super().__init__(**options)
+        self._finish = finish
+
     def finalize(self, directory: Any) -> None:
         super().finalize(directory)
         step = Path(directory)
         write_number(step)
         write_checksums(step, step.glob(PART.format("*")))
+        self._finish()
 
 
 @ocp.args.register_with_handler(_Step, for_save=True, for_restore=True)
@@ -89,7 +95,8 @@ class Storage:
     `host_bytes` limits the bytes of the state on the host at a time; None for no limit. Orbax copies the next arrays to
     the host while it writes the previous ones, so each of the two gets half. `meet(phase)` returns once all processes
     have reached the end of a phase: "folders" in the thread that saves; with several processes also "files" and
-    "commit", in the background. `file_bytes` limits the files of arrays, and the parts of arrays in them.
+    "commit", in the background. `finish` is called in process 0 before the rename of a step. `file_bytes` limits the
+    files of arrays, and the parts of arrays in them.
 
     `gather` is for several processes that write to a folder each: process 0 calls it with its folder of the step after
     "files". It fetches the checksums of the others, and returns where their files are, by their folder in "state".
@@ -101,6 +108,7 @@ class Storage:
         compress: bool,
         host_bytes: int | None,
         meet: Callable[[str], None],
+        finish: Callable[[], None],
         file_bytes: int | None = None,
         gather: Gather | None = None,
     ):
@@ -129,6 +137,7 @@ class Storage:
         self._file_bytes = file_bytes
         self._orbax = ocp.AsyncCheckpointer(
             _Step(
+                finish,
                 composite_options=ocp.CompositeOptions(multiprocessing_options=together, async_options=in_background),
                 state=state,
                 metadata=metadata,
@@ -239,7 +248,8 @@ def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Ar
         opened = [tensorstore.open(spec, open=True, context=shared) for spec in specs]
         read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
         for path, parts in zip(paths, read, strict=True):
-            values = {where: step.ask(lambda: part).astype(target[path].dtype) for where, part in parts.items()}  # noqa: B023
+            dtype = target[path].dtype
+            values = {where: step.ask(lambda: part).astype(dtype, copy=False) for where, part in parts.items()}  # noqa: B023
             yield path, _assembled(target[path], values)
 
 

@@ -34,21 +34,21 @@ PHASES = ("begin", "folders", "start", "files", "commit", "clear")
 class Writer:
     """Writes one step at a time to `folder`, in the background. `host_bytes` and `compress` are as in Checkpointer.
 
-    `retained` returns the steps to retain, and is called after each save; `before_commit` is called before a step is
-    committed to a store.
+    `retained` returns the steps to retain, and is called after each save.
     """
 
     def __init__(
         self,
         folder: Path,
         retained: Callable[[], set[int]],
-        before_commit: Callable[[], None],
+        before_commit: Callable[[], None] | None,
         *,
         host_bytes: int | None,
         compress: bool,
     ):
         self._folder, self._retained = folder, retained
-        self._place = _Store(folder, before_commit) if isinstance(folder, StorePath) else _Folder(folder)
+        before = before_commit or (lambda: None)
+        self._place = _Store(folder, before) if isinstance(folder, StorePath) else _Folder(folder, before)
         self._host_bytes, self._compress = host_bytes, compress
         self._storage: Any = None  # created by the first save, and again after a failed one
         self._is_tidy = False  # whether leftovers were removed since `_storage` was created
@@ -64,13 +64,12 @@ class Writer:
         Raises ConfigError if `step` exists and is not damaged. The previous save must have ended.
         """
         self._phases = Phases("save", PHASES)
+        existing = ""
         with self._as_save_error(step):
-            committed = step in committed_steps(self._folder)
-            path = self._folder / str(step)
-            # `_tidy` removes the leftovers of a store; a folder of this machine has them under other names.
-            exists = step not in damaged and path not in find_leftovers(self._folder) and is_present(path)
-        if exists:
-            existing = f"a checkpoint of step {step}" if committed else f"{step}, which is not a committed checkpoint"
+            # All processes see the same store, which answers one of them alone.
+            if step not in damaged and (self._clears or not isinstance(self._place, _Store)):
+                existing = self._existing(step)
+        if existing:
             problem = f"{self._folder} already contains {existing}; nothing was overwritten."
             # Another process may not see this step, and would wait for this one.
             self._phases.failed(f"process {jax.process_index()}: {problem}")
@@ -79,6 +78,15 @@ class Writer:
             self._open()
             self._phases.passed("begin")  # from here on no other process writes to the folder
             self._tidy(damaged)
+
+    def _existing(self, step: int) -> str:
+        """What a save of `step` would overwrite, "" if nothing."""
+        path = self._folder / str(step)
+        if step in committed_steps(self._folder):
+            return f"a checkpoint of step {step}"
+        # `_tidy` removes the leftovers of a store; a folder of this machine has them under other names.
+        is_free = path in find_leftovers(self._folder) or not is_present(path)
+        return "" if is_free else f"{step}, which is not a committed checkpoint"
 
     def write(self, step: int, arrays: Iterable[tuple[str, object]], metadata: Mapping[str, object]) -> None:
         """Write the step that `begin` has started; returns once the arrays may change."""
@@ -172,7 +180,9 @@ class Writer:
             file_bytes = BLOCK if isinstance(self._place, _Store) else None
             gather = self._place.gather if isinstance(self._place, _Store) and jax.process_count() > 1 else None
             limits = {"host_bytes": self._host_bytes, "file_bytes": file_bytes}
-            self._storage = Storage(compress=self._compress, meet=self._meet, gather=gather, **limits)
+            self._storage = Storage(
+                compress=self._compress, meet=self._meet, finish=self._place.finish, gather=gather, **limits
+            )
             self._is_tidy = False
 
     def _give_up(self) -> None:
@@ -211,8 +221,8 @@ class Writer:
 class _Folder:
     """The folder of the steps on this machine. Orbax writes there under a temporary name, and commits by a rename."""
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(self, path: Path, before_commit: Callable[[], None]):
+        self._path, self._before_commit = path, before_commit
         self._step = -1  # the last one that was saved, or is being saved
         self._inode: int | None = None  # of the folder, as found or created by the first save
 
@@ -236,6 +246,10 @@ class _Folder:
 
     def send(self) -> None:
         """In another process, after it has written its files."""
+
+    def finish(self) -> None:
+        """In process 0, when its folder of the step is complete and Orbax renames it next."""
+        self._before_commit()
 
     def commit(self) -> None:
         """In process 0, after it has written its files and all others have sent theirs."""
@@ -272,8 +286,7 @@ class _Store(_Folder):
     """
 
     def __init__(self, path: StorePath, before_commit: Callable[[], None]):
-        super().__init__(path)
-        self._before_commit = before_commit
+        super().__init__(path, before_commit)
         self._here = ""  # the temporary folder
         self._claim = b""  # what UPLOAD of the step contains
 
@@ -310,6 +323,9 @@ class _Store(_Folder):
             list(pool.map(lambda part: (target / part).unlink(), parts))
         folders = {name.split("/")[1] for name in names if name.startswith("state/ocdbt.process_")}
         return {name: target / "state" / name for name in sorted(folders)}
+
+    def finish(self) -> None:
+        """The rename on this machine commits nothing."""
 
     def written(self, step: int) -> Path:
         return Path(self._here, super().written(step).name)

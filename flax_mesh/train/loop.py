@@ -13,7 +13,7 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, user_path
 from flax_mesh.mpmd.runtime.search import SEARCH, ScheduleSearch
 from flax_mesh.processes import Watch, stop_together
-from flax_mesh.recipe.config import CheckpointConfig, TrainConfig
+from flax_mesh.recipe.config import TrainConfig
 from flax_mesh.recipe.program import TrainProgram, build_program
 from flax_mesh.recipe.saved import run_metadata
 from flax_mesh.step.state import TrainState
@@ -111,8 +111,7 @@ def train(
 
 
 def _begin_or_resume(run: Run, allow_changes: bool) -> TrainResult:
-    with _checkpointer(run.recipe.checkpoint, run.folder / CHECKPOINTS, run.program.rules.layers) as checkpointer:
-        checkpointer.before_commit = run.check
+    with _checkpointer(run) as checkpointer:
         step = latest_step(checkpointer)
         for damaged, problems in checkpointer.damaged.items():
             others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
@@ -190,10 +189,16 @@ def _initial(run: Run, start: Start | None, checkpointer: Checkpointer) -> Train
     return load_constants(run.recipe.constants, state)
 
 
-def _checkpointer(config: CheckpointConfig, folder: Path, layers: Sequence[str]) -> Checkpointer:
+def _checkpointer(run: Run) -> Checkpointer:
+    config, layers = run.recipe.checkpoint, run.program.rules.layers or None
     keep = RetentionPolicy(config.keep, best=config.keep_best, every=config.keep_every or None)
     return Checkpointer(
-        folder, keep=keep, layers=layers or None, best_metric=config.best_metric, compress=config.compress
+        run.folder / CHECKPOINTS,
+        keep=keep,
+        layers=layers,
+        best_metric=config.best_metric,
+        compress=config.compress,
+        before_commit=run.check,
     )
 
 

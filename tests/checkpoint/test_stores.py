@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from flax_mesh import ConfigError, SaveError, create_mesh, store
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.checksums import files_below
-from flax_mesh.checkpoint.find import UPLOAD
+from flax_mesh.checkpoint.find import UPLOAD, committed_steps
 from flax_mesh.checkpoint.hf.kept import TOKENIZERS
 from flax_mesh.cli import main
 from flax_mesh.errors import CheckpointCorruptedError, UnreadableError
@@ -131,6 +131,25 @@ def test_a_save_whose_objects_another_process_removed_is_not_committed(folder, m
     with pytest.raises(SaveError, match="another process has removed objects of this step, or added some"):
         save(folder, 1)
     assert Checkpointer(folder).steps() == []
+
+
+@pytest.mark.parametrize("is_store", [False, True])
+def test_what_is_called_before_a_commit_sees_no_step_yet_and_its_error_fails_the_save(is_store, tmp_path, monkeypatch):
+    folder, seen = store_of_files(monkeypatch, tmp_path) / "run" if is_store else tmp_path / "run", list[object]()
+
+    def check() -> None:
+        seen.append(committed_steps(folder))
+        if len(seen) == 2:
+            raise ConfigError("not now")
+
+    with Checkpointer(folder, keep=1, before_commit=check) as checkpointer:
+        checkpointer.save(1, STATE)
+        checkpointer.save(2, STATE)
+        with pytest.raises(SaveError, match=r"step 2 could not be saved in .*: not now; the newest .* is of step 1"):
+            checkpointer.wait()
+        assert checkpointer.steps() == [1] == [int(entry.name) for entry in folder.iterdir()]
+        checkpointer.save(3, STATE)
+    assert seen == [[], [1], [1]] and checkpointer.steps() == [3] and checkpointer.verify(3) == []
 
 
 def test_objects_of_others_are_neither_steps_nor_leftovers(folder):

@@ -22,7 +22,7 @@ import jax
 
 ROOT = Path(__file__).parent.parent.parent
 AFTER_KILL_S = 120
-TIME_LIMIT_S = 240  # of one process; a worker also exits by itself before
+TIME_LIMIT_S = 480  # of one process; a worker also exits by itself before
 
 
 class Ended(NamedTuple):
@@ -104,9 +104,15 @@ def run_workers(
     case: str, processes: int, devices: int, *arguments: str, module: str = "tests.multiprocess.worker"
 ) -> list[Ended]:
     """Runs a case of `module` in several processes, and waits until all have ended."""
+    return run_all(commands_of_workers(case, processes, devices, *arguments, module=module))
+
+
+def commands_of_workers(
+    case: str, processes: int, devices: int, *arguments: str, module: str = "tests.multiprocess.worker"
+) -> list[list[str]]:
     port = free_port()
     numbers = [map(str, (process, processes, port, devices)) for process in range(processes)]
-    return run_all([["-m", module, case, *four, *arguments] for four in numbers])
+    return [["-m", module, case, *four, *arguments] for four in numbers]
 
 
 def run_case(cases: Mapping[str, Callable[..., object]]) -> None:

@@ -3,8 +3,15 @@
 A folder is an address of a store, a path of a disk, or `files:PATH`, a store of files in which an object is a file.
 """
 
+import json
 import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,13 +19,16 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from flax_mesh import store
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.checkpoint import writer as saving
+from flax_mesh.checkpoint.find import CHECKPOINTS, committed_steps
 from flax_mesh.errors import SaveError
 from flax_mesh.store import StorePath, stored_path
+from flax_mesh.train import apply_overrides, train
 from tests.checkpoint.stores import store_of_files
 from tests.multiprocess.cases import put_and_get_all
 from tests.multiprocess.processes import run_case
+from tests.train import bigram
 
 # Path -> shape and split, on a mesh with the axes dp and fsdp. 1025 can be divided by neither 2 nor 4.
 ARRAYS = {
@@ -56,16 +66,56 @@ def opened(folder: str) -> Path:
     return stored_path(folder)
 
 
+class Requests(Counter[str]):
+    """The requests of this process by kind, except those for the content of arrays and their index.
+
+    Before the request after `most` others the process kills itself.
+    """
+
+    most, lock = 10**6, threading.Lock()
+
+    def add(self, kind: str) -> None:
+        with self.lock:  # files are uploaded in several threads
+            if self.total() == self.most:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self[kind] += 1
+
+
+class Counted:
+    """A key-value store that counts requests."""
+
+    def __init__(self, inner: Any, requests: Requests):
+        self.inner, self.requests = inner, requests
+
+    def __truediv__(self, prefix: str) -> "Counted":
+        return Counted(self.inner / prefix, self.requests)
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        method = getattr(self.inner, name)
+        if name not in ("list", "read", "write", "delete_range"):
+            return method
+
+        def count(*arguments: object, **options: object) -> object:
+            self.requests.add("delete" if name == "write" and arguments[1] is None else name)
+            return method(*arguments, **options)
+
+        return count
+
+
+def counted(folder: str) -> tuple[Path, Requests]:
+    path, requests, bucket = opened(folder), Requests(), store._bucket
+    store._bucket = lambda *at: Counted(bucket(*at), requests)  # pyright: ignore
+    return path, requests
+
+
 def saves(folder: str, fault: str, who: str) -> None:
-    """Saves steps 1 to 3; in the second save the `fault` occurs in process `who`."""
-    path, patch = opened(folder), pytest.MonkeyPatch()
-    with Checkpointer(path, layers=["layers"], compress=False) as checkpointer:
+    """Saves steps 1 to 3 and prints the requests of each; in the second save the `fault` occurs in process `who`."""
+    (path, requests), patch = counted(folder), pytest.MonkeyPatch()
+    with Checkpointer(path, keep=2, layers=["layers"], compress=False) as checkpointer:
         for step in (1, 2, 3):
-            is_faulty = step == 2 and jax.process_index() == int(who)
-            if is_faulty and fault == "answers 500":
+            if step == 2 and jax.process_index() == int(who) and fault == "answers 500":
                 patch.setattr(StorePath, "write_bytes", refused)
-            if is_faulty and fault == "killed":
-                patch.setattr(saving._Store, "commit", lambda place: os._exit(9))
+            requests.clear()
             try:
                 checkpointer.save(step, state(step))
                 checkpointer.wait()
@@ -73,6 +123,42 @@ def saves(folder: str, fault: str, who: str) -> None:
                 print("reported:", error, flush=True)
             put_and_get_all(f"saved {step}", "yes")
             patch.undo()
+            if deleting := checkpointer._writer._deleting:
+                deleting.join()
+            print(f"requests of {step}:", json.dumps(requests), flush=True)
+
+
+def is_killed(folder: str, who: str, most: str) -> None:
+    """Restores the newest step and saves the next two; `who` is killed after `most` requests of the second save."""
+    reader = Checkpointer(opened(folder))
+    newest = reader.latest_step() or 0
+    assert not reader.damaged
+    if newest:
+        restores(folder, str(newest))
+    path, requests = counted(folder)
+    with Checkpointer(path, keep=2, layers=["layers"], compress=False) as checkpointer:
+        checkpointer.save(newest + 1, state(newest + 1))
+        checkpointer.wait()
+        if jax.process_index() == int(who):
+            requests.most = requests.total() + int(most)
+        checkpointer.save(newest + 2, state(newest + 2))
+
+
+def trains(disk: str, folder: str, last: str) -> None:
+    """Trains 6 steps on the `disk` unless it is "", and in `folder`, where all processes end at step `last`."""
+    settings = ["run.steps=6", "checkpoint.every=2", "run.eval_every=0", "mesh.shape=dp:2,fsdp:2"]
+    steps = stored_path(folder) / CHECKPOINTS
+
+    def kill(row: dict[str, Any]) -> None:
+        if row["step"] == int(last):
+            while int(last) - 1 not in committed_steps(steps):  # it is saved in the background
+                time.sleep(0.05)
+            put_and_get_all("the step is there", "yes")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if disk:
+        train(apply_overrides(bigram.recipe(), [*settings, f"run.folder={disk}"]))
+    train(apply_overrides(bigram.recipe(), [*settings, f"run.folder={folder}"]), say=print, hooks=[kill])
 
 
 def refused(path: StorePath, data: bytes) -> int:
@@ -81,8 +167,10 @@ def refused(path: StorePath, data: bytes) -> int:
 
 def restores(folder: str, step: str) -> None:
     """Restores a step: every shard of this process has its bits."""
-    with Checkpointer(opened(folder), layers=["layers"]) as checkpointer:
-        restored = checkpointer.restore(state(0), int(step))
+    path, requests = counted(folder)
+    with Checkpointer(path, layers=["layers"]) as checkpointer:
+        restored = checkpointer.restore(state(0), int(step), verify=False)
+    print("requests of a restore:", json.dumps(requests), flush=True)
     expected = jax.tree.leaves(state(int(step)))
     for wanted, found in zip(expected, jax.tree.leaves(restored), strict=True):
         for one, other in zip(wanted.addressable_shards, found.addressable_shards, strict=True):

@@ -29,6 +29,7 @@ from tests.train import bigram
 from tests.train.bigram import recipe
 from tests.train.support.runs import losses, run
 
+SERVERS = {"s3_server": s3_server, "gs_server": gs_server}
 SETTINGS = ["run.steps=12", "run.eval_every=0", "run.sample_tokens=0", "checkpoint.every=4"]
 
 
@@ -39,12 +40,12 @@ def cache(tmp_path, monkeypatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture(params=["files", *(pytest.param(name, marks=pytest.mark.slow) for name in ("s3", "gs"))])
+@pytest.fixture(params=["files", *(pytest.param(name, marks=pytest.mark.slow) for name in SERVERS)])
 def bucket(request, tmp_path, monkeypatch) -> Iterator[StorePath]:
     if request.param == "files":
         yield store_of_files(monkeypatch, tmp_path / "bucket")
     else:
-        with {"s3": s3_server, "gs": gs_server}[request.param](monkeypatch, tmp_path / "log") as bucket:
+        with SERVERS[request.param](monkeypatch, tmp_path / "log") as bucket:
             yield bucket
 
 
@@ -359,8 +360,10 @@ def test_a_file_that_the_store_refuses_is_a_warning_and_others_are_written(files
 def test_a_run_whose_lease_was_taken_over_does_not_commit_the_step_that_it_writes(files, quick, tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "RENEWED", 100.0)  # it is suspended
     folder, state = files / "checkpoints", {"a": np.ones(3)}
-    with opened(files, tmp_path / "a", []) as first, Checkpointer(folder, keep=1) as checkpointer:
-        checkpointer.before_commit = first.check
+    with (
+        opened(files, tmp_path / "a", []) as first,
+        Checkpointer(folder, keep=1, before_commit=first.check) as checkpointer,
+    ):
         checkpointer.save(1, state)
         checkpointer.wait()
         with opened(files, tmp_path / "b", []):
