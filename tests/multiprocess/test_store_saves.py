@@ -149,7 +149,8 @@ def test_a_run_of_two_processes_that_is_killed_has_the_rows_and_weights_of_one_o
         monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))
     disk, steps = tmp_path / "disk", stored_path(folder) / "checkpoints"
-    assert run("trains", 2, str(disk), folder, "5")[0].code == -signal.SIGKILL
+    codes = {one.code for one in run("trains", 2, str(disk), folder, "5")}
+    assert -signal.SIGKILL in codes and 0 not in codes  # JAX may end the second process, once it misses the first
     assert committed_steps(steps) == [2, 4]
     ended = run("trains", 2, "", folder, "0")
     assert_all_done(ended, "trains is done")
