@@ -168,8 +168,8 @@ def splash_attention(
 
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
     of_rows = SegmentIds(*segments) if segments else None
-    attend = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids, sinks_H))
-    return jnp.swapaxes(attend(*heads_first, of_rows), 1, 2)
+    attend: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, None))
+    return jnp.swapaxes(attend(*heads_first, of_rows, sinks_H), 1, 2)
 
 
 def sees_keys(keys_BS: jax.Array, positions: jax.Array, band: Band) -> jax.Array:

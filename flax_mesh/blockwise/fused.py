@@ -139,9 +139,8 @@ class Fused:
     def _attend(self, *values: jax.Array) -> jax.Array:
         formula, given = self.formula, self._arranged(values)
         lengths = jnp.maximum(given["k_pad"].sum(1, dtype=jnp.int32), 1) if formula.padding else None
-        out = cudnn_attention(
-            *(given[x] for x in "qkv"), lengths, band=formula.band, scale=formula.scale, is_reference=self.is_reference
-        )
+        q, k, v = (given[x] for x in "qkv")
+        out = cudnn_attention(q, k, v, lengths, band=formula.band, scale=formula.scale, is_reference=self.is_reference)
         return self._as_written(self._without_keys(out, given))
 
     def _attend_splash(self, kernel: PyTree, *values: jax.Array) -> jax.Array:
