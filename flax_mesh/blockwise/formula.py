@@ -7,7 +7,8 @@ further column with a number per head (a sink). Arrays of booleans of queries an
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -295,14 +296,14 @@ def _by_roles(value: Value, labels: Labels, roles: Mapping[int, Role]) -> Operan
 def _padding(region: Region, static: Static, roles: Mapping[int, Role]) -> dict[str, Key]:
     """The booleans that decide which queries and which keys of a row are left, if they are data."""
     used = {x for step in needed_steps(region.score_steps, region.scores, {}) for x in step.inputs}
-    found: dict[str, Key] = {}
+    keys: dict[str, Key] = {}
     for key, (value, labels) in region.leaves.items():
         of = [name for name, label in (("q_pad", region.q), ("k_pad", region.k)) if label in labels]
         if key in used and static.get(key) is None and value.aval.dtype == bool and len(of) == 1:
-            if of[0] in found or any(x is not None and x not in roles for x in labels):
+            if of[0] in keys or any(n > 1 and x not in roles for n, x in zip(value.shape, labels, strict=True)):
                 raise NoFormulaError("its padding is several arrays, or not by rows")
-            found[of[0]] = key
-    return found
+            keys[of[0]] = key
+    return keys
 
 
 def _kind_of_padding(region: Region, key: Key | None) -> str:
@@ -323,9 +324,13 @@ def _kind_of_padding(region: Region, key: Key | None) -> str:
     return "any"
 
 
-def _before_views(x: Value, labels: Labels) -> tuple[Value, Labels]:
-    while x.op is not None and x.op.name in VIEWS and isinstance(before := source(x.op.inputs[0]), Value):
-        x, labels = before, labels_before(x.op, 0, labels) or ()
+def _before_views(x: Value, labels: Labels, views: Collection[str] = VIEWS) -> tuple[Value, Labels]:
+    """The array that a view has the elements of, and its labels: without those along which it was repeated."""
+    while x.op is not None and x.op.name in views and isinstance(before := source(x.op.inputs[0]), Value):
+        given = labels_before(x.op, 0, labels)
+        if given is None or (x.op.name != "broadcast_in_dim" and not {*labels} <= {*given, None}):
+            break
+        x, labels = before, given
     return x, labels
 
 
@@ -336,20 +341,17 @@ def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[s
         raise NoFormulaError(
             "its scores have several further columns, or a known one; a kernel takes one sink per head"
         )
-    x, labels = column
-    while x.op is not None and x.op.name in VIEWS - {"convert_element_type"}:
-        before, of_before = source(x.op.inputs[0]), labels_before(x.op, 0, labels) or ()
-        if not (isinstance(before, Value) and heads <= {roles.get(label) for label in of_before if label is not None}):
-            break
-        x, labels = before, of_before
+    x, labels = _before_views(*column, VIEWS - {"convert_element_type"})
     of = [None if label is None else roles.get(label) for label in labels]
-    if any(role not in heads for role, n in zip(of, x.shape, strict=True) if n > 1) or not heads <= {*of}:
+    if {role for role, n in zip(of, x.shape, strict=True) if n > 1} != heads or x.size != math.prod(
+        region.shape[label] for label in labels if label is not None
+    ):
         raise NoFormulaError("its further column of scores is not one number per head (a sink)")
     return {"sink": Operand(x, labels, tuple(of))}
 
 
-def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[Value, Labels] | None:
-    """(the array that has the same elements, label of each of its dims): the dims of `both` count as one."""
+def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object, ...]] | None:
+    """(id of the array that has the same elements, label of each of its dims): the dims of `both` count as one."""
     views: list[Op] = []
     while x.op is not None and x.op.name in VIEWS and isinstance(before := source(x.op.inputs[0]), Value):
         if x.op.name == "convert_element_type" and before.aval.dtype != x.aval.dtype:
@@ -361,5 +363,5 @@ def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[Value, Labels] | 
         order = None if order is None else order_after(op, 0, order)
     if order is None or any(len(dim) > 1 or (dim and dim[0][0] is None) for dim in order):
         return None
-    of = {dim[0][0]: min(both) if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
-    return x, tuple(of.get(d) for d in range(len(x.shape)))
+    of = {dim[0][0]: "both" if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
+    return id(x), tuple(of.get(d) for d in range(len(x.shape)))

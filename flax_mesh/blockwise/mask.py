@@ -63,9 +63,9 @@ def band_of(
             known[key] = mask.band, mask.low
         except NoFormulaError as error:
             known[key] = error.reason
-    if isinstance(found := known[key], str):
-        raise NoFormulaError(found)
-    return found
+    if isinstance(checked := known[key], str):
+        raise NoFormulaError(checked)
+    return checked
 
 
 class _Mask:

@@ -269,6 +269,21 @@ def test_further_columns_but_one_number_per_head_are_no_kernel(sinks):
     assert re.search(r"no kernel: its .*further columns?.* per head", line)
 
 
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: jnp.arange(LENGTH) < x.reshape(2, LENGTH),
+        lambda x: jnp.arange(LENGTH) >= x[:2, None],
+        lambda x: jnp.arange(LENGTH) % 64 < x[:2, None],
+    ],
+    ids=["a number for each key", "the other keys", "a period"],
+)
+def test_comparisons_that_are_no_lengths_are_a_mask_of_any_data(keep):
+    fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: jnp.where(keep(x)[:, None, None], s, -1e9))  # noqa: E731
+    (line,) = rewritten(fn, (*cast(operands(), jnp.bfloat16), np.arange(2 * LENGTH)), "cudnn").lines
+    assert line.endswith("up to a length, got a mask of any data")
+
+
 @pytest.mark.slow
 def test_a_row_without_keys_is_not_a_number_where_it_is_none_as_written():
     fn, args = by_lengths(-jnp.inf), (*operands(), LENGTHS)

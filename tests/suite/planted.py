@@ -74,7 +74,7 @@ PLANTED = (
     # The weights of a row are divided by the sum of another one.
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
     # A mask that sets scores to 0 hides no key.
-    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n        if not", "(at_1 > -1)\n        if not"),
+    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n", "(at_1 > -1)\n"),
     # The keys of a row end one after its length.
     ("flax_mesh/blockwise/fused.py", "sum(1, dtype=jnp.int32), 1)", "sum(1, dtype=jnp.int32) + 1, 1)"),
     # The sink of a kernel has another scale than its scores.
