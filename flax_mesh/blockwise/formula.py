@@ -343,7 +343,7 @@ def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[s
         )
     x, labels = _before_views(*column, VIEWS - {"convert_element_type"})
     of = [None if label is None else roles.get(label) for label in labels]
-    if {role for role, n in zip(of, x.shape, strict=True) if n > 1} != heads or x.size != math.prod(
+    if {role for role, n in zip(of, x.shape, strict=True) if n > 1} != heads or x.aval.size != math.prod(
         region.shape[label] for label in labels if label is not None
     ):
         raise NoFormulaError("its further column of scores is not one number per head (a sink)")
