@@ -37,6 +37,8 @@ class Kernel(NamedTuple):
     length_step: int = 1  # of sequences, on every device
     has_cap: bool = False
     has_segments: bool = False
+    has_padding: bool = False  # of any keys; else of the keys after a length
+    has_sinks: bool = False
     has_right_window: bool = False
     splits_queries: bool = False  # over devices
 
@@ -50,6 +52,8 @@ KERNELS = {
         length_step=LANES,
         has_cap=True,
         has_segments=True,
+        has_padding=True,
+        has_sinks=True,
         has_right_window=True,
         splits_queries=True,
     ),
@@ -70,6 +74,8 @@ class Need(NamedTuple):
     cap: float
     has_segments: bool
     parts: int  # devices that the queries are split over
+    padding: str = ""  # of keys: "lengths" of rows, or "any" data
+    has_sink: bool = False
 
 
 def _count(limit: int | None) -> str:
@@ -89,6 +95,11 @@ def misfit(name: str, need: Need) -> str:
         ),
         "scores without a soft cap": kernel.has_cap or not need.cap,
         "attention within documents to be in blocks": kernel.has_segments or not need.has_segments,
+        "the keys of a row to be seen up to a length, got a mask of any data": (
+            kernel.has_padding or need.padding != "any"
+        ),
+        "lengths of rows without a window": kernel.has_padding or not need.padding or need.band in (EVERY, (None, 0)),
+        "scores without a sink": kernel.has_sinks or not need.has_sink,
         f"a causal window, got {_count(left)} keys before and {_count(right)} after a query": (
             need.band == EVERY or right == 0 or kernel.has_right_window
         ),
@@ -121,15 +132,23 @@ def gpu_problem() -> str:
 
 
 def cudnn_attention(
-    q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *, band: Band, scale: float, is_reference: bool
+    q_BSHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    lengths_B: jax.Array | None,
+    *,
+    band: Band,
+    scale: float,
+    is_reference: bool,
 ) -> jax.Array:
-    """Attention by cuDNN, or by XLA's implementation of the same function."""
+    """Attention to the first keys of each row by cuDNN, or by XLA's implementation of the same function."""
     left, right = band
     return jax.nn.dot_product_attention(
         q_BSHC,
         k_BSKC,
         v_BSKC,
         scale=scale,
+        key_value_seq_lengths=lengths_B,
         is_causal=right == 0,
         local_window_size=None if left is None else (left, 0),
         implementation="xla" if is_reference else "cudnn",
@@ -137,14 +156,29 @@ def cudnn_attention(
 
 
 def splash_attention(
-    kernel: PyTree, q_BSHC: jax.Array, k_BSKC: jax.Array, v_BSKC: jax.Array, *segments: jax.Array
+    kernel: PyTree,
+    q_BSHC: jax.Array,
+    k_BSKC: jax.Array,
+    v_BSKC: jax.Array,
+    *segments: jax.Array,
+    sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of scaled queries by a `splash_kernel`, on one device."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     heads_first = [jnp.swapaxes(x, 1, 2) for x in (q_BSHC, k_BSKC, v_BSKC)]
-    of_rows = [SegmentIds(*segments)] if segments else []
-    return jnp.swapaxes(jax.vmap(kernel)(*heads_first, *of_rows), 1, 2)
+    of_rows = SegmentIds(*segments) if segments else None
+    attend: Callable[..., jax.Array] = jax.vmap(kernel, (0, 0, 0, 0, None))
+    return jnp.swapaxes(attend(*heads_first, of_rows, sinks_H), 1, 2)
+
+
+def sees_keys(keys_BS: jax.Array, positions: jax.Array, band: Band) -> jax.Array:
+    """(B, queries): whether any of the keys within the `band` around the position of a query is left."""
+    length = keys_BS.shape[1]
+    before, after = (length if limit is None else limit for limit in band)
+    count = jnp.pad(jnp.cumsum(keys_BS, 1, jnp.int32), ((0, 0), (1, 0)))  # (B, S + 1): of the keys before each
+    last, first = (jnp.clip(x, 0, length) for x in (positions + after + 1, positions - before))
+    return count[:, last] > count[:, first]
 
 
 def splash_block(length: int) -> int:

@@ -41,7 +41,7 @@ def bound_scores(
     env = dict(leaves)
     for step in region.score_steps:
         if step.output in fixed:
-            env[step.output] = _full(len(step.op.outputs[0].shape), *[fixed[step.output]] * 2)
+            env[step.output] = filled(len(step.op.outputs[0].shape), *[fixed[step.output]] * 2)
             continue
         args = [_number(x.value) if isinstance(x, Literal) else env[x] for x in step.inputs]
         rank = len(step.op.outputs[0].shape)
@@ -70,10 +70,10 @@ def bound_leaf(x: Array, labels: Labels, cuts: Cuts) -> Bound:
 
 
 def unknown(rank: int) -> Bound:
-    return _full(rank, -np.inf, np.inf)
+    return filled(rank, -np.inf, np.inf)
 
 
-def _full(rank: int, low: float, high: float) -> Bound:
+def filled(rank: int, low: float, high: float) -> Bound:
     return np.full((1,) * rank, low), np.full((1,) * rank, high)
 
 
@@ -117,7 +117,7 @@ def _without_nan(bound: Bound, rank: int) -> Bound:
 def _of_step(step: Step, args: Sequence[Bound], rank: int, cuts: Cuts, of_product: float) -> Bound | None:
     op, name, m = step.op, step.op.name, module_of(*(x for pair in args for x in pair))
     if name == "dot_general":
-        return _full(rank, -of_product, of_product)
+        return filled(rank, -of_product, of_product)
     if name == "iota":
         return _positions(step, rank, cuts)
     if name == "broadcast_in_dim":

@@ -1,20 +1,31 @@
 """The formula of an attention, read from its equations: softmax(scores, in a band and within documents) @ values.
 
-The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`, plus numbers that `mask` decides about.
+The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`, plus numbers that `mask` decides about, and a
+further column with a number per head (a sink). Arrays of booleans of queries and of keys, by rows, are padding.
 """
 
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Hashable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.mask import NoFormulaError, band_of, needed_steps
-from flax_mesh.blockwise.traced.dims import VIEWS, Labels, Order, dim_map, order_after, order_of
+from flax_mesh.blockwise.mask import Bands, NoFormulaError, band_of, needed_steps
+from flax_mesh.blockwise.traced.dims import (
+    VIEWS,
+    Labels,
+    Order,
+    dim_map,
+    known_value,
+    labels_before,
+    order_after,
+    order_of,
+)
 from flax_mesh.blockwise.traced.find import is_view
 from flax_mesh.blockwise.traced.graph import Atom, Literal, Op, Value, source
 from flax_mesh.blockwise.traced.region import Key, Region, Step
@@ -33,10 +44,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    q: Operand
-    k: Operand
-    v: Operand
-    segments: tuple[Operand, Operand] | None  # ids of queries and of keys
+    operands: Mapping[str, Operand]  # "q", "k" and "v"; may have "q_ids" and "k_ids", or "q_pad" and "k_pad"; "sink"
     out: tuple[Role, ...]
     rows: tuple[int, ...]  # roles: independent attentions
     heads: tuple[int, ...]  # also of keys and values
@@ -45,10 +53,8 @@ class Formula:
     scale: float
     cap: float
     band: Band
-
-    @property
-    def operands(self) -> tuple[Operand, ...]:
-        return (self.q, self.k, self.v, *(self.segments or ()))
+    padding: str  # of keys: by "lengths" of rows or "any"
+    low: float | None  # the score of every key for a query that sees none; None: every query sees a key, or the sink
 
     @property
     def text(self) -> str:
@@ -62,13 +68,13 @@ class Formula:
         )
         texts = [names.get(self.band, window)]
         texts += [f"capped at {self.cap:g}"] if self.cap else []
-        return ", ".join([*texts, "within documents"] if self.segments else texts)
+        names = {"q_ids": "within documents", "q_pad": "padded queries", "sink": "a sink"}
+        texts += [text for name, text in names.items() if name in self.operands]
+        return ", ".join([*texts, f"keys by {self.padding.replace('any', 'a mask')}"] if self.padding else texts)
 
 
-def formula_of(region: Region, static: Static, bands: dict[Hashable, Band | str]) -> Formula:
+def formula_of(region: Region, static: Static, bands: Bands) -> Formula:
     """Raises NoFormulaError. `bands` as in `band_of`."""
-    if region.extra:
-        raise NoFormulaError("its scores have further columns (sinks)")
     scores = _follow_scores(region, static)
     product, eqn = scores.step, scores.step.op.eqn
     roles = {label: dim[0][0] for label, dim in enumerate(scores.order) if _is_whole(dim, product.op)}
@@ -84,27 +90,31 @@ def formula_of(region: Region, static: Static, bands: dict[Hashable, Band | str]
     of_q, of_k, of_v = ({*each.roles} - {None, FEATURE, *at} for each in (q, k, v))
     if of_k != of_v or not of_k <= of_q or {*out} - {None} != of_q | {at[0], FEATURE}:
         raise NoFormulaError("its queries, keys and values have different dims")
-    segments, fixed = _segments(region, static, roles)
+    data, fixed = _segments(region, static, roles)
+    pads = {} if data else _padding(region, static, roles)
+    data |= {name: _by_roles(*region.leaves[key], roles) for name, key in pads.items()}
+    fixed += pads.values()
     common = sorted(map(_dim, of_k))
-    rows = {*segments[0].roles} - {None, at[0]} if segments else {*(common[:-1] or common)}
-    if not rows <= of_k:
-        raise NoFormulaError("its documents differ between heads of the same keys")
-    band = band_of(region, static, product.output, fixed, bands)
+    rows = [{*x.roles} - {None, *at} for x in data.values()] or [{*(common[:-1] or common)}]
+    if any(each != rows[0] or not each <= of_k for each in rows):
+        raise NoFormulaError("its documents or its padding differ between heads of the same keys")
+    is_padded = bool(pads) and not region.extra  # a query without a key sees the sink
+    band, low = band_of(region, static, product.output, fixed, bands, is_padded=is_padded)
+    sink = _sink(region, roles, of_q - rows[0]) if region.extra else {}
     cap = scores.outer if scores.is_capped else 0.0
     ordered = [d for d in range(len(eqn.outvars[0].aval.shape)) if d in of_q]
     return Formula(
-        q=q,
-        k=k,
-        v=v,
-        segments=segments,
+        operands={"q": q, "k": k, "v": v, **data, **sink},
         out=out,
-        rows=tuple(d for d in ordered if d in rows),
-        heads=tuple(d for d in ordered if d in of_k - rows),
+        rows=tuple(d for d in ordered if d in rows[0]),
+        heads=tuple(d for d in ordered if d in of_k - rows[0]),
         groups=tuple(d for d in ordered if d not in of_k),
         at=at,
         scale=scores.inner * scores.outer,
         cap=cap,
         band=band,
+        padding=_kind_of_padding(region, pads.get("k_pad")),
+        low=low if is_padded else None,
     )
 
 
@@ -254,9 +264,7 @@ def _check_precision(product: Op) -> None:
 # Which elements a mask leaves
 
 
-def _segments(
-    region: Region, static: Static, roles: Mapping[int, Role]
-) -> tuple[tuple[Operand, Operand] | None, list[Key]]:
+def _segments(region: Region, static: Static, roles: Mapping[int, Role]) -> tuple[dict[str, Operand], list[Key]]:
     """The ids of documents, whose equality of queries and keys is the only condition on data, and this condition."""
     given = {key for key in region.leaves if static.get(key) is None}
     pairs: list[tuple[Step, Operand, Operand]] = []
@@ -265,12 +273,12 @@ def _segments(
             left, right = (_ids(region, key, roles) for key in step.inputs)
             pairs.append((step, left, right) if region.q in left.labels else (step, right, left))
     if not pairs:
-        return None, []
+        return {}, []
     step, q, k = pairs[0]
     same = [_origin(x.value, x.labels, {region.q, region.k}) for x in (q, k)]
     if len(pairs) > 1 or region.q not in q.labels or region.k not in k.labels or None in same or same[0] != same[1]:
         raise NoFormulaError("its mask compares different arrays")
-    return (q, k), [step.output]
+    return {"q_ids": q, "k_ids": k}, [step.output]
 
 
 def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Operand:
@@ -278,7 +286,68 @@ def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Operand:
     is_integer = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize <= 4
     if not is_integer or any(x is not None and x not in roles for x in labels):
         raise NoFormulaError("its mask compares data that are not integers of 32 bits, by rows")
+    return _by_roles(value, labels, roles)
+
+
+def _by_roles(value: Value, labels: Labels, roles: Mapping[int, Role]) -> Operand:
     return Operand(value, labels, tuple(None if x is None else roles[x] for x in labels))
+
+
+def _padding(region: Region, static: Static, roles: Mapping[int, Role]) -> dict[str, Key]:
+    """The booleans that decide which queries and which keys of a row are left, if they are data."""
+    used = {x for step in needed_steps(region.score_steps, region.scores, {}) for x in step.inputs}
+    keys: dict[str, Key] = {}
+    for key, (value, labels) in region.leaves.items():
+        of = [name for name, label in (("q_pad", region.q), ("k_pad", region.k)) if label in labels]
+        if key in used and static.get(key) is None and value.aval.dtype == bool and len(of) == 1:
+            if of[0] in keys or any(n > 1 and x not in roles for n, x in zip(value.shape, labels, strict=True)):
+                raise NoFormulaError("its padding is several arrays, or not by rows")
+            keys[of[0]] = key
+    return keys
+
+
+def _kind_of_padding(region: Region, key: Key | None) -> str:
+    """It is by lengths if known numbers that rise along the keys are compared with one number of a row."""
+    if key is None:
+        return ""
+    (x, labels), k = _before_views(*region.leaves[key]), region.k
+    if x.op is None or x.op.name not in ("lt", "le", "gt", "ge"):
+        return "any"
+    sides = [(y, labels_before(x.op, n, labels) or ()) for n, y in enumerate(x.op.inputs)]
+    low, high = sides if x.op.name in ("lt", "le") else sides[::-1]
+    for (given, of_given), (other, of_other), sign in ((low, high, 1), (high, low, -1)):
+        known, limit = known_value(given, {}), source(other)
+        if known is not None and k in of_given and isinstance(limit, Value):
+            rises = (np.diff(sign * known.astype(np.float64), axis=of_given.index(k)) >= 0).all()
+            if rises and k not in _before_views(limit, of_other)[1]:
+                return "lengths"
+    return "any"
+
+
+def _before_views(x: Value, labels: Labels, views: Collection[str] = VIEWS) -> tuple[Value, Labels]:
+    """The array that a view has the elements of, and its labels: without those along which it was repeated."""
+    while x.op is not None and x.op.name in views and isinstance(before := source(x.op.inputs[0]), Value):
+        given = labels_before(x.op, 0, labels)
+        if given is None or (x.op.name != "broadcast_in_dim" and not {*labels} <= {*given, None}):
+            break
+        x, labels = before, given
+    return x, labels
+
+
+def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[str, Operand]:
+    """The further column of the scores, as an array with one number for each head."""
+    column = region.leaves.get(region.extra[0]) if len(region.extra) == 1 else None
+    if column is None or column[0].shape[region.k] > 1:
+        raise NoFormulaError(
+            "its scores have several further columns, or a known one; a kernel takes one sink per head"
+        )
+    x, labels = _before_views(*column, VIEWS - {"convert_element_type"})
+    of = [None if label is None else roles.get(label) for label in labels]
+    if {role for role, n in zip(of, x.shape, strict=True) if n > 1} != heads or x.aval.size != math.prod(
+        region.shape[label] for label in labels if label is not None
+    ):
+        raise NoFormulaError("its further column of scores is not one number per head (a sink)")
+    return {"sink": Operand(x, labels, tuple(of))}
 
 
 def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object, ...]] | None:

@@ -5,7 +5,7 @@
 # pyright: reportUnknownLambdaType=false
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
 from flax_mesh.blockwise.head_tail import after, exchange, head_tail, work_of_band
-from flax_mesh.blockwise.mask import NoFormulaError
+from flax_mesh.blockwise.mask import Bands, NoFormulaError
 from flax_mesh.blockwise.place import Placement, mesh_of, on_devices, with_type_of
 from flax_mesh.blockwise.traced.dims import Labels
 from flax_mesh.blockwise.traced.region import Region
@@ -21,11 +21,12 @@ from flax_mesh.blockwise.visits import Static
 from flax_mesh.hardware import LANES
 from flax_mesh.kernels import (
     KERNELS,
-    Band,
     Need,
     cudnn_attention,
     gpu_problem,
     misfit,
+    rows_of,
+    sees_keys,
     splash_attention,
     splash_block,
     splash_kernel,
@@ -49,7 +50,7 @@ class Fused:
         placement: Placement | None,
         name: str,
         platform: str,
-        bands: dict[Hashable, Band | str],
+        bands: Bands,
     ):
         mesh = mesh_of(region.out, jax.sharding.get_abstract_mesh())
         is_split = not mesh.empty and mesh.size > 1 and {*mesh.axis_types} != {AxisType.Manual}
@@ -58,9 +59,10 @@ class Fused:
         self.region, self.placement, self.name = region, placement, name
         self.formula = formula = formula_of(region, static, bands)
         self.is_reference = platform != KERNELS[name].platform
-        self.leaves = [x.value for x in formula.operands]
-        self.dtype = formula.v.value.aval.dtype
-        q, k, v = formula.operands[:3]
+        operands = formula.operands
+        self.leaves = [x.value for x in operands.values()]
+        q, k, v = (operands[x] for x in "qkv")
+        self.dtype = v.value.aval.dtype
         need = Need(
             dtypes=tuple(str(x.value.aval.dtype) for x in (q, k, v)),
             queries=region.shape[region.q],
@@ -68,8 +70,10 @@ class Fused:
             head_dims=(self._size(k, FEATURE), self._size(v, FEATURE)),
             band=formula.band,
             cap=formula.cap,
-            has_segments=formula.segments is not None,
+            has_segments="q_ids" in operands,
             parts=self._parts,
+            padding=formula.padding,
+            has_sink="sink" in operands,
         )
         if text := misfit(name, need):
             raise NoFormulaError(text)
@@ -113,11 +117,11 @@ class Fused:
 
     def __call__(self, values: Sequence[jax.Array]) -> jax.Array:
         place, formula = self.placement, self.formula
-        specs = [place.spec(x.labels) if place else PartitionSpec() for x in formula.operands]
+        specs = [place.spec(x.labels) if place else PartitionSpec() for x in formula.operands.values()]
         out = place.spec(self.region.out_labels) if place else PartitionSpec()
         if self.name == "cudnn":
             return self._typed(on_devices(place, self._attend, tuple(values), tuple(specs), out))
-        heads = self._size(formula.q, *formula.heads, *formula.groups)
+        heads = self._size(formula.operands["q"], *formula.heads, *formula.groups)
         length = self.region.shape[self.region.q]
         kernel = splash_kernel(length, formula.band, heads, self._parts, self.is_reference, formula.cap, self.chunks)
         of_kernel: object = jax.tree.map(lambda x: PartitionSpec(), kernel)
@@ -134,17 +138,26 @@ class Fused:
 
     def _attend(self, *values: jax.Array) -> jax.Array:
         formula, given = self.formula, self._arranged(values)
-        out = cudnn_attention(*given, band=formula.band, scale=formula.scale, is_reference=self.is_reference)
-        return self._as_written(out, values)
+        lengths = jnp.maximum(given["k_pad"].sum(1, dtype=jnp.int32), 1) if formula.padding else None
+        q, k, v = (given[x] for x in "qkv")
+        out = cudnn_attention(q, k, v, lengths, band=formula.band, scale=formula.scale, is_reference=self.is_reference)
+        return self._as_written(self._without_keys(out, given))
 
     def _attend_splash(self, kernel: PyTree, *values: jax.Array) -> jax.Array:
         q, moved = self.region.q, list[jax.Array]()
-        for x, operand in zip(values, self.formula.operands, strict=True):
+        for x, operand in zip(values, self.formula.operands.values(), strict=True):
             is_split = self.chunks and q in operand.labels
             moved.append(self._exchanged(after(x, moved), operand.labels) if is_split else x)
-        q_BSHC, *others = self._arranged(moved)
+        given = self._arranged(moved)
+        q_BSHC = given["q"]
         q_BSHC = (q_BSHC.astype(jnp.float32) * self.formula.scale).astype(q_BSHC.dtype)  # the scale is not rounded
-        out = self._as_written(splash_attention(kernel, q_BSHC, *others), values)
+        ids = [given[x].astype(jnp.int32) for x in ("q_ids", "k_ids") if x in given]
+        if "k_pad" in given:  # keys that are left belong to the document of all queries
+            k_ids = given["k_pad"].astype(jnp.int32)
+            ids = [jnp.ones_like(k_ids, shape=q_BSHC.shape[:2]), k_ids]
+        sinks_H = given["sink"].astype(jnp.float32) if "sink" in given else None
+        out = splash_attention(kernel, q_BSHC, given["k"], given["v"], *ids, sinks_H=sinks_H)
+        out = self._as_written(self._without_keys(out, given))
         return self._exchanged(out, self.region.out_labels, back=True) if self.chunks else out
 
     def _exchanged(self, x: jax.Array, labels: Labels, *, back: bool = False) -> jax.Array:
@@ -152,21 +165,47 @@ class Fused:
         names = self.placement.axes[self.region.q]
         return exchange(x, labels.index(self.region.q), names, self._parts, back=back)
 
-    def _arranged(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Queries, keys and values as (B, S, heads, C), ids of documents as (B, S)."""
+    def _arranged(self, values: Sequence[jax.Array]) -> dict[str, jax.Array]:
+        """Queries, keys and values as (B, S, heads, C), ids and padding as (B, S), sinks as (heads,)."""
         formula = self.formula
-        features = [[*formula.heads, *formula.groups], [*formula.heads], [*formula.heads]]
-        arranged: list[jax.Array] = []
-        for n, (x, operand) in enumerate(zip(values, formula.operands, strict=True)):
-            dims = [[*formula.rows], [formula.at[0 if n in (0, 3) else 1]]]
-            dims += [features[n], [FEATURE]] if n < 3 else []
-            arranged.append(_grouped(x, operand.roles, dims))
-        return [*arranged[:3], *(x.astype(jnp.int32) for x in arranged[3:])]
+        every = [*formula.heads, *formula.groups]
+        arranged: dict[str, jax.Array] = {}
+        for (name, operand), x in zip(formula.operands.items(), values, strict=True):
+            dims = [[*formula.rows], [formula.at[0 if name[0] == "q" else 1]]]
+            if name in ("q", "k", "v"):
+                dims += [every if name == "q" else [*formula.heads], [FEATURE]]
+            arranged[name] = _grouped(x, operand.roles, [every] if name == "sink" else dims)
+        return arranged
 
-    def _as_written(self, out: jax.Array, values: Sequence[jax.Array]) -> jax.Array:
+    def _without_keys(self, out_BSHC: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:
+        """`out_BSHC`, where a query sees no key with the equal weights of all keys that it has as written."""
+        if (low := self.formula.low) is None:
+            return out_BSHC
+        seen_BS = given.get("q_pad", jnp.ones(out_BSHC.shape[:2], bool))
+        if "k_pad" in given:
+            seen_BS &= sees_keys(given["k_pad"], self._positions, self.formula.band)
+        mean_BKC = given["v"].astype(jnp.float32).mean(1)
+        if low == -math.inf:  # whose softmax, and gradients, are not numbers
+            mean_BKC *= jnp.where(seen_BS.all(1), 1.0, jnp.nan)[:, None, None]
+        mean_BHC = jnp.repeat(mean_BKC, out_BSHC.shape[2] // mean_BKC.shape[1], 1).astype(out_BSHC.dtype)
+        return jnp.where(seen_BS[..., None, None], out_BSHC, mean_BHC[:, None])
+
+    @property
+    def _positions(self) -> jax.Array:
+        """Of the queries of this device."""
+        length, parts = self.region.shape[self.region.q], self._parts
+        if self.placement is None or parts == 1:
+            return jnp.arange(length)
+        rows = jnp.asarray(rows_of(length, self.chunks or tuple(range(2 * parts))))
+        return rows[jax.lax.axis_index(self.placement.axes[self.region.q])]
+
+    def _as_written(self, out: jax.Array) -> jax.Array:
         formula = self.formula
-        q, v = (dict(zip(x.roles, values[n].shape, strict=True)) for n, x in ((0, formula.q), (2, formula.v)))
-        sizes = {**q, FEATURE: v[FEATURE]}
+        sizes: dict[Role, int] = {
+            role: self._size(operand, role)
+            for operand in (formula.operands["q"], formula.operands["v"])
+            for role in operand.roles
+        }
         dims = [*formula.rows, formula.at[0], *formula.heads, *formula.groups, FEATURE]
         out = out.reshape([sizes[role] for role in dims])
         out = out.transpose([dims.index(role) for role in formula.out if role is not None])

@@ -1,8 +1,9 @@
 """Which scores the mask of an attention leaves, computed from its equations.
 
-The scores are evaluated with 0 and with 1 in the place of every product. An element that is 0 and then positive is a
-score; one that is below LOWEST is masked; every other one, such as a bias, belongs to no mask. Blocks of which interval
-arithmetic says this of all elements are not evaluated.
+The scores are evaluated with 0 and with -LOWEST in the place of every product. An element that is 0 and then positive
+is a score; one that is below LOWEST is masked; every other one, such as a bias, belongs to no mask. Blocks of which
+interval arithmetic says this of all elements are not evaluated. If data decide which keys are left, a query may have
+none: then all its scores must be the same number, whatever the product is, so that its weights are known.
 """
 
 # JAX has no types for some functions and arrays.
@@ -16,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, unknown
+from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, filled, unknown
 from flax_mesh.blockwise.traced.dims import Block, evaluate_block
 from flax_mesh.blockwise.traced.graph import Literal
 from flax_mesh.blockwise.traced.region import Key, Region, Step
-from flax_mesh.blockwise.visits import Blocks, Static
+from flax_mesh.blockwise.visits import ASSUMED, Blocks, Static
 from flax_mesh.kernels import Band
 
 LOWEST = -6e4  # a finite mask is from here on as good as -inf; the lowest float16 is -65504
 _BLOCK = 512
-_DATA = "its mask depends on data other than ids of documents"
+_DATA = "its mask depends on data other than ids of documents or padding"
 Fixed: TypeAlias = Mapping[Key, float]
+Bands: TypeAlias = dict[Hashable, tuple[Band, float] | str]  # of masks, or why they are none
 
 
 class NoFormulaError(Exception):
@@ -48,30 +50,34 @@ def needed_steps(steps: Sequence[Step], wanted: Key, without: Fixed) -> list[Ste
 
 
 def band_of(
-    region: Region, static: Static, product: Key, conditions: Sequence[Key], known: dict[Hashable, Band | str]
-) -> Band:
-    """The keys that each query sees where the `conditions` hold, if it sees none where they do not.
+    region: Region, static: Static, product: Key, conditions: Sequence[Key], known: Bands, *, is_padded: bool
+) -> tuple[Band, float]:
+    """The keys that each query sees where all `conditions` hold, if it sees none where one does not; the hidden score.
 
-    Every layer has the same mask: `known` are the bands, or the reasons why there is none, of masks that are checked.
+    The latter is the score of every other key if `is_padded`: some queries may see no key. Every layer has the same
+    mask: `known` are those that are checked.
     """
-    mask = _Mask(region, static, product, conditions)
+    mask = _Mask(region, static, product, conditions, is_padded)
     if (key := mask.key) not in known:
         try:
-            known[key] = mask.band
+            known[key] = mask.band, mask.low
         except NoFormulaError as error:
             known[key] = error.reason
-    if isinstance(band := known[key], str):
-        raise NoFormulaError(band)
-    return band
+    if isinstance(checked := known[key], str):
+        raise NoFormulaError(checked)
+    return checked
 
 
 class _Mask:
-    def __init__(self, region: Region, static: Static, product: Key, conditions: Sequence[Key]):
-        self.region, self.product, self.conditions = region, product, conditions
-        fixed = self._fixed(0.0, holds=True)
+    low = -math.inf  # the score of a key that is not seen
+
+    def __init__(self, region: Region, static: Static, product: Key, conditions: Sequence[Key], is_padded: bool):
+        self.region, self.product, self.conditions, self.is_padded = region, product, conditions, is_padded
+        self.lows: set[float] = set()  # the scores of keys that are not seen
+        fixed = self._fixed(0.0)
         self.steps = needed_steps(region.score_steps, region.scores, fixed)
         inputs = {x for step in self.steps for x in step.inputs if not isinstance(x, Literal)}
-        leaves = [key for key in region.leaves if key in inputs]
+        leaves = [key for key in region.leaves if key in inputs and key not in fixed]
         for key in leaves:
             if static.get(key) is None:
                 dtype = region.leaves[key][0].aval.dtype
@@ -112,12 +118,12 @@ class _Mask:
             out = step.op.outputs[0].aval
             rows.append((step.op.name, str(step.op.params), out.shape, str(out.dtype), step.labels, *inputs))
             numbers[step.output] = len(numbers)
-        return self.region.shape, self.region.q, self.region.k, *rows
+        return self.region.shape, self.region.q, self.region.k, self.is_padded, *rows
 
     @property
     def band(self) -> Band:
         queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
-        first, last = (self.evaluated(i, 1, 0, keys, holds=True)[0].nonzero()[0] for i in (0, queries - 1))
+        first, last = (self.evaluated(i, 1, 0, keys)[0].nonzero()[0] for i in (0, queries - 1))
         if not (first.size and last.size):
             raise NoFormulaError("a query sees no key")
         left, right = queries - 1 - int(last[0]), int(first[-1])
@@ -125,8 +131,8 @@ class _Mask:
         self.check(band)
         return band
 
-    def _fixed(self, product: float, *, holds: bool) -> dict[Key, float]:
-        return {self.product: product, **dict.fromkeys(self.conditions, float(holds))}
+    def _fixed(self, product: float) -> dict[Key, float]:
+        return {self.product: product, **dict.fromkeys(self.conditions, 1.0)}
 
     def _scores(self, i: int, rows: int, j: int, columns: int, fixed: Fixed) -> np.ndarray:
         region = self.region
@@ -141,11 +147,10 @@ class _Mask:
                     elif label in sizes:
                         x = x.take(np.minimum(starts[label] + np.arange(sizes[label]), x.shape[d] - 1), d)
                 env[key] = jnp.asarray(x)
-            for step in region.score_steps:
-                if step.output in fixed:
-                    out = step.op.outputs[0]
-                    shape = block.shape(out.shape, step.labels)
-                    env[step.output] = jnp.full(shape, fixed[step.output], out.aval.dtype)
+            arrays = {step.output: (step.op.outputs[0], step.labels) for step in region.score_steps} | {**region.leaves}
+            for key, number in fixed.items():
+                value, labels = arrays[key]
+                env[key] = jnp.full(block.shape(value.shape, labels), number, value.aval.dtype)
             for step in self.steps:
                 args = [jnp.asarray(x.value, x.aval.dtype) if isinstance(x, Literal) else env[x] for x in step.inputs]
                 env[step.output] = evaluate_block(step.op, step.labels, args, block)
@@ -153,20 +158,25 @@ class _Mask:
             x = jnp.moveaxis(x, (region.q, region.k), (-2, -1))
             return np.asarray(x).reshape(-1, *x.shape[-2:])
 
-    def evaluated(self, i: int, rows: int, j: int, columns: int, *, holds: bool) -> np.ndarray:
+    def evaluated(self, i: int, rows: int, j: int, columns: int) -> np.ndarray:
         """Which scores of a block are seen."""
-        at_0, at_1 = (self._scores(i, rows, j, columns, self._fixed(x, holds=holds)) for x in (0.0, 1.0))
+        at_0, at_1 = (self._scores(i, rows, j, columns, self._fixed(x)) for x in (0.0, -LOWEST))
         seen = (at_0 == 0) & (at_1 > 0)
+        if self.is_padded:
+            self.lows |= {float(x) for at in (at_0, at_1) for x in np.unique(at[~seen])}
         if not (seen | (at_0 <= LOWEST)).all() or (seen != seen[:1]).any():
             raise NoFormulaError("numbers are added to its scores")
         return seen[0]
 
     def _bounds(self, cuts: Cuts, fixed: Fixed) -> Bound:
-        region = self.region
-        leaves = {key: unknown(len(labels)) for key, (_, labels) in region.leaves.items()}
+        region, rank = self.region, {key: len(labels) for key, (_, labels) in self.region.leaves.items()}
+        leaves = {key: unknown(n) for key, n in rank.items()}
+        leaves |= {
+            key: filled(rank[key], fixed.get(key, 0.0), fixed.get(key, 1.0)) for key in {*rank} & {*self.conditions}
+        }
         leaves |= {key: bound_leaf(x, region.leaves[key][1], cuts) for key, x in self.leaves.items()}
         others = tuple(d for d in range(len(region.shape)) if d not in (region.q, region.k))
-        low, high = bound_scores(region, leaves, cuts, math.inf, fixed)
+        low, high = bound_scores(region, leaves, cuts, ASSUMED, fixed)
         shape = tuple(len(cuts[d][0]) for d in (region.q, region.k))
         low, high = np.asarray(low).min(others), np.asarray(high).max(others)
         low, high = (x.T if region.q > region.k else x for x in (low, high))
@@ -177,7 +187,7 @@ class _Mask:
         queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
         blocks = Blocks(queries, keys, min(_BLOCK, queries), min(_BLOCK, keys), 1)
         cuts = blocks.cuts(self.region)
-        at_0, at_1 = (self._bounds(cuts, self._fixed(x, holds=True)) for x in (0.0, 1.0))
+        at_0, at_1 = (self._bounds(cuts, self._fixed(x)) for x in (0.0, -LOWEST))
         seen, masked = (at_0[0] == 0) & (at_0[1] == 0) & (at_1[0] > 0), at_0[1] <= LOWEST
         i, j = np.arange(blocks.num_q)[:, None] * blocks.q_size, np.arange(blocks.num_k) * blocks.k_size
         low = j - np.minimum(i + blocks.q_size, queries) + 1  # of position of key - position of query
@@ -189,9 +199,16 @@ class _Mask:
             i, j = (int(n) * size for n, size in zip(at, (blocks.q_size, blocks.k_size), strict=True))
             rows, columns = np.arange(i, i + blocks.q_size), np.arange(j, j + blocks.k_size)
             distance = np.minimum(columns, keys - 1) - np.minimum(rows, queries - 1)[:, None]
-            of_block = self.evaluated(i, len(rows), j, len(columns), holds=True)
+            of_block = self.evaluated(i, len(rows), j, len(columns))
             is_wrong |= bool((of_block != (distance >= -left) & (distance <= right)).any())
         if is_wrong:
             raise NoFormulaError("its mask is neither causal nor a window")
-        if self.conditions and not (self._bounds(cuts, self._fixed(0.0, holds=False))[1] <= LOWEST).all():
-            raise NoFormulaError(_DATA)
+        self.lows |= {float(x) for at in (*at_0, *at_1) for x in np.unique(at[masked])} if self.is_padded else set()
+        for key in self.conditions:
+            if not (self._bounds(cuts, {self.product: 0.0, key: 0.0})[1] <= LOWEST).all():
+                raise NoFormulaError(_DATA)
+            low, high = self._bounds(cuts, {key: 0.0})
+            self.lows |= {float(low.min()), float(high.max())} if self.is_padded else set()
+        if len(self.lows) > 1:
+            raise NoFormulaError("a query may see no key, and then has no equal weights: use one number for every mask")
+        self.low = next(iter(self.lows), self.low)

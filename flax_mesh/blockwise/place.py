@@ -85,7 +85,8 @@ def place(region: Region, layouts: Mapping[int, Layout], mesh: AbstractMesh) -> 
     """The placement of an attention, None to compute it without regard to devices."""
     if mesh.empty or AxisType.Manual in mesh.axis_types:
         return None
-    scores = region.softmax.exp.outputs[0]
+    # Joined with further columns, the dim of the keys has lost its axes.
+    scores = region.softmax.scores if region.extra else region.softmax.exp.outputs[0]
     is_explicit = AxisType.Explicit in mesh.axis_types
     if is_explicit:
         layout = axes_of_spec(scores.aval.sharding.spec, len(scores.shape))

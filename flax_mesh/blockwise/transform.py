@@ -7,7 +7,7 @@
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
 from flax_mesh.blockwise.fused import Fused
-from flax_mesh.blockwise.mask import NoFormulaError
+from flax_mesh.blockwise.mask import Bands, NoFormulaError
 from flax_mesh.blockwise.place import follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
@@ -28,7 +28,7 @@ from flax_mesh.blockwise.traced.region import Region, region_of
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types, integer_problems
 from flax_mesh.jax_compat import kernels_without_devices, source_line
-from flax_mesh.kernels import KERNELS, OF_PLATFORM, Band
+from flax_mesh.kernels import KERNELS, OF_PLATFORM
 from flax_mesh.modes import traced_call
 from flax_mesh.program.program import Program, program_of
 from flax_mesh.text import array_text, bytes_text, count_text, first_line, listed, shown
@@ -151,7 +151,7 @@ def rewrite(
     fused: dict[int, Fused] = {}
     blocks: dict[int, Attention] = {}
     reasons, wanted = dict[int, str](), dict[int, str]()
-    bands: dict[Hashable, Band | str] = {}
+    bands: Bands = {}
     for n, region in enumerate(regions):
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))

@@ -83,8 +83,16 @@ def documents(q, k, v, ids):
     return by_hand(q, k, v, lambda s: seen(same(s), lambda d: d >= 0))
 
 
+def padded(q, k, v, ids):
+    """The first queries see no key."""
+    keep = ids > 0
+    mask = keep[:, None, :, None] & keep[:, None, None, :]
+    return by_hand(q, k, v, lambda s: jnp.where(mask, seen(s, lambda d: d >= 0), -1e9))
+
+
 IDS = np.sort(np.random.default_rng(1).integers(0, 3, (2, LENGTH)), axis=1).astype(np.int32)
-FORMS = {"causal": causal, "window": window, "documents": documents}
+FORMS = {"causal": causal, "window": window, "documents": documents, "padding": padded}
+WITH_IDS = ("documents", "padding")
 
 
 def placed(name, sp):
@@ -92,12 +100,12 @@ def placed(name, sp):
     mesh = fm.create_mesh((sp,), ("sp",), devices=jax.devices()[:sp])
     random = np.random.default_rng(0)
     args = [random.normal(size=(2, LENGTH, 2, 8)).astype(np.float32) for _ in range(3)]
-    args += [IDS] if name == "documents" else []
+    args += [IDS] if name in WITH_IDS else []
     return mesh, args, [jax.device_put(x, NamedSharding(mesh, SPEC)) for x in args]
 
 
 def in_blocks(name, lines):
-    specs = (SPEC,) * (4 if name == "documents" else 3)
+    specs = (SPEC,) * (4 if name in WITH_IDS else 3)
     return fm.blockwise_attention(FORMS[name], block=BLOCK, in_specs=specs, say=lines.append)
 
 
@@ -170,10 +178,10 @@ def test_queries_and_results_move_by_two_permutations_and_nothing_else_is_gather
 
 @pytest.mark.usefixtures("_always")
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sp"), [("causal", 2), ("documents", 2)])
+@pytest.mark.parametrize(("name", "sp"), [("causal", 2), ("documents", 2), ("padding", 2)])
 def test_splash_attention_in_head_tail_order_equals_the_attention_as_written(name, sp, monkeypatch):
     mesh, args, given = placed(name, sp)
-    layouts = [((), ("sp",), (), ())] * 3 + [((), ("sp",))] * (name == "documents")
+    layouts = [((), ("sp",), (), ())] * 3 + [((), ("sp",))] * (name in WITH_IDS)
     lines = []
 
     def fused(*args):

@@ -74,7 +74,21 @@ PLANTED = (
     # The weights of a row are divided by the sum of another one.
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
     # A mask that sets scores to 0 hides no key.
-    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n        if not", "(at_1 > -1)\n        if not"),
+    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n", "(at_1 > -1)\n"),
+    # The keys of a row end one after its length.
+    ("flax_mesh/blockwise/fused.py", "sum(1, dtype=jnp.int32), 1)", "sum(1, dtype=jnp.int32) + 1, 1)"),
+    # The sink of a kernel has another scale than its scores.
+    (
+        "flax_mesh/blockwise/fused.py",
+        '["sink"].astype(jnp.float32)',
+        '["sink"].astype(jnp.float32) * self.formula.scale',
+    ),
+    # A query without a key has the weights that the kernel gives to the blocks that it visits.
+    (
+        "flax_mesh/blockwise/fused.py",
+        "if (low := self.formula.low) is None",
+        "if (low := self.formula.low) is not None",
+    ),
     # A run that resumes on other devices has another attention than it began with.
     ("flax_mesh/recipe/program.py", "if not restart and (began", "if restart and (began"),
 )
