@@ -31,6 +31,7 @@ from flax_mesh.plan.program.kernels import (
     Buffer,
     Kernel,
     Read,
+    base_of,
     carried_inputs,
     is_broadcast,
     is_expensive,
@@ -283,7 +284,7 @@ class _Fusion:
         self.known.pop(id(array), None)
         if self._is_filled(array) and any(use.kind in UPDATES for use in self.uses[id(array)]):
             return  # each of these uses updates a separate array
-        base = self._base(operation.inputs[0]) if operation.inputs else None
+        base = base_of(operation.inputs[0], self.buffers) if operation.inputs else None
         if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
             self.buffers[id(array)] = base
         elif operation.kind == "dynamic_update_slice" and base is not None and base.bytes == array.bytes:
@@ -296,12 +297,6 @@ class _Fusion:
             if operation.kind in PARTS:
                 reads = {key: Read(buffer, min(size, array.bytes)) for key, (buffer, size) in reads.items()}
             self._add(operation, reads, (array,))
-
-    def _base(self, array: Array) -> Buffer | None:
-        """The buffer of a value, or of the value of which it is a view."""
-        while id(array) not in self.buffers and array.producer is not None and array.producer.kind in VIEWS:
-            (array,) = array.producer.inputs
-        return self.buffers.get(id(array))
 
     def _fill(self, arrays: Sequence[Array]) -> list[Array]:
         """CPUs write an array of one number for each loop or scatter that starts from it, as early as possible."""
@@ -330,17 +325,16 @@ class _Fusion:
         """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
         reads: dict[int, Read] = {}
         gathered = {
-            id(exchange.array): exchange
+            id(exchange.array): exchange.result_bytes
             for exchange in self.exchanges.get(id(operation), ())
             if exchange.kind in ("all-gather", "all-to-all") and operation.kind != "reshard"
         }
         wanted = dict(zip(map(id, operation.inputs), sharding_needs(operation).specs, strict=False))
         for array in arrays:
-            if (exchange := gathered.get(id(array))) is not None:
-                copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
+            key = "gathered", id(array), wanted.get(id(array))
+            if id(array) in gathered or key in self.buffers:  # by this operation, or before
+                copy = self._copy(key, array, gathered.get(id(array), 0))
                 reads[id(copy)] = Read(copy, copy.bytes)
-            elif (before := self.buffers.get(("gathered", id(array), wanted.get(id(array))))) is not None:
-                reads[id(before)] = Read(before, before.bytes)
             elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
                 copy = self._copy(("transposed", id(array), order), array, array.bytes)
                 reads[id(copy)] = Read(copy, copy.bytes)
