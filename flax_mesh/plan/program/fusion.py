@@ -332,7 +332,7 @@ class _Fusion:
         wanted = dict(zip(map(id, operation.inputs), sharding_needs(operation).specs, strict=False))
         for array in arrays:
             key = "gathered", id(array), wanted.get(id(array))
-            if id(array) in gathered or key in self.buffers:  # by this operation, or before
+            if id(array) in gathered or (self.cpu and key in self.buffers):  # by this operation, or before
                 copy = self._copy(key, array, gathered.get(id(array), 0))
                 reads[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
