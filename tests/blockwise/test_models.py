@@ -33,6 +33,8 @@ ATTENTIONS |= {
 # Of two layers each; the routers of EasyDeL and the losses have other softmaxes.
 FOREIGN = dict.fromkeys(("maxtext_scanned", "maxtext_listed", "tunix", "easydel", "llm_examples", "llm_explicit"), 2)
 LATENT: dict[str, Any] = {"latent_size": 16, "head_dim": 12, "rotary_dims": 4, "value_head_dim": 8, "num_layers": 3}
+GATED: dict[str, Any] = {"layer_pattern": "delta:2,global", "attention_gate": True, "num_layers": 3}
+GATED |= {"delta_key_heads": 2, "delta_value_heads": 4, "delta_key_dim": 8, "delta_value_dim": 4, "delta_conv": 3}
 LATENT |= {"num_experts": 4, "dense_layers": 1, "dense_mlp_size": 40}
 CASES = BY_NAME | {name: style.case for name, style in STYLES.items()}
 
@@ -66,10 +68,11 @@ def compare(name, monkeypatch):
 
 
 @pytest.mark.slow
-def test_latent_attention_is_found_in_dense_layers_and_in_those_with_experts(monkeypatch):
-    """Keys and values have different head dims, and all heads share the rotated part of a key."""
+@pytest.mark.parametrize(("change", "count"), [(LATENT, 3), (GATED, 1)], ids=["latent", "gated beside delta nets"])
+def test_attention_of_other_forms_is_found_in_every_layer_that_has_it(change, count, monkeypatch):
+    """Latent: keys and values have different head dims, and all heads share the rotated part of a key."""
     monkeypatch.setattr(find, "FEWEST", 2)
-    graphdef, params, others = nnx.split(small(**LATENT), nnx.Param, ...)
+    graphdef, params, others = nnx.split(small(**change), nnx.Param, ...)
     batch = {"inputs": jnp.asarray(tokens_of(4)), "targets": jnp.asarray(tokens_of(4, seed=1))}
     lines = []
 
@@ -79,4 +82,4 @@ def test_latent_attention_is_found_in_dense_layers_and_in_those_with_experts(mon
 
     blockwise = transform.blockwise_attention(loss, block=4, say=lines.append)
     assert difference(loss, blockwise, [params]) < 2e-5
-    assert sum(int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line) == 3, lines
+    assert sum(int(line.split()[0]) for line in dict.fromkeys(lines) if "stays: " not in line) == count, lines

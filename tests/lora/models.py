@@ -130,6 +130,7 @@ def decoder(**more: Any) -> Any:
     return functools.partial(make_decoder, config)
 
 
+DELTA = {"delta_key_heads": 2, "delta_value_heads": 4, "delta_key_dim": 4, "delta_value_dim": 4, "delta_conv": 3}
 X = np.random.default_rng(1).normal(size=(2, 4, WIDTH)).astype(np.float32)
 TOKENS = {
     name: np.random.default_rng(at).integers(0, 32, (4, 8), np.int32) for at, name in enumerate(("inputs", "targets"))
@@ -144,5 +145,11 @@ CASES: dict[str, tuple[Any, Any, Any, Any]] = {
     "custom": (Custom, loss_fn, X, "^kernel"),
     "branches": (Branches, loss_fn, X, "kernel"),
     "decoder": (decoder(), next_token_loss, TOKENS, "(q|v|o|up|down|gate)/kernel"),
+    "delta nets": (
+        decoder(layer_pattern="delta,global", attention_gate=True, **DELTA),
+        next_token_loss,
+        TOKENS,
+        "(attention|delta)/.*kernel",
+    ),
     "scanned decoder": (decoder(scan=True, remat="full"), next_token_loss, TOKENS, "(q|v|o|up|down|gate)/kernel"),
 }

@@ -24,7 +24,7 @@ from tests.lora.models import CASES, TOKENS, WIDTH, Mlp, X, decoder, loss_fn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 RANK, ALPHA = 3, 6.0
-SLOW = ("attention", "list", "stack", "decoder", "scanned decoder")
+SLOW = ("attention", "list", "stack", "decoder", "delta nets", "scanned decoder")
 
 
 def adapted(make: Any, function: Any, batch: Any, patterns: Any) -> Callable[[], Any]:

@@ -21,6 +21,8 @@ from tests.models.reference import SMALL
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = dataclasses.replace(SMALL, vocab_size=48)
 EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+DELTA = {"layer_pattern": "delta,global", "attention_gate": True, "delta_key_heads": 2, "delta_value_heads": 4}
+DELTA |= {"delta_key_dim": 8, "delta_value_dim": 4, "delta_conv": 3}
 MESHES = {"dp and tp": (2, 1, 1, 2, 1), "sp": (1, 2, 1, 1, 2), "ep": (1, 2, 2, 2, 1)}
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17], [3, 3], [40, 30, 20, 10, 0]]
 RANDOM = Sampling(temperature=1.2, top_k=20, top_p=0.95)
@@ -71,6 +73,8 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
         ({"qkv_bias": True, "qk_norm": True, "tied": False}, "dp and tp", "auto"),
         ({"num_heads": 6, "num_kv_heads": 3}, "dp and tp", "explicit"),  # copied to the devices of tp
         ({"num_kv_heads": 1, "scan": True}, "dp and tp", "auto"),
+        (DELTA, "dp and tp", "explicit"),
+        ({**DELTA, **EXPERTS, "scan": True}, "ep", "auto"),
     ],
 )
 def test_tokens_and_log_probabilities_equal_the_training_forward_pass_on_every_mesh(change, mesh, axis_types):

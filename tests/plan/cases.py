@@ -195,6 +195,10 @@ SHORT_PIPELINE: dict[str, Any] = {"batch": 128, "seq": 128, "schedule": "1f1b", 
 SMALL_VIT: dict[str, Any] = {"width": 384, "depth": 6, "heads": 6, "batch": 64}
 LARGE_MOE: dict[str, Any] = {"batch": 16, "mlp_size": 2048, "num_experts": 8}
 LATENT: dict[str, Any] = {"latent_size": 128, "query_latent_size": 192}
+LATER: dict[str, Any] = {"num_layers": 4, "prediction_layers": 1, "prediction_loss": 0.3}
+DELTA: dict[str, Any] = {"layer_pattern": "delta:3,global", "delta_key_heads": 4, "delta_value_heads": 8}
+DELTA |= {"batch": 16, "seq": 256, "mlp_size": 1024, "num_layers": 4}
+DELTA |= {"delta_key_dim": 64, "delta_value_dim": 64, "delta_conv": 4}
 SMALL_MOE: dict[str, Any] = {"batch": 16, "seq": 256, "mlp_size": 512, "num_experts": 8, "num_layers": 4}
 LARGE_VIT: dict[str, Any] = {"width": 1024, "depth": 8, "heads": 8, "batch": 512, "dtype": jnp.bfloat16}
 SMALL_UNET: dict[str, Any] = {"widths": (64, 128, 256), "batch": 32, "size": 64}
@@ -208,6 +212,7 @@ WIDENED = "" if jax.__version_info__ >= (0, 11, 2) else "XLA stores values in bf
 ORDER = "layers without a loop: XLA stores other values of the forward pass, and orders the recomputed ones otherwise"
 IN_BFLOAT16 = {"dp": ROUNDED, "dp+fsdp": ROUNDED}
 OF_EXPERTS = {"fsdp": RING, "ep": GATHERED, "ep+fsdp": ROUTED}
+COMBINED = "XLA combines an all-reduce with others that come later: its operands wait for them"
 ATTENTION = "the estimate stores more matrices of attention scores at the same time than XLA"
 
 CPU = [
@@ -228,6 +233,13 @@ CPU = [
     cpu("large vocabulary", "fsdp:8", vocab_size=32768, num_layers=4, **REMAT),
     cpu("layers one by one", "fsdp:8"),
     cpu("layers one by one remat", "fsdp:4,tp:2", outside=ORDER, batch=64, num_layers=8, remat="full"),
+    cpu("delta nets", "fsdp:8", **DELTA, **SCAN),
+    cpu("delta nets remat", "fsdp:8", outside=COMBINED, **DELTA, **REMAT),
+    cpu("delta nets one by one", "fsdp:8", **DELTA),
+    cpu("delta nets one by one tp", "fsdp:4,tp:2", **DELTA),
+    cpu("predictions", "fsdp:8", **LATER, **REMAT),
+    cpu("predictions tp", "fsdp:4,tp:2", outside=COMBINED, **LATER, **REMAT),
+    cpu("fsdp moe", "fsdp:8", **SMALL_MOE, **REMAT),
     cpu("moe", "fsdp:4,ep:2", differs={"fsdp": ROUTED}, **SMALL_MOE, **REMAT),
     cpu("latent", "fsdp:8", num_kv_heads=8, head_dim=96, rotary_dims=32, value_head_dim=64, **LATENT, **REMAT),
 ]

@@ -114,6 +114,19 @@ def test_trip_counts_of_nested_loops_multiply():
     assert {exchange.times for exchange in one.exchanges} == {15}
 
 
+def test_a_loop_of_one_trip_stores_what_its_body_stores():
+    """XLA removes such loops: neither stacks of residuals nor their slices are left."""
+
+    def loss(kernels, x, scan):
+        layer = lambda x, w: (jnp.tanh(jnp.exp(x @ w) @ w), None)  # noqa: E731
+        return (jax.lax.scan(layer, x, kernels)[0] if scan else layer(x, kernels[0])[0]).sum()
+
+    arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 64, 64), (512, 64)))
+    loop, plain = (jax.jit(jax.value_and_grad(partial(loss, scan=scan))) for scan in (True, False))
+    peaks = [estimate(step, arrays, {"dp": 1}, "cpu").profile.peak for step in (loop, plain)]
+    assert peaks[0] == peaks[1] > 512 * 64 * 4
+
+
 def test_collectives_of_a_shard_map_are_counted_as_they_are_written():
     mesh = mesh_of({"a": 2, "b": 4})
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh, P("a", "b")))  # 64 bytes on a device

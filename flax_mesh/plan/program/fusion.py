@@ -31,6 +31,7 @@ from flax_mesh.plan.program.kernels import (
     Buffer,
     Kernel,
     Read,
+    base_of,
     carried_inputs,
     is_broadcast,
     is_expensive,
@@ -38,7 +39,9 @@ from flax_mesh.plan.program.kernels import (
     matrix_order,
     widens,
 )
+from flax_mesh.plan.program.once import remove_single_trips
 from flax_mesh.plan.program.program import Array, Block, Operation, Program, local_shape
+from flax_mesh.plan.program.rules import sharding_needs
 from flax_mesh.text import grouped
 
 Leaves = tuple[tuple[Array, int], ...]  # stored values that a value is computed from, and how many bytes of each
@@ -46,8 +49,9 @@ Leaves = tuple[tuple[Array, int], ...]  # stored values that a value is computed
 
 def fuse(program: Program, exchanges: Sequence[Exchange]) -> tuple[list[Kernel], list[Buffer]]:
     """The kernels of a program in the order of its operations, and the buffers of its results."""
-    by_operation = grouped(exchanges, lambda exchange: id(exchange.operation))
     block = program.block
+    exchanges = remove_single_trips(block, exchanges)
+    by_operation = grouped(exchanges, lambda exchange: id(exchange.operation))
     given: dict[object, Buffer] = {id(x): Buffer(x.bytes, x, "", fixed=True) for x in block.arguments}
     in_place = {id(block.results[result]) for result in program.donated.values() if result >= 0}
     fusion = _Fusion(block, program, by_operation, given, {}, in_place)
@@ -280,7 +284,7 @@ class _Fusion:
         self.known.pop(id(array), None)
         if self._is_filled(array) and any(use.kind in UPDATES for use in self.uses[id(array)]):
             return  # each of these uses updates a separate array
-        base = self.buffers.get(id(operation.inputs[0])) if operation.inputs else None
+        base = base_of(operation.inputs[0], self.buffers) if operation.inputs else None
         if operation.kind in VIEWS and base is not None and base.bytes == array.bytes:
             self.buffers[id(array)] = base
         elif operation.kind == "dynamic_update_slice" and base is not None and base.bytes == array.bytes:
@@ -321,13 +325,15 @@ class _Fusion:
         """Where a root reads its operands: a gathered copy, a transposed copy, or the value."""
         reads: dict[int, Read] = {}
         gathered = {
-            id(exchange.array): exchange
+            id(exchange.array): exchange.result_bytes
             for exchange in self.exchanges.get(id(operation), ())
             if exchange.kind in ("all-gather", "all-to-all") and operation.kind != "reshard"
         }
+        wanted = dict(zip(map(id, operation.inputs), sharding_needs(operation).specs, strict=False))
         for array in arrays:
-            if (exchange := gathered.get(id(array))) is not None:
-                copy = self._copy(("gathered", id(array), exchange.wanted), array, exchange.result_bytes)
+            key = "gathered", id(array), wanted.get(id(array))
+            if id(array) in gathered or (self.cpu and key in self.buffers):  # by this operation, or before
+                copy = self._copy(key, array, gathered.get(id(array), 0))
                 reads[id(copy)] = Read(copy, copy.bytes)
             elif operation.kind in PRODUCTS and self.cpu and (order := matrix_order(operation, array)) is not None:
                 copy = self._copy(("transposed", id(array), order), array, array.bytes)

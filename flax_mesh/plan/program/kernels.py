@@ -1,5 +1,6 @@
 """The kernels that XLA makes of a program, and what it knows of single operations: their costs, and views."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +61,13 @@ class Kernel:
     @property
     def read_bytes(self) -> int:
         return sum(read.bytes for read in self.reads.values())
+
+
+def base_of(array: Array, buffers: Mapping[object, Buffer]) -> Buffer | None:
+    """The buffer of a value, or of the value of which it is a view."""
+    while id(array) not in buffers and array.producer is not None and array.producer.kind in VIEWS:
+        (array,) = array.producer.inputs
+    return buffers.get(id(array))
 
 
 def is_broadcast(array: Array) -> bool:

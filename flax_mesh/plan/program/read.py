@@ -172,11 +172,8 @@ class _Reader:
         elif regions:  # the function of a reduction
             inner = [str(i.operation.name).partition(".")[2] for i in regions[0].blocks[0].operations]
             operation.attributes = attributes | {"function": inner[0] if inner else ""}
-        if not operation.bodies and name not in DISTINCT:
-            types = tuple((x.shape, x.bits, x.spec) for x in outputs)
-            key = (name, tuple(map(id, inputs)), tuple(sorted(operation.attributes.items())), types)
-            if seen.setdefault(key, operation) is not operation:
-                return seen[key].outputs
+        if (first := seen.setdefault(key_of(operation), operation)) is not operation:
+            return first.outputs
         for output in outputs:
             output.producer = operation
         into.operations.append(operation)
@@ -221,6 +218,14 @@ class _Reader:
                     number = _NUMBER.search(outer.producer.attributes["value"])
                     return int(number[1]) if number else None
         return None
+
+
+def key_of(operation: Operation) -> Hashable:
+    """Equal operations on the same values have equal keys, unless they are never read once."""
+    if operation.bodies or operation.kind in DISTINCT:
+        return id(operation)
+    types = tuple((x.shape, x.bits, x.spec) for x in operation.outputs)
+    return operation.kind, tuple(map(id, operation.inputs)), tuple(sorted(operation.attributes.items())), types
 
 
 def _attribute_text(name: str, attribute: ir.Attribute) -> str:

@@ -141,6 +141,10 @@ def random_config(seed: int) -> dict[str, Any]:
     config |= {"rms_norm_eps": pick([1e-5, 1e-2]), "tie_word_embeddings": bool(rng.integers(2))}
     if family.layers == DELTA:
         kinds, layers = ["linear_attention", "full_attention"], max(layers, 2)
+        keys, each = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        config |= {"linear_num_key_heads": keys, "linear_num_value_heads": keys * each}
+        config |= {"linear_key_head_dim": pick([4, 6, 8]), "linear_value_head_dim": pick([4, 6, 8])}
+        config |= {"linear_conv_kernel_dim": pick([1, 2, 4]), "partial_rotary_factor": pick([0.25, 0.5, 1.0])}
         config |= {"layer_types": [*kinds, *(pick(kinds) for _ in range(layers - 2))], "num_hidden_layers": layers}
     elif "layer_types" in config:
         kinds = ["attention"] if config["model_type"] == "granitemoehybrid" else sorted(WINDOWED)
