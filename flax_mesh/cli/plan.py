@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import jax
@@ -122,7 +122,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         )
     check_writable("--calibrate", arguments.calibrate)
     use_platform(platform)
-    calibration = calibrate(jax.devices())
+    calibration = calibrate(jax.devices())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     write_file("--calibrate", arguments.calibrate, calibration.to_toml())
     load_chip(arguments.calibrate)  # a ConfigError if a figure is not a positive number
     print(f"{calibration.to_text()}\n\n{arguments.calibrate}: written; use it with run.hardware={arguments.calibrate}")
@@ -167,7 +167,7 @@ def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
 
 
 @contextmanager
-def progress_line() -> Iterator[Callable[[str], None]]:
+def progress_line() -> Generator[Callable[[str], None]]:
     """A line on standard error that each call replaces; nothing if that is not a terminal."""
     from rich.console import Console
 

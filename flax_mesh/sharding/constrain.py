@@ -50,11 +50,11 @@ def with_sharding_constraint(
     if AxisType.Explicit in types.values():
         current = jax.typeof(x).sharding.spec
         wanted = [current[dim] if entry is free else entry for dim, entry in enumerate(explicit)]
-        x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*wanted)))
+        x = jax.sharding.reshard(x, _target(mesh, PartitionSpec(*wanted)))  # pyright: ignore[reportUnknownMemberType] (of JAX)
         # The constraint on the Auto axes below must leave these dims as they are.
         auto = [free if split else entry for split, entry in zip(explicit, auto, strict=True)]
     if AxisType.Auto in types.values():
-        x = jax.lax.with_sharding_constraint(x, _target(mesh, PartitionSpec(*auto)))
+        x = jax.lax.with_sharding_constraint(x, _target(mesh, PartitionSpec(*auto)))  # pyright: ignore[reportUnknownMemberType]
     return x
 
 

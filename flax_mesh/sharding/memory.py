@@ -62,7 +62,7 @@ def placed(mesh: Mesh | AbstractMesh, spec: PartitionSpec, kind: str | None) -> 
 
 def brought(x: jax.Array) -> jax.Array:
     """In a trace: a copy on the devices of an array in the memory of the host, with the same sharding."""
-    return jax.device_put(x, jax.memory.Space.Device)
+    return jax.device_put(x, jax.memory.Space.Device)  # pyright: ignore[reportUnknownMemberType] (of JAX)
 
 
 def on_device(values: Iterable[jax.Array], layouts: Sequence[object]) -> tuple[jax.Array, ...]:

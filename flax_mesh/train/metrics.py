@@ -26,7 +26,8 @@ MOST_SKIPPED = 100  # consecutive updates; then the parameters themselves are pr
 
 def peak_memory(devices: Sequence[Any]) -> int | None:
     """The largest peak of bytes in use over the local devices, None if the backend does not report it."""
-    stats = [d.memory_stats() for d in devices if d.process_index == jax.process_index()]
+    here = jax.process_index()  # pyright: ignore[reportUnknownMemberType] (of JAX)
+    stats = [d.memory_stats() for d in devices if d.process_index == here]
     peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
     return max(peaks, default=None)
 

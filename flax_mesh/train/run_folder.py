@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -38,7 +38,7 @@ ENTRIES = {METRICS: ("a file", os.R_OK | os.W_OK), CONFIG: ("a file", 0), CHECKP
 
 def is_first() -> bool:
     """Whether this is process 0, which writes files and prints for all processes."""
-    return jax.process_index() == 0
+    return jax.process_index() == 0  # pyright: ignore[reportUnknownMemberType] (of JAX)
 
 
 def next_free(folder: Path) -> Path:
@@ -48,7 +48,7 @@ def next_free(folder: Path) -> Path:
 
 
 @contextmanager
-def run_folder(folder: Path) -> Iterator[None]:
+def run_folder(folder: Path) -> Generator[None]:
     """Create the folder if it does not exist, and lock it against a second run. Raises ConfigError if that fails.
 
     If nothing was added to it in the block, the folder and its parents are removed again, as far as they were created.
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> Iterator[Place]:
+def folder_of_run(wanted: Path, restart: bool, say: Callable[[str], None]) -> Generator[Place]:
     """Yield the run folder, selected and locked by process 0. A ConfigError of process 0 is raised in all processes."""
     if isinstance(wanted, StorePath) and wanted.parts == wanted.place:
         raise ConfigError(f"run.folder={wanted} is a bucket; use a folder in it, such as {wanted / 'run'}")

@@ -204,7 +204,7 @@ def _has_arrived(array: Any) -> bool:
         return True
     try:
         return array.is_ready() and array.block_until_ready() is array
-    except jax.errors.JaxRuntimeError:
+    except jax.errors.JaxRuntimeError:  # pyright: ignore[reportUnknownMemberType] (of JAX)
         return False
 
 

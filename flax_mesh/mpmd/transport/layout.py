@@ -38,7 +38,7 @@ def on_all_groups(parts: Iterable[jax.Array], sharding: NamedSharding) -> jax.Ar
 def put_host(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Puts a host array, equal in every process that has devices of `sharding`, on those devices."""
     if sharding.is_fully_addressable:
-        return jax.device_put(x, sharding)
+        return jax.device_put(x, sharding)  # pyright: ignore[reportUnknownMemberType] (of JAX)
     x = np.asarray(x)  # jax.device_put would compare it over all processes, including those that do not make this call
     return array_from(x.shape, sharding, lambda index: x[index], x.dtype)
 

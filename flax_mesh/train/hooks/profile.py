@@ -1,6 +1,6 @@
 """`run.profile`: a trace of a few steps by jax.profiler, in RUN_FOLDER/profile."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -26,7 +26,7 @@ class Profile:
             return nullcontext()
         if step == self._steps[0]:
             with self._warned():
-                jax.profiler.start_trace(str(self._folder))
+                jax.profiler.start_trace(str(self._folder))  # pyright: ignore[reportUnknownMemberType] (of JAX)
                 self._is_recording = True
         return jax.profiler.StepTraceAnnotation("train", step_num=step)
 
@@ -39,11 +39,11 @@ class Profile:
             return
         self._is_recording = False
         with self._warned():
-            jax.profiler.stop_trace()
+            jax.profiler.stop_trace()  # pyright: ignore[reportUnknownMemberType] (of JAX)
             self._say(f"profile: {self._folder}; to open it: xprof --logdir {self._folder}")
 
     @contextmanager
-    def _warned(self) -> Iterator[None]:
+    def _warned(self) -> Generator[None]:
         """A failure of the profiler is a line of output: the run goes on without a profile."""
         try:
             yield
