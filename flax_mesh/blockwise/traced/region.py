@@ -43,7 +43,6 @@ class Region:
     layout: tuple[
         tuple[Op, Labels], ...
     ]  # from the exp to the operand of the product: they apply to the statistics of rows too
-    weighted_labels: Labels
     out_labels: Labels
 
     @property
@@ -104,7 +103,6 @@ def region_of(softmax: Softmax) -> Region:
         values=values,
         extra=extra,
         layout=tuple((op, softmax.labels[id(op.outputs[0])]) for op, _ in _path(softmax, softmax.weighted)),
-        weighted_labels=weighted,
         out_labels=out,
     )
 
