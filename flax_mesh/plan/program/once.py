@@ -46,7 +46,7 @@ def _before_reshapes(operation: Operation) -> Array | None:
     if x.producer is None or x.producer.kind != "reshape":
         return None
     (first,) = x.producer.inputs
-    return first if first.shape == out.shape else None
+    return first if (first.shape, first.spec) == (out.shape, out.spec) else None
 
 
 def _flatten(block: Block, same: dict[int, Array]) -> list[Operation]:
