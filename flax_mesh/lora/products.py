@@ -113,7 +113,10 @@ def _in_periods(weight: Weight, out: jax.Array) -> list[Weight] | None:
     before, after = weight.value.shape, out.shape
     if before[1:] != after[2:] or any(x is not None and x.shape[0] != before[0] for x in (weight.a, weight.b)):
         return None
-    split = lambda x: x.reshape(*after[:2], *x.shape[1:])  # noqa: E731
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(*after[:2], *x.shape[1:])
+
     return [weight.changed(out, split, [weight.dims[0], *weight.dims])]
 
 
