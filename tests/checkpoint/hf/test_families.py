@@ -74,6 +74,7 @@ def check(config, folder, shape=ONE, **change):
     tokens, logits, loss = write_gradients(config, folder)
     mesh = create_mesh(shape, devices=jax.devices()[: int(np.prod(shape))])
     model, _ = load_decoder(folder / "model", mesh, dtype="float32", **NO_ROUTER_LOSSES, **change)
+    tokens = np.repeat(tokens, mesh.size, axis=0)  # equal rows, whose mean loss and its gradients are those of one
     with jax.set_mesh(mesh):
         ours = np.asarray(logits_of(model, tokens[:, :-1]))
         found, gradients = mean_loss_and_gradients(model, {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})
@@ -95,6 +96,13 @@ def test_loss_and_gradients_equal_transformers(case, scan, tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")
     check({**SMALL, **CASES[case]}, tmp_path, scan=scan)
+
+
+@pytest.mark.slow
+def test_loss_and_gradients_of_delta_nets_and_experts_over_fsdp_ep_and_tp(tmp_path):
+    pytest.importorskip("torch", reason="comes with the extra hf")
+    pytest.importorskip("transformers", reason="comes with the extra hf")
+    check({**SMALL, **CASES["qwen3_5_moe"]}, tmp_path, shape=(1, 2, 2, 2, 1), scan=True)
 
 
 WINDOWED = {"full_attention", "sliding_attention"}
