@@ -143,6 +143,7 @@ SHARDED = {"llama": "10KB"}  # cases of several files
 SEEDS: dict[str, int] = dict.fromkeys(
     ("glm4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite"), 1
 )  # other texts repeat tokens
+SCALES = {"qwen3_next": 0.6}  # larger weights amplify the rounding of float32 to 1.3e-5 of the largest logit
 LENGTH = 24
 PROMPT, GENERATED = 7, 64  # tokens
 
@@ -156,7 +157,7 @@ def write_reference(case: str, folder: Path, dtype: str = "float32", seed: int =
     rng = np.random.default_rng(seed)  # not torch's, whose numbers depend on the vector instructions of the machine
     config = AutoConfig.for_model(**{**SMALL, **CASES[case]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    randomize(model, rng, dtype)
+    randomize(model, rng, dtype, SCALES.get(case, 1.0))
     tokens = tokens_of(rng)
     with torch.no_grad():
         logits = model(torch.from_numpy(tokens).long()).logits.numpy()
