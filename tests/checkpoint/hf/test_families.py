@@ -99,7 +99,7 @@ def test_loss_and_gradients_equal_transformers(case, scan, tmp_path):
 
 
 @pytest.mark.slow
-def test_loss_and_gradients_of_delta_nets_and_experts_over_fsdp_ep_and_tp(tmp_path):
+def test_gradients_of_delta_nets_and_experts_over_fsdp_ep_and_tp_equal_transformers(tmp_path):
     pytest.importorskip("torch", reason="comes with the extra hf")
     pytest.importorskip("transformers", reason="comes with the extra hf")
     check({**SMALL, **CASES["qwen3_5_moe"]}, tmp_path, shape=(1, 2, 2, 2, 1), scan=True)
