@@ -74,7 +74,6 @@ def check_with_forward(config: DecoderConfig, found, *, greedy: bool) -> None:
         ({"num_heads": 6, "num_kv_heads": 3}, "dp and tp", "explicit"),  # copied to the devices of tp
         ({"num_kv_heads": 1, "scan": True}, "dp and tp", "auto"),
         (DELTA, "dp and tp", "explicit"),
-        ({**DELTA, **EXPERTS, "scan": True}, "ep", "auto"),
     ],
 )
 def test_tokens_and_log_probabilities_equal_the_training_forward_pass_on_every_mesh(change, mesh, axis_types):
