@@ -288,10 +288,8 @@ def test_rotary_positions_by_hand():
         ({"rope_long_factors": (1.0,) * 4}, "rope_long_factors needs model.rope_kind=longrope"),
         ({"swiglu_limit": 1.0, "activation": "gelu"}, "swiglu_limit needs model.activation=silu"),
         ({"residual_scale": 0.0}, "residual_scale must be above 0"),
-        (
-            {"dense_layers": 1},
-            "dense_layers has no effect without model.num_experts(.|\n)*dense_mlp_size must be above 0",
-        ),
+        ({"dense_layers": 1}, "dense_layers has no effect without model.num_experts"),
+        ({"num_experts": 4, "dense_layers": 1}, "dense_mlp_size must be above 0 with model.dense_layers"),
         ({"num_experts": 4, "dense_layers": 2, "dense_mlp_size": 8}, "dense_layers=2 must be below model.num_layers=2"),
         ({"num_experts": 4, "router_groups": 3}, "router_groups=3 must divide model.num_experts=4"),
         ({"num_experts": 4, "router_groups": 2, "router_top_groups": 3}, "router_top_groups=3 must be from 1 to"),

@@ -52,7 +52,7 @@ def switch_problems(config: SimpleNamespace, defaults: Mapping[str, object]) -> 
     if config.prediction_layers and config.layer_pattern:
         text = f"must be empty with model.prediction_layers={config.prediction_layers}, whose layers are of one kind"
         problems.append(Problem("model.layer_pattern", text, value=config.layer_pattern))
-    if config.dense_layers and not config.dense_mlp_size:
+    if config.num_experts and config.dense_layers and not config.dense_mlp_size:
         problems.append(Problem("model.dense_mlp_size", "must be above 0 with model.dense_layers"))
     if 0 < config.num_layers <= config.dense_layers:
         text = f"must be below model.num_layers={config.num_layers}; for no experts at all set model.num_experts=0"
