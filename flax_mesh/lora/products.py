@@ -4,6 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -117,7 +118,9 @@ def _in_periods(weight: Weight, out: jax.Array) -> list[Weight] | None:
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(*after[:2], *x.shape[1:])
 
-    return [weight.changed(out, split, [weight.dims[0], *weight.dims])]
+    # No product may contract or keep one of the two dims: that would be a part of the first one.
+    moved = weight.changed(out, split, [weight.dims[0], *weight.dims])
+    return [replace(moved, cuts=weight.cuts | {weight.dims[0]})]
 
 
 def _placed(factor: jax.Array, like: jax.Array) -> jax.Array:

@@ -142,24 +142,29 @@ class Embedded(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.embed = nnx.Embed(16, WIDTH, rngs=rngs)
-        self.both, self.cut = (nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH))) for _ in range(2))
+        self.both, self.cut, self.split = (
+            nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH))) for _ in range(3)
+        )
         self.items = nnx.List([nnx.Param(jnp.ones((WIDTH, WIDTH)))])
         self.unused = nnx.Param(jnp.ones((2, 2)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = x + self.embed(jnp.zeros((), jnp.int32))
         x = x @ self.both[...] + x @ self.both[...].T
+        heads = jnp.einsum("bshc,hcd->bsd", x.reshape(*x.shape[:-1], 2, -1), self.split.reshape(2, -1, WIDTH))
+        x += jax.lax.scan(lambda x, w: (x + x[..., :4] @ w, None), heads, self.split.reshape(2, -1, WIDTH))[0]
         return x @ self.items[0][...] + (x @ self.cut[:, :4]).sum()
 
 
 def test_everything_that_cannot_be_adapted_is_an_error_with_all_weights():
-    patterns = ["embed", "both", "cut", "items", "unused", "nothing"]
+    patterns = ["embed", "both", "cut", "split", "items", "unused", "nothing"]
     with pytest.raises(ConfigError) as error:
         add_lora(lambda: Embedded(nnx.Rngs(0)), loss_fn, X, rank=2, modules=patterns)
     for found in (
         r"embed/embedding \(16, 8\) is used by gather",
         r"both \(8, 8\) is used by products that contract different dims of it",
         r"cut \(8, 8\) is used by dot_general .*test_lora.py:\d+.*, which is no product with whole rows of it",
+        r"split \(8, 8\) is used by dot_general .*test_lora.py:\d+.*, dot_general .*test_lora.py:\d+",
         "items/0 must be an attribute of a module",
         "'unused' matches unused, which no product uses",
         "'nothing' matches none of both, cut, embed/embedding",
