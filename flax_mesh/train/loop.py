@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flax_mesh.checkpoint import Checkpointer, RetentionPolicy
 from flax_mesh.checkpoint.find import CHECKPOINTS, find_step
+from flax_mesh.checkpoint.hf.decoders import has_images, read_config
 from flax_mesh.checkpoint.hf.kept import KEPT, is_huggingface
 from flax_mesh.checkpoint.retention import has_finite_numbers
 from flax_mesh.data.run_data import TEXT
@@ -135,6 +136,8 @@ def _begin(run: Run, checkpointer: Checkpointer, allow_changes: bool) -> TrainRe
         check_text(data.kind, recipe.data.source, start.files)
         if start.step is None and data.kind == TEXT:
             say(f"note: {start.folder} has no tokenizer, so data.source is read as bytes, one token each")
+        if start.step is None and has_images(read_config(start.folder)):
+            say(f"note: {start.folder} also reads images; this run has its text decoder only, and so have its exports")
     say(f"run: new run in {run.folder}, {recipe.run.steps} steps")
     if not recipe.data.resumable:
         say("note: this run cannot be resumed (data.resumable=false)")
