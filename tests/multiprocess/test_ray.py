@@ -13,24 +13,22 @@ from tests.multiprocess.launches import LIMIT_S, assert_same_run, run
 from tests.multiprocess.processes import Running, all_killed
 from tests.multiprocess.ray_job import OPTIONS, STEPS, pids
 
-MESHES = ("pp:2,fsdp:4", "fsdp:4,tp:2")
-
 
 @pytest.mark.slow
-def test_runs_under_ray_with_killed_workers_equal_runs_of_launch(tmp_path):
+@pytest.mark.parametrize("mesh", ["pp:2,fsdp:4", "fsdp:4,tp:2"])
+def test_a_run_under_ray_with_a_killed_worker_equals_a_run_of_launch(mesh, tmp_path):
     if find_spec("ray") is None:
         pytest.skip("needs the package ray")
     seed = "1"
-    with all_killed(tmp_path), Running(["-m", "tests.multiprocess.ray_job", str(tmp_path), seed, *MESHES]) as job:
-        ended = job.ended(2 * LIMIT_S)
+    with all_killed(tmp_path), Running(["-m", "tests.multiprocess.ray_job", str(tmp_path), seed, mesh]) as job:
+        ended = job.ended(LIMIT_S)
     assert ended.code == 0, ended.output
-    for mesh in MESHES:
-        own = tmp_path / f"{seed}-{mesh}"
-        assert len(pids(own)) == 4, ended.output  # of two workers before the kill, and two after it
-        assert f"{mesh} finished {STEPS} " in ended.output
-        assert json.dumps({"path": f"{own}/run/checkpoints/{STEPS}"}) in ended.output
-        run(2, 4, tmp_path / f"launch-{mesh}", f"mesh.shape={mesh}", *OPTIONS)
-        assert_same_run(own / "run", tmp_path / f"launch-{mesh}", STEPS)
+    own = tmp_path / f"{seed}-{mesh}"
+    assert len(pids(own)) == 4, ended.output  # of two workers before the kill, and two after it
+    assert f"{mesh} finished {STEPS} " in ended.output
+    assert json.dumps({"path": f"{own}/run/checkpoints/{STEPS}"}) in ended.output
+    run(2, 4, tmp_path / "launch", f"mesh.shape={mesh}", *OPTIONS)
+    assert_same_run(own / "run", tmp_path / "launch", STEPS)
 
 
 def test_mistakes_that_concern_ray_are_found_before_it_starts(monkeypatch, tmp_path):

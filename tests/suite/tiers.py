@@ -1,6 +1,6 @@
 """Which slow tests `.ci/run` runs: a slice of all, and the tests of the folders that a change touches.
 
-`python -m tests.suite.tiers` prints the options of pytest that select them: `--slice=2/4 --touched=mpmd/runtime,train`.
+`python -m tests.suite.tiers` prints the options of pytest that select them: `--slice=2/8 --touched=mpmd/runtime,train`.
 tests/README.md describes the tiers.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 TESTS = Path(__file__).parents[1]
-SLICES = 4
+SLICES = 8
 COMMITS = 50  # that count as one change if the history does not contain the commit of the last merge
 MOST_FOLDERS = 4  # whose slow tests run whole; with more of them CI would not end in time
 # Folders of flax_mesh -> folders of tests, besides the one of the same name, that guard them.
