@@ -1,0 +1,114 @@
+"""Padding and sinks in kernels: which are recognized, and queries without a key."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.blockwise.attentions import (
+    HOLES,
+    IDS,
+    LENGTH,
+    LENGTHS,
+    SINKS,
+    by_lengths,
+    cast,
+    distance,
+    masked,
+    operands,
+    per_head,
+    with_sinks,
+)
+from tests.blockwise.compare import difference, gradients, rewritten, with_kernel
+from tests.blockwise.programs import by_hand
+
+
+@pytest.mark.parametrize(
+    ("change", "given", "reason"),
+    [
+        (
+            lambda s, pad: jnp.where(pad[:, None, None, :], masked(lambda d: d >= 0)(s), -1e9),
+            np.ones((2, LENGTH), bool),
+            "a query may see no key, and then has no equal weights: use one number for every mask",
+        ),
+        (
+            lambda s, pad: s + jnp.where(pad[:, None, None] & (distance(s) >= 0), 0.0, -1e9),
+            np.ones((2, LENGTH), bool),
+            "a query may see no key, and then has no equal weights: use one number for every mask",
+        ),
+        (
+            lambda s, pad: jnp.where(pad[:, None, None, :] | (distance(s) == 0), s, -1e9),
+            np.ones((2, LENGTH), bool),
+            "its mask depends on data other than ids of documents or padding",
+        ),
+        (
+            lambda s, x: jnp.where((x > 0)[:, None, None], jnp.where((x < 3)[:, None, None], s, -1e9), -1e9),
+            IDS,
+            "its padding is several arrays, or not by rows",
+        ),
+    ],
+    ids="two_numbers an_added_number padding_and_more two_masks".split(),  # noqa: SIM905
+)
+def test_other_masks_of_data_are_no_kernel(change, given, reason):
+    fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: change(s, x))  # noqa: E731
+    (line,) = rewritten(fn, (*operands(), given), "splash").lines
+    assert line.endswith(f"; no kernel: {reason}")
+
+
+@pytest.mark.parametrize(
+    "sinks",
+    [
+        lambda w, s: per_head(w, s) * 2,
+        lambda w, s: [jnp.concatenate(per_head(w, s) * 2, -1)],
+        lambda w, s: [s[..., :1] + w.reshape(2, 2, 1, 1)],
+        lambda w, s: [jnp.broadcast_to(w[:2, None, None, None], (*s.shape[:-1], 1))],
+    ],
+    ids=["twice", "two columns", "by query", "one for a group"],
+)
+def test_further_columns_but_one_number_per_head_are_no_kernel(sinks):
+    (line,) = rewritten(with_sinks(sinks), SINKS, "splash").lines
+    assert re.search(r"no kernel: its .*further columns?.* per head", line)
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda x: jnp.arange(LENGTH) < x.reshape(2, LENGTH),
+        lambda x: jnp.arange(LENGTH) >= x[:2, None],
+        lambda x: jnp.arange(LENGTH) % 64 < x[:2, None],
+    ],
+    ids=["a number for each key", "the other keys", "a period"],
+)
+def test_comparisons_that_are_no_lengths_are_a_mask_of_any_data(keep):
+    fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: jnp.where(keep(x)[:, None, None], s, -1e9))  # noqa: E731
+    (line,) = rewritten(fn, (*cast(operands(), jnp.bfloat16), np.arange(2 * LENGTH)), "cudnn").lines
+    assert line.endswith("up to a length, got a mask of any data")
+
+
+@pytest.mark.slow
+def test_a_row_without_keys_is_not_a_number_where_it_is_none_as_written():
+    fn, args = by_lengths(-jnp.inf), (*operands(), LENGTHS)
+    kernel = with_kernel(fn, "splash")
+    assert difference(fn, kernel, (*args[:3], LENGTHS + 1)) < 1e-5  # every query sees a key
+    found, written = ([np.isnan(x).all() for x in gradients(each, args)[0]] for each in (kernel, fn))
+    assert written[0] and found[0]
+    np.testing.assert_array_equal(np.isnan(kernel(*args)), np.isnan(fn(*args)))
+
+
+@pytest.mark.slow
+def test_padding_outside_of_a_scan_and_sinks_of_its_layers():
+    def fn(x, w, sinks, ids):
+        def layer(x, of_layer):
+            w, sinks = of_layer
+            h = (x @ w).reshape(2, LENGTH, 4, 8)
+            y = with_sinks(per_head)(h, h[..., :2, :], h[..., 2:, :], sinks, lengths)
+            return x + y.reshape(2, LENGTH, 32), None
+
+        lengths = (ids > 0).sum(1)
+        return jax.lax.scan(jax.checkpoint(layer), x, (w, sinks))[0]
+
+    random = np.random.default_rng(0)
+    args = [random.normal(size=shape).astype(np.float32) for shape in ((2, LENGTH, 32), (3, 32, 32), (3, 4))]
+    assert difference(fn, with_kernel(fn, "splash"), (args[0], args[1] * 0.1, args[2], HOLES)) < 1e-5
