@@ -13,11 +13,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
 from flax_mesh.blockwise.head_tail import after, exchange, head_tail, work_of_band
-from flax_mesh.blockwise.mask import Bands, NoFormulaError
+from flax_mesh.blockwise.masks.mask import Bands, NoFormulaError
+from flax_mesh.blockwise.masks.visits import Static
 from flax_mesh.blockwise.place import Placement, mesh_of, on_devices, with_type_of
 from flax_mesh.blockwise.traced.dims import Labels
 from flax_mesh.blockwise.traced.region import Region
-from flax_mesh.blockwise.visits import Static
 from flax_mesh.hardware import LANES
 from flax_mesh.kernels import (
     KERNELS,
@@ -72,11 +72,12 @@ class Fused:
             cap=formula.cap,
             has_segments="q_ids" in operands,
             parts=self._parts,
-            padding=formula.padding,
+            is_padded=bool(formula.padding),
             has_sink="sink" in operands,
         )
         if text := misfit(name, need):
             raise NoFormulaError(text)
+        self.guards = self._guards()
         self.chunks, self.order = self._chunks()
         if name == "cudnn" and not self.is_reference:
             if text := gpu_problem():
@@ -85,6 +86,14 @@ class Fused:
                 jax.eval_shape(self._attend, *(jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in self.leaves))
             except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
                 raise NoFormulaError(f"cuDNN cannot be traced here: {first_line(error)}") from error
+
+    def _guards(self) -> tuple[str, ...]:
+        """What must hold for the data of the padding, as in `guard.TEXTS`."""
+        formula = self.formula
+        are_integers = any(x.value.aval.dtype != bool for name, x in formula.operands.items() if name in formula.seen)
+        needs_order = formula.padding == "any" and not KERNELS[self.name].has_padding
+        needs = {"numbers": are_integers, "keys": formula.needs_keys, "order": needs_order}
+        return tuple(name for name, is_needed in needs.items() if is_needed)
 
     def _chunks(self) -> tuple[tuple[int, ...], str]:
         """The chunks of queries in head-tail order, if that is worth an exchange of rows, and a text about it."""
@@ -175,6 +184,8 @@ class Fused:
             if name in ("q", "k", "v"):
                 dims += [every if name == "q" else [*formula.heads], [FEATURE]]
             arranged[name] = _grouped(x, operand.roles, [every] if name == "sink" else dims)
+            if name in formula.seen and (x.dtype != bool or not formula.seen[name]):
+                arranged[name] = arranged[name] == formula.seen[name]
         return arranged
 
     def _without_keys(self, out_BSHC: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from tests.blockwise.compare import apart, gradients
 from tests.blockwise.programs import by_hand
@@ -122,3 +123,9 @@ def assert_near(fn, kernel, args):
     with jax.enable_x64(True):
         exact = gradients(fn, cast(args, jnp.float64))[0]
     assert apart(found, exact) <= 2 * apart(written, exact)
+
+
+def mesh_of(platform, **sizes):
+    """Without devices."""
+    device = AbstractDevice(platform, None, platform) if platform else None
+    return AbstractMesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), abstract_device=device)
