@@ -16,7 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from flax_mesh.blockwise.masks.mask import Bands, NoFormulaError, band_of, needed_steps
-from flax_mesh.blockwise.masks.padding import before_views, is_by_lengths, numbers_of, padding_of
+from flax_mesh.blockwise.masks.padding import (
+    before_views,
+    elements_of,
+    is_by_lengths,
+    numbers_of,
+    padding_of,
+    sees_itself,
+)
 from flax_mesh.blockwise.masks.visits import Static
 from flax_mesh.blockwise.traced.dims import (
     VIEWS,
@@ -91,14 +98,17 @@ def formula_of(region: Region, static: Static, bands: Bands) -> Formula:
     of_q, of_k, of_v = ({*each.roles} - {None, FEATURE, *at} for each in (q, k, v))
     if of_k != of_v or not of_k <= of_q or {*out} - {None} != of_q | {at[0], FEATURE}:
         raise NoFormulaError("its queries, keys and values have different dims")
-    data, fixed = _segments(region, static, roles)
-    pads = {} if data else padding_of(region, static, roles, ())
+    ids, fixed = _segments(region, static, roles)
+    data = {name: _by_roles(*region.leaves[key], roles) for name, key in ids.items()}
+    pads = padding_of(region, static, roles, {*ids.values()})
     data |= {name: _by_roles(x.origin, x.labels, roles) for name, x in pads.items()}
     common = sorted(map(_dim, of_k))
     rows = [{*x.roles} - {None, *at} for x in data.values()] or [{*(common[:-1] or common)}]
     if any(each != rows[0] or not each <= of_k for each in rows):
         raise NoFormulaError("its documents or its padding differ between heads of the same keys")
     is_padded = bool(pads) and not region.extra  # a query without a key sees the sink
+    if is_padded and ids and not sees_itself(region, pads, ids["k_ids"]):
+        raise NoFormulaError("its padding within documents comes from other data than its ids or its padded queries")
     conditions = {**dict.fromkeys(fixed, (0.0, 1.0)), **numbers_of(pads)}
     band, low, seen = band_of(region, static, product.output, conditions, bands, is_padded=is_padded)
     low = None if scores.is_sum or not is_padded else low
@@ -106,6 +116,8 @@ def formula_of(region: Region, static: Static, bands: Bands) -> Formula:
         raise NoFormulaError("a padded query has weights of its scores: replace hidden scores by one number")
     if not all(seen[: len(fixed)]):
         raise NoFormulaError("its mask leaves the keys of other documents")
+    if ids and len({*seen[len(fixed) :]}) > 1:
+        raise NoFormulaError("its padding leaves the keys of other queries")
     of_pads = dict(zip(pads, seen[len(fixed) :], strict=True))
     by_lengths = "k_pad" in pads and is_by_lengths(pads["k_pad"], region.k, of_pads["k_pad"])
     sink = _sink(region, roles, of_q - rows[0]) if region.extra else {}
@@ -275,29 +287,30 @@ def _check_precision(product: Op) -> None:
 # Which elements a mask leaves
 
 
-def _segments(region: Region, static: Static, roles: Mapping[int, Role]) -> tuple[dict[str, Operand], list[Key]]:
-    """The ids of documents, whose equality of queries and keys is the only condition on data, and this condition."""
+def _segments(region: Region, static: Static, roles: Mapping[int, Role]) -> tuple[dict[str, Key], list[Key]]:
+    """The ids of documents, of which queries and keys must have the same, and this condition."""
     given = {key for key in region.leaves if static.get(key) is None}
-    pairs: list[tuple[Step, Operand, Operand]] = []
+    pairs: list[tuple[Step, Key, Key]] = []
     for step in region.score_steps:
         if step.op.name == "eq" and all(key in given for key in step.inputs):
             left, right = (_ids(region, key, roles) for key in step.inputs)
-            pairs.append((step, left, right) if region.q in left.labels else (step, right, left))
+            pairs.append((step, left, right) if region.q in region.leaves[left][1] else (step, right, left))
     if not pairs:
         return {}, []
     step, q, k = pairs[0]
-    same = [_origin(x.value, x.labels, {region.q, region.k}) for x in (q, k)]
-    if len(pairs) > 1 or region.q not in q.labels or region.k not in k.labels or None in same or same[0] != same[1]:
+    of_q, of_k = region.leaves[q], region.leaves[k]
+    same = [elements_of(*x, {region.q, region.k}) for x in (of_q, of_k)]
+    if len(pairs) > 1 or region.q not in of_q[1] or region.k not in of_k[1] or None in same or same[0] != same[1]:
         raise NoFormulaError("its mask compares different arrays")
     return {"q_ids": q, "k_ids": k}, [step.output]
 
 
-def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Operand:
+def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Key:
     value, labels = region.leaves[key]
     is_integer = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize <= 4
     if not is_integer or any(x is not None and x not in roles for x in labels):
         raise NoFormulaError("its mask compares data that are not integers of 32 bits, by rows")
-    return _by_roles(value, labels, roles)
+    return key
 
 
 def _by_roles(value: Value, labels: Labels, roles: Mapping[int, Role]) -> Operand:
@@ -318,20 +331,3 @@ def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[s
     ):
         raise NoFormulaError("its further column of scores is not one number per head (a sink)")
     return {"sink": Operand(x, labels, tuple(of))}
-
-
-def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object, ...]] | None:
-    """(id of the array that has the same elements, label of each of its dims): the dims of `both` count as one."""
-    views: list[Op] = []
-    while x.op is not None and x.op.name in VIEWS and isinstance(before := source(x.op.inputs[0]), Value):
-        if x.op.name == "convert_element_type" and before.aval.dtype != x.aval.dtype:
-            break
-        views.append(x.op)
-        x = before
-    order: Order | None = order_of(x.shape)
-    for op in reversed(views):
-        order = None if order is None else order_after(op, 0, order)
-    if order is None or any(len(dim) > 1 or (dim and dim[0][0] is None) for dim in order):
-        return None
-    of = {dim[0][0]: "both" if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
-    return id(x), tuple(of.get(d) for d in range(len(x.shape)))

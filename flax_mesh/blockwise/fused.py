@@ -160,12 +160,8 @@ class Fused:
         given = self._arranged(moved)
         q_BSHC = given["q"]
         q_BSHC = (q_BSHC.astype(jnp.float32) * self.formula.scale).astype(q_BSHC.dtype)  # the scale is not rounded
-        ids = [given[x].astype(jnp.int32) for x in ("q_ids", "k_ids") if x in given]
-        if "k_pad" in given:  # keys that are left belong to the document of all queries
-            k_ids = given["k_pad"].astype(jnp.int32)
-            ids = [jnp.ones_like(k_ids, shape=q_BSHC.shape[:2]), k_ids]
         sinks_H = given["sink"].astype(jnp.float32) if "sink" in given else None
-        out = splash_attention(kernel, q_BSHC, given["k"], given["v"], *ids, sinks_H=sinks_H)
+        out = splash_attention(kernel, q_BSHC, given["k"], given["v"], *_segments(given), sinks_H=sinks_H)
         out = self._as_written(self._without_keys(out, given))
         return self._exchanged(out, self.region.out_labels, back=True) if self.chunks else out
 
@@ -193,7 +189,9 @@ class Fused:
         if (low := self.formula.low) is None:
             return out_BSHC
         seen_BS = given.get("q_pad", jnp.ones(out_BSHC.shape[:2], bool))
-        if "k_pad" in given:
+        if "q_ids" in given:  # a query that sees a key sees the one at its position
+            seen_BS &= given["k_pad"][:, self._positions]
+        elif "k_pad" in given:
             seen_BS &= sees_keys(given["k_pad"], self._positions, self.formula.band)
         mean_BKC = given["v"].astype(jnp.float32).mean(1)
         if low == -math.inf:  # whose softmax, and gradients, are not numbers
@@ -230,3 +228,30 @@ def _grouped(x: jax.Array, roles: Sequence[Role], dims: Sequence[Sequence[int]])
     x = x.transpose([present.index(role) for each in dims for role in each])
     sizes = iter(x.shape)
     return x.reshape([math.prod(next(sizes) for _ in each) for each in dims])
+
+
+def _segments(given: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Ids of queries and of keys, (B, S), which are equal for the keys that a query sees."""
+    if not {"q_ids", "k_pad", "q_pad"} & {*given}:
+        return []
+    shapes = {side: given[side].shape[:2] for side in "qk"}
+    ids = {side: given.get(f"{side}_ids", jnp.ones(shapes[side])).astype(jnp.int32) for side in "qk"}
+    for number, side in enumerate("kq"):  # what is left out has an id that nothing else has
+        if f"{side}_pad" in given:
+            ids[side] = jnp.where(given[f"{side}_pad"], ids[side], _unused(given.get("k_ids"), number))
+    return [ids["q"], ids["k"]]
+
+
+def _unused(ids_BS: jax.Array | None, number: int) -> jax.Array | int:
+    """(B, 1): the first or the second number from 0 on that is no id of a row. Without `ids_BS` all ids are 1."""
+    if ids_BS is None:
+        return -1 - number
+    count = ids_BS.shape[1] + 2
+
+    def of_row(ids_S: jax.Array) -> jax.Array:
+        at = jnp.where((ids_S >= 0) & (ids_S < count), ids_S, count)
+        used = jnp.zeros(count, bool).at[at].set(True, mode="drop")
+        first = jnp.argmin(used)
+        return jnp.argmin(used.at[first].set(True)) if number else first
+
+    return jax.vmap(of_row)(ids_BS).astype(jnp.int32)[:, None]

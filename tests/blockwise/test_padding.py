@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.blockwise.attentions import (
     HOLES,
@@ -107,3 +108,63 @@ def test_padding_outside_of_a_scan_and_sinks_of_its_layers():
     random = np.random.default_rng(0)
     args = [random.normal(size=shape).astype(np.float32) for shape in ((2, LENGTH, 32), (3, 32, 32), (3, 4))]
     assert difference(fn, with_kernel(fn, "splash"), (args[0], args[1] * 0.1, args[2], HOLES)) < 1e-5
+
+
+def packed(q, k, v, tokens, ids):
+    """Rows of documents: queries and keys are padded, as in Flax's examples."""
+    mask = nnx.combine_masks(
+        nnx.make_causal_mask(tokens),
+        nnx.make_attention_mask(tokens > 0, tokens > 0),
+        nnx.make_attention_mask(ids, ids, jnp.equal),
+    )
+    return nnx.dot_product_attention(q, k, v, mask=mask)
+
+
+def packed_by_ids(q, k, v, tokens, ids):
+    """The document 0 is padding."""
+    mask = (ids[:, None, :, None] == ids[:, None, None]) & (ids > 0)[:, None, None]
+    return by_hand(q, k, v, lambda s: jnp.where(mask & (distance(s) >= 0), s, -1e9))
+
+
+def added_by_ids(q, k, v, tokens, ids):
+    mask = (ids[:, None, :, None] == ids[:, None, None]) & (ids > 0)[:, None, None]
+    return by_hand(q, k, v, lambda s: s + jnp.where(mask & (distance(s) >= 0), 0.0, -1e9))
+
+
+DOCUMENTS = {"packed": packed, "by ids": packed_by_ids, "added": added_by_ids}
+ROWS = np.asarray([[2] * 50 + [-7] * 40 + [5] * 20 + [0] * 18, [0] * 9 + [1] * 100 + [0] * 19], np.int32)
+
+
+@pytest.mark.parametrize("name", ["packed", *[pytest.param(x, marks=pytest.mark.slow) for x in ("by ids", "added")]])
+def test_padding_within_documents_by_splash_attention(name):
+    fn, args = DOCUMENTS[name], (*operands(), (ROWS != 0).astype(np.int32), ROWS)
+    (line,) = rewritten(fn, args, "splash").lines
+    assert ", splash attention, causal, within documents, " in line and "keys by a mask" in line
+    assert difference(fn, with_kernel(fn, "splash"), args) < 2e-6
+
+
+@pytest.mark.slow
+def test_a_document_of_which_some_keys_are_padding():
+    tokens = np.random.default_rng(0).integers(0, 2, ROWS.shape).astype(np.int32)
+    assert difference(packed, with_kernel(packed, "splash"), (*operands(), tokens, ROWS)) < 2e-6
+
+
+def test_padding_by_other_data_than_the_documents_is_no_kernel():
+    def fn(q, k, v, tokens, ids):
+        mask = (ids[:, None, :, None] == ids[:, None, None]) & (tokens > 0)[:, None, None]
+        return by_hand(q, k, v, lambda s: jnp.where(mask, s, -1e9))
+
+    (line,) = rewritten(fn, (*operands(), ROWS, ROWS), "splash").lines
+    reason = "its padding within documents comes from other data than its ids or its padded queries"
+    assert line.endswith(f"; no kernel: {reason}")
+
+
+@pytest.mark.slow
+def test_a_padded_query_sees_a_sink_alone():
+    def fn(q, k, v, w, keep):
+        s = jnp.where(keep[:, None, :, None] & keep[:, None, None], jnp.einsum("bqnh,bknh->bnqk", q, k), -1e9)
+        s = jnp.concatenate([s, jnp.broadcast_to(w[:, None, None], (*s.shape[:3], 1))], -1)
+        return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1)[..., :LENGTH], v)
+
+    args = (*operands(), np.asarray([0.3, -1], np.float32), HOLES > 0)
+    assert difference(fn, with_kernel(fn, "splash"), args) < 2e-6

@@ -17,7 +17,18 @@ import numpy as np
 
 from flax_mesh.blockwise.masks.mask import NoFormulaError, needed_steps
 from flax_mesh.blockwise.masks.visits import Static
-from flax_mesh.blockwise.traced.dims import POINTWISE, VIEWS, Block, Labels, evaluate_block, known_value, labels_before
+from flax_mesh.blockwise.traced.dims import (
+    POINTWISE,
+    VIEWS,
+    Block,
+    Labels,
+    Order,
+    evaluate_block,
+    known_value,
+    labels_before,
+    order_after,
+    order_of,
+)
 from flax_mesh.blockwise.traced.graph import Op, Value, source
 from flax_mesh.blockwise.traced.region import Key, Region
 
@@ -56,22 +67,35 @@ def _followed(key: Key, x: Value, labels: Labels) -> Padding | None:
     while True:
         if not jnp.issubdtype(x.aval.dtype, jnp.floating):
             ends = [*ends[:1], (x, labels, [*path])]
-        op = x.op
-        if op is None or len(op.outputs) > 1 or not ({op.name} <= POINTWISE | VIEWS):
+        if x.aval.dtype == bool and (x.op is None or x.op.name != "not"):
             break
-        if x.aval.dtype == bool and op.name != "not":
+        if (before := _only_data(x, labels)) is None:
             break
-        data = [n for n, each in enumerate(op.inputs) if known_value(each, {}) is None]
-        before = labels_before(op, data[0], labels) if len(data) == 1 else None
-        if before is None or not isinstance(inner := source(op.inputs[data[0]]), Value):
-            break
-        path.append((op, data[0]))
-        x, labels = inner, before
+        path.append((before.op, before.number))
+        x, labels = before.value, before.labels
     if not ends:
         return None
     origin, labels, path = ends[-1] if ends[-1][0].aval.dtype == bool else ends[0]
     off, on = (_number(path, origin, n) for n in (0, 1))
     return None if off is None or on is None else Padding(key, origin, labels, (off, on))
+
+
+class _Before(NamedTuple):
+    op: Op
+    number: int  # of the input
+    value: Value
+    labels: Labels
+
+
+def _only_data(x: Value, labels: Labels) -> _Before | None:
+    """The only input, of the operation that computes a value elementwise, that is not known at trace time."""
+    op = x.op
+    if op is None or len(op.outputs) > 1 or op.name not in POINTWISE | VIEWS:
+        return None
+    data = [n for n, each in enumerate(op.inputs) if known_value(each, {}) is None]
+    before = labels_before(op, data[0], labels) if len(data) == 1 else None
+    inner = source(op.inputs[data[0]]) if before is not None else None
+    return _Before(op, data[0], inner, before) if before is not None and isinstance(inner, Value) else None
 
 
 def _number(path: Sequence[tuple[Op, int]], origin: Value, number: int) -> float | None:
@@ -113,3 +137,59 @@ def before_views(x: Value, labels: Labels, views: Collection[str] = VIEWS) -> tu
 
 def numbers_of(paddings: Mapping[str, Padding]) -> dict[Key, tuple[float, float]]:
     return {padding.key: padding.numbers for padding in paddings.values()}
+
+
+def sees_itself(region: Region, paddings: Mapping[str, Padding], ids: Key) -> bool:
+    """Whether every query that sees a key of its document also sees the key at its own position.
+
+    So it is if the same data leave queries and keys, or if the id of a key alone decides whether it is left.
+    """
+    both, of_keys = {region.q, region.k}, paddings.get("k_pad")
+    if of_keys is None:
+        return False
+    at = of_keys.origin, of_keys.labels
+    if of_queries := paddings.get("q_pad"):
+        return _are_same(at, (of_queries.origin, of_queries.labels), both)
+    wanted = elements_of(*region.leaves[ids], both)
+    while (here := elements_of(*at, both)) is None or here != wanted:
+        if (before := _only_data(*at)) is None or _parameters(before) is None:
+            return False
+        at = before.value, before.labels
+    return True
+
+
+def _are_same(a: tuple[Value, Labels], b: tuple[Value, Labels], both: set[int]) -> bool:
+    """Whether the same operations compute two arrays from one; the dims of `both` count as one."""
+    while (of_a := elements_of(*a, both)) is None or of_a != elements_of(*b, both):
+        before = [_only_data(*before_views(*x)) for x in (a, b)]
+        operations = [x and _parameters(x) for x in before]
+        if before[0] is None or before[1] is None or operations[0] is None or operations[0] != operations[1]:
+            return False
+        a, b = ((x.value, x.labels) for x in (before[0], before[1]))
+    return True
+
+
+def _parameters(before: _Before) -> tuple[object, ...] | None:
+    """What decides the values of an operation besides its data, None if it depends on the position of an element."""
+    numbers = [known_value(each, {}) for n, each in enumerate(before.op.inputs) if n != before.number]
+    if any(x is None or not x.size or (x != x.reshape(-1)[0]).any() for x in numbers):
+        return None
+    others = [x.reshape(-1)[0].item() for x in numbers if x is not None]
+    return before.op.name, before.number, str(before.op.outputs[0].aval.dtype), *others
+
+
+def elements_of(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object, ...]] | None:
+    """(id of the array that has the same elements, label of each of its dims): the dims of `both` count as one."""
+    views: list[Op] = []
+    while x.op is not None and x.op.name in VIEWS and isinstance(before := source(x.op.inputs[0]), Value):
+        if x.op.name == "convert_element_type" and before.aval.dtype != x.aval.dtype:
+            break
+        views.append(x.op)
+        x = before
+    order: Order | None = order_of(x.shape)
+    for op in reversed(views):
+        order = None if order is None else order_after(op, 0, order)
+    if order is None or any(len(dim) > 1 or (dim and dim[0][0] is None) for dim in order):
+        return None
+    of = {dim[0][0]: "both" if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
+    return id(x), tuple(of.get(d) for d in range(len(x.shape)))
