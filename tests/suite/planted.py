@@ -89,6 +89,10 @@ PLANTED = (
         "if (low := self.formula.low) is None",
         "if (low := self.formula.low) is not None",
     ),
+    # A mask that is added loses the gradient of queries without a key.
+    ("flax_mesh/blockwise/formula.py", 'scores.is_sum or op.name != "select_n"', "scores.is_sum"),
+    # A padded query sees all keys beside its sink.
+    ("flax_mesh/blockwise/fused.py", 'for number, side in enumerate("kq")', 'for number, side in enumerate("k")'),
     # A run that resumes on other devices has another attention than it began with.
     ("flax_mesh/recipe/program.py", "if not restart and (began", "if restart and (began"),
 )
