@@ -87,7 +87,7 @@ CASES = {
     "carry": (in_a_carry, "causal, keys by a mask", (NUMBERS, KEYS)),
 }
 PAIRS = [(name, data) for name in CASES for data in DATA if name != "positions" or data == "right"]
-FAST = {("multiplied", "none")}
+FAST = {("two masks", "none")}
 
 
 def given(name, dtype=jnp.float32):
@@ -122,6 +122,7 @@ def test_with_the_function_of_cudnn_they_are_as_near_to_float64(name, data):
     assert_near(fn, with_kernel(fn, "cudnn"), given(data, jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", ["none", "two"])
 def test_without_the_check_of_the_data_results_are_others(data, monkeypatch):
     monkeypatch.setattr(guard.Fused, "_guards", lambda _: ())
