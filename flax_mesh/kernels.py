@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     length_step: int = 1  # of sequences, on every device
     has_cap: bool = False
     has_segments: bool = False
-    has_padding: bool = False  # of any keys; else of the keys after a length
+    has_padding: bool = False  # of any keys; else of those after a length, without a window
     has_sinks: bool = False
     has_right_window: bool = False
     splits_queries: bool = False  # over devices
@@ -74,7 +74,7 @@ class Need(NamedTuple):
     cap: float
     has_segments: bool
     parts: int  # devices that the queries are split over
-    padding: str = ""  # of keys: "lengths" of rows, or "any" data
+    is_padded: bool = False  # some keys of a row are left out
     has_sink: bool = False
 
 
@@ -95,10 +95,7 @@ def misfit(name: str, need: Need) -> str:
         ),
         "scores without a soft cap": kernel.has_cap or not need.cap,
         "attention within documents to be in blocks": kernel.has_segments or not need.has_segments,
-        "the keys of a row to be seen up to a length, got a mask of any data": (
-            kernel.has_padding or need.padding != "any"
-        ),
-        "lengths of rows without a window": kernel.has_padding or not need.padding or need.band in (EVERY, (None, 0)),
+        "padding without a window": kernel.has_padding or not need.is_padded or need.band in (EVERY, (None, 0)),
         "scores without a sink": kernel.has_sinks or not need.has_sink,
         f"a causal window, got {_count(left)} keys before and {_count(right)} after a query": (
             need.band == EVERY or right == 0 or kernel.has_right_window
@@ -173,12 +170,13 @@ def splash_attention(
 
 
 def sees_keys(keys_BS: jax.Array, positions: jax.Array, band: Band) -> jax.Array:
-    """(B, queries): whether any of the keys within the `band` around the position of a query is left."""
-    length = keys_BS.shape[1]
+    """(..., queries): whether any of the keys (..., S) within the `band` around the position of a query is left."""
+    length = keys_BS.shape[-1]
     before, after = (length if limit is None else limit for limit in band)
-    count = jnp.pad(jnp.cumsum(keys_BS, 1, jnp.int32), ((0, 0), (1, 0)))  # (B, S + 1): of the keys before each
+    count = jnp.cumsum(keys_BS, -1, jnp.int32)
+    count = jnp.concatenate([jnp.zeros_like(count[..., :1]), count], -1)  # (..., S + 1): of the keys before each
     last, first = (jnp.clip(x, 0, length) for x in (positions + after + 1, positions - before))
-    return count[:, last] > count[:, first]
+    return count[..., last] > count[..., first]
 
 
 def splash_block(length: int) -> int:

@@ -22,6 +22,7 @@ FLOORS = (
     ("sharding",),
     ("sharding.report",),
     ("blockwise.traced",),
+    ("blockwise.masks",),
     ("blockwise",),
     ("step",),
     ("mpmd",),

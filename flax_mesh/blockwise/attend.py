@@ -19,9 +19,9 @@ from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.derivatives import Arrays, Results, differentiable
 from flax_mesh.blockwise.head_tail import Work, after, exchange, head_tail, is_worth, work_of
 from flax_mesh.blockwise.loops import Loops, Saved
+from flax_mesh.blockwise.masks.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.blockwise.place import Placement, on_devices, with_type_of
 from flax_mesh.blockwise.traced.region import Key, Region, Values
-from flax_mesh.blockwise.visits import Blocks, Static, Visits, data_visits, guarded, needs_data, static_visits
 from flax_mesh.kernels import rows_of
 from flax_mesh.tree import is_key, num_bytes
 

@@ -1,35 +1,41 @@
 """The formula of an attention, read from its equations: softmax(scores, in a band and within documents) @ values.
 
 The scores are `scale * q @ k`, or `cap * tanh(scale * q @ k / cap)`, plus numbers that `mask` decides about, and a
-further column with a number per head (a sink). Arrays of booleans of queries and of keys, by rows, are padding.
+further column with a number per head (a sink). Data of queries and of keys, by rows, are padding.
 """
 
 # JAX has no types for some functions and arrays.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.mask import Bands, NoFormulaError, band_of, needed_steps
+from flax_mesh.blockwise.masks.mask import Bands, NoFormulaError, band_of, needed_steps
+from flax_mesh.blockwise.masks.padding import (
+    before_views,
+    elements_of,
+    is_by_lengths,
+    numbers_of,
+    padding_of,
+    sees_itself,
+)
+from flax_mesh.blockwise.masks.visits import Static
 from flax_mesh.blockwise.traced.dims import (
     VIEWS,
     Labels,
     Order,
     dim_map,
-    known_value,
-    labels_before,
     order_after,
     order_of,
 )
 from flax_mesh.blockwise.traced.find import is_view
 from flax_mesh.blockwise.traced.graph import Atom, Literal, Op, Value, source
 from flax_mesh.blockwise.traced.region import Key, Region, Step
-from flax_mesh.blockwise.visits import Static
 from flax_mesh.kernels import EVERY, Band
 
 FEATURE = -1  # the role of the dim that a product of queries and keys contracts, and of its counterpart in values
@@ -54,7 +60,9 @@ class Formula:
     cap: float
     band: Band
     padding: str  # of keys: by "lengths" of rows or "any"
-    low: float | None  # the score of every key for a query that sees none; None: every query sees a key, or the sink
+    seen: Mapping[str, int]  # for "q_pad" and "k_pad": their number for queries and keys that are left
+    low: float | None  # the score of every key for a query that sees none; None: not needed
+    needs_keys: bool  # the formula holds only if every query sees a key
 
     @property
     def text(self) -> str:
@@ -90,16 +98,28 @@ def formula_of(region: Region, static: Static, bands: Bands) -> Formula:
     of_q, of_k, of_v = ({*each.roles} - {None, FEATURE, *at} for each in (q, k, v))
     if of_k != of_v or not of_k <= of_q or {*out} - {None} != of_q | {at[0], FEATURE}:
         raise NoFormulaError("its queries, keys and values have different dims")
-    data, fixed = _segments(region, static, roles)
-    pads = {} if data else _padding(region, static, roles)
-    data |= {name: _by_roles(*region.leaves[key], roles) for name, key in pads.items()}
-    fixed += pads.values()
+    ids, fixed = _segments(region, static, roles)
+    data = {name: _by_roles(*region.leaves[key], roles) for name, key in ids.items()}
+    pads = padding_of(region, static, roles, {*ids.values()})
+    data |= {name: _by_roles(x.origin, x.labels, roles) for name, x in pads.items()}
     common = sorted(map(_dim, of_k))
     rows = [{*x.roles} - {None, *at} for x in data.values()] or [{*(common[:-1] or common)}]
     if any(each != rows[0] or not each <= of_k for each in rows):
         raise NoFormulaError("its documents or its padding differ between heads of the same keys")
     is_padded = bool(pads) and not region.extra  # a query without a key sees the sink
-    band, low = band_of(region, static, product.output, fixed, bands, is_padded=is_padded)
+    if is_padded and ids and not sees_itself(region, pads, ids["k_ids"]):
+        raise NoFormulaError("its padding within documents comes from other data than its ids or its padded queries")
+    conditions = {**dict.fromkeys(fixed, (0.0, 1.0)), **numbers_of(pads)}
+    band, low, seen = band_of(region, static, product.output, conditions, bands, is_padded=is_padded)
+    low = None if scores.is_sum or not is_padded else low
+    if low is None and is_padded and "q_pad" in pads:
+        raise NoFormulaError("a padded query has weights of its scores: replace hidden scores by one number")
+    if not all(seen[: len(fixed)]):
+        raise NoFormulaError("its mask leaves the keys of other documents")
+    if ids and len({*seen[len(fixed) :]}) > 1:
+        raise NoFormulaError("its padding leaves the keys of other queries")
+    of_pads = dict(zip(pads, seen[len(fixed) :], strict=True))
+    by_lengths = "k_pad" in pads and is_by_lengths(pads["k_pad"], region.k, of_pads["k_pad"])
     sink = _sink(region, roles, of_q - rows[0]) if region.extra else {}
     cap = scores.outer if scores.is_capped else 0.0
     ordered = [d for d in range(len(eqn.outvars[0].aval.shape)) if d in of_q]
@@ -113,8 +133,10 @@ def formula_of(region: Region, static: Static, bands: Bands) -> Formula:
         scale=scores.inner * scores.outer,
         cap=cap,
         band=band,
-        padding=_kind_of_padding(region, pads.get("k_pad")),
-        low=low if is_padded else None,
+        padding=("lengths" if by_lengths else "any") if "k_pad" in pads else "",
+        seen=of_pads,
+        low=low,
+        needs_keys=is_padded and low is None,
     )
 
 
@@ -130,6 +152,7 @@ class _Scores(NamedTuple):
     outer: float = 1.0
     is_capped: bool = False
     is_added: bool = False
+    is_sum: bool = False  # hidden scores are not replaced by a number: they have the gradient of the product
 
 
 def _follow_scores(region: Region, static: Static) -> _Scores:
@@ -168,7 +191,7 @@ def _after(op: Op, at: int, args: Sequence[_Scores | float | None]) -> _Scores:
     if op.name == "tanh" and not scores.is_capped and not scores.is_added:
         return scores._replace(inner=scores.outer, outer=1.0, is_capped=True)
     if op.name == "add" or (op.name == "sub" and at == 0) or (op.name == "select_n" and at > 0):
-        return scores._replace(is_added=True)
+        return scores._replace(is_added=True, is_sum=scores.is_sum or op.name != "select_n")
     if is_view(op) or op.name in ("optimization_barrier", "layout_constraint"):
         return scores
     raise NoFormulaError(f"its scores are changed by {op.name}")
@@ -264,74 +287,34 @@ def _check_precision(product: Op) -> None:
 # Which elements a mask leaves
 
 
-def _segments(region: Region, static: Static, roles: Mapping[int, Role]) -> tuple[dict[str, Operand], list[Key]]:
-    """The ids of documents, whose equality of queries and keys is the only condition on data, and this condition."""
+def _segments(region: Region, static: Static, roles: Mapping[int, Role]) -> tuple[dict[str, Key], list[Key]]:
+    """The ids of documents, of which queries and keys must have the same, and this condition."""
     given = {key for key in region.leaves if static.get(key) is None}
-    pairs: list[tuple[Step, Operand, Operand]] = []
+    pairs: list[tuple[Step, Key, Key]] = []
     for step in region.score_steps:
         if step.op.name == "eq" and all(key in given for key in step.inputs):
             left, right = (_ids(region, key, roles) for key in step.inputs)
-            pairs.append((step, left, right) if region.q in left.labels else (step, right, left))
+            pairs.append((step, left, right) if region.q in region.leaves[left][1] else (step, right, left))
     if not pairs:
         return {}, []
     step, q, k = pairs[0]
-    same = [_origin(x.value, x.labels, {region.q, region.k}) for x in (q, k)]
-    if len(pairs) > 1 or region.q not in q.labels or region.k not in k.labels or None in same or same[0] != same[1]:
+    of_q, of_k = region.leaves[q], region.leaves[k]
+    same = [elements_of(*x, {region.q, region.k}) for x in (of_q, of_k)]
+    if len(pairs) > 1 or region.q not in of_q[1] or region.k not in of_k[1] or None in same or same[0] != same[1]:
         raise NoFormulaError("its mask compares different arrays")
     return {"q_ids": q, "k_ids": k}, [step.output]
 
 
-def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Operand:
+def _ids(region: Region, key: Key, roles: Mapping[int, Role]) -> Key:
     value, labels = region.leaves[key]
     is_integer = jnp.issubdtype(value.aval.dtype, jnp.integer) and value.aval.dtype.itemsize <= 4
     if not is_integer or any(x is not None and x not in roles for x in labels):
         raise NoFormulaError("its mask compares data that are not integers of 32 bits, by rows")
-    return _by_roles(value, labels, roles)
+    return key
 
 
 def _by_roles(value: Value, labels: Labels, roles: Mapping[int, Role]) -> Operand:
     return Operand(value, labels, tuple(None if x is None else roles[x] for x in labels))
-
-
-def _padding(region: Region, static: Static, roles: Mapping[int, Role]) -> dict[str, Key]:
-    """The booleans that decide which queries and which keys of a row are left, if they are data."""
-    used = {x for step in needed_steps(region.score_steps, region.scores, {}) for x in step.inputs}
-    keys: dict[str, Key] = {}
-    for key, (value, labels) in region.leaves.items():
-        of = [name for name, label in (("q_pad", region.q), ("k_pad", region.k)) if label in labels]
-        if key in used and static.get(key) is None and value.aval.dtype == bool and len(of) == 1:
-            if of[0] in keys or any(n > 1 and x not in roles for n, x in zip(value.shape, labels, strict=True)):
-                raise NoFormulaError("its padding is several arrays, or not by rows")
-            keys[of[0]] = key
-    return keys
-
-
-def _kind_of_padding(region: Region, key: Key | None) -> str:
-    """It is by lengths if known numbers that rise along the keys are compared with one number of a row."""
-    if key is None:
-        return ""
-    (x, labels), k = _before_views(*region.leaves[key]), region.k
-    if x.op is None or x.op.name not in ("lt", "le", "gt", "ge"):
-        return "any"
-    sides = [(y, labels_before(x.op, n, labels) or ()) for n, y in enumerate(x.op.inputs)]
-    low, high = sides if x.op.name in ("lt", "le") else sides[::-1]
-    for (given, of_given), (other, of_other), sign in ((low, high, 1), (high, low, -1)):
-        known, limit = known_value(given, {}), source(other)
-        if known is not None and k in of_given and isinstance(limit, Value):
-            rises = (np.diff(sign * known.astype(np.float64), axis=of_given.index(k)) >= 0).all()
-            if rises and k not in _before_views(limit, of_other)[1]:
-                return "lengths"
-    return "any"
-
-
-def _before_views(x: Value, labels: Labels, views: Collection[str] = VIEWS) -> tuple[Value, Labels]:
-    """The array that a view has the elements of, and its labels: without those along which it was repeated."""
-    while x.op is not None and x.op.name in views and isinstance(before := source(x.op.inputs[0]), Value):
-        given = labels_before(x.op, 0, labels)
-        if given is None or (x.op.name != "broadcast_in_dim" and not {*labels} <= {*given, None}):
-            break
-        x, labels = before, given
-    return x, labels
 
 
 def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[str, Operand]:
@@ -341,27 +324,10 @@ def _sink(region: Region, roles: Mapping[int, Role], heads: set[Role]) -> dict[s
         raise NoFormulaError(
             "its scores have several further columns, or a known one; a kernel takes one sink per head"
         )
-    x, labels = _before_views(*column, VIEWS - {"convert_element_type"})
+    x, labels = before_views(*column, VIEWS - {"convert_element_type"})
     of = [None if label is None else roles.get(label) for label in labels]
     if {role for role, n in zip(of, x.shape, strict=True) if n > 1} != heads or x.aval.size != math.prod(
         region.shape[label] for label in labels if label is not None
     ):
         raise NoFormulaError("its further column of scores is not one number per head (a sink)")
     return {"sink": Operand(x, labels, tuple(of))}
-
-
-def _origin(x: Value, labels: Labels, both: set[int]) -> tuple[int, tuple[object, ...]] | None:
-    """(id of the array that has the same elements, label of each of its dims): the dims of `both` count as one."""
-    views: list[Op] = []
-    while x.op is not None and x.op.name in VIEWS and isinstance(before := source(x.op.inputs[0]), Value):
-        if x.op.name == "convert_element_type" and before.aval.dtype != x.aval.dtype:
-            break
-        views.append(x.op)
-        x = before
-    order: Order | None = order_of(x.shape)
-    for op in reversed(views):
-        order = None if order is None else order_after(op, 0, order)
-    if order is None or any(len(dim) > 1 or (dim and dim[0][0] is None) for dim in order):
-        return None
-    of = {dim[0][0]: "both" if label in both else label for dim, label in zip(order, labels, strict=True) if dim}
-    return id(x), tuple(of.get(d) for d in range(len(x.shape)))

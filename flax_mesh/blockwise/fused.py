@@ -13,11 +13,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from flax_mesh.blockwise.formula import FEATURE, Operand, Role, formula_of
 from flax_mesh.blockwise.head_tail import after, exchange, head_tail, work_of_band
-from flax_mesh.blockwise.mask import Bands, NoFormulaError
+from flax_mesh.blockwise.masks.mask import Bands, NoFormulaError
+from flax_mesh.blockwise.masks.visits import Static
 from flax_mesh.blockwise.place import Placement, mesh_of, on_devices, with_type_of
 from flax_mesh.blockwise.traced.dims import Labels
 from flax_mesh.blockwise.traced.region import Region
-from flax_mesh.blockwise.visits import Static
 from flax_mesh.hardware import LANES
 from flax_mesh.kernels import (
     KERNELS,
@@ -72,11 +72,12 @@ class Fused:
             cap=formula.cap,
             has_segments="q_ids" in operands,
             parts=self._parts,
-            padding=formula.padding,
+            is_padded=bool(formula.padding),
             has_sink="sink" in operands,
         )
         if text := misfit(name, need):
             raise NoFormulaError(text)
+        self.guards = self._guards()
         self.chunks, self.order = self._chunks()
         if name == "cudnn" and not self.is_reference:
             if text := gpu_problem():
@@ -85,6 +86,14 @@ class Fused:
                 jax.eval_shape(self._attend, *(jax.ShapeDtypeStruct(x.shape, x.aval.dtype) for x in self.leaves))
             except RuntimeError as error:  # JAX could not find the version of cuDNN, or the GPU is too old for it
                 raise NoFormulaError(f"cuDNN cannot be traced here: {first_line(error)}") from error
+
+    def _guards(self) -> tuple[str, ...]:
+        """What must hold for the data of the padding, as in `guard.TEXTS`."""
+        formula = self.formula
+        are_integers = any(x.value.aval.dtype != bool for name, x in formula.operands.items() if name in formula.seen)
+        needs_order = formula.padding == "any" and not KERNELS[self.name].has_padding
+        needs = {"numbers": are_integers, "keys": formula.needs_keys, "order": needs_order}
+        return tuple(name for name, is_needed in needs.items() if is_needed)
 
     def _chunks(self) -> tuple[tuple[int, ...], str]:
         """The chunks of queries in head-tail order, if that is worth an exchange of rows, and a text about it."""
@@ -151,12 +160,8 @@ class Fused:
         given = self._arranged(moved)
         q_BSHC = given["q"]
         q_BSHC = (q_BSHC.astype(jnp.float32) * self.formula.scale).astype(q_BSHC.dtype)  # the scale is not rounded
-        ids = [given[x].astype(jnp.int32) for x in ("q_ids", "k_ids") if x in given]
-        if "k_pad" in given:  # keys that are left belong to the document of all queries
-            k_ids = given["k_pad"].astype(jnp.int32)
-            ids = [jnp.ones_like(k_ids, shape=q_BSHC.shape[:2]), k_ids]
         sinks_H = given["sink"].astype(jnp.float32) if "sink" in given else None
-        out = splash_attention(kernel, q_BSHC, given["k"], given["v"], *ids, sinks_H=sinks_H)
+        out = splash_attention(kernel, q_BSHC, given["k"], given["v"], *_segments(given), sinks_H=sinks_H)
         out = self._as_written(self._without_keys(out, given))
         return self._exchanged(out, self.region.out_labels, back=True) if self.chunks else out
 
@@ -175,6 +180,8 @@ class Fused:
             if name in ("q", "k", "v"):
                 dims += [every if name == "q" else [*formula.heads], [FEATURE]]
             arranged[name] = _grouped(x, operand.roles, [every] if name == "sink" else dims)
+            if name in formula.seen and (x.dtype != bool or not formula.seen[name]):
+                arranged[name] = arranged[name] == formula.seen[name]
         return arranged
 
     def _without_keys(self, out_BSHC: jax.Array, given: Mapping[str, jax.Array]) -> jax.Array:
@@ -182,7 +189,9 @@ class Fused:
         if (low := self.formula.low) is None:
             return out_BSHC
         seen_BS = given.get("q_pad", jnp.ones(out_BSHC.shape[:2], bool))
-        if "k_pad" in given:
+        if "q_ids" in given:  # a query that sees a key sees the one at its position
+            seen_BS &= given["k_pad"][:, self._positions]
+        elif "k_pad" in given:
             seen_BS &= sees_keys(given["k_pad"], self._positions, self.formula.band)
         mean_BKC = given["v"].astype(jnp.float32).mean(1)
         if low == -math.inf:  # whose softmax, and gradients, are not numbers
@@ -219,3 +228,30 @@ def _grouped(x: jax.Array, roles: Sequence[Role], dims: Sequence[Sequence[int]])
     x = x.transpose([present.index(role) for each in dims for role in each])
     sizes = iter(x.shape)
     return x.reshape([math.prod(next(sizes) for _ in each) for each in dims])
+
+
+def _segments(given: Mapping[str, jax.Array]) -> list[jax.Array]:
+    """Ids of queries and of keys, (B, S), which are equal for the keys that a query sees."""
+    if not {"q_ids", "k_pad", "q_pad"} & {*given}:
+        return []
+    shapes = {side: given[side].shape[:2] for side in "qk"}
+    ids = {side: given.get(f"{side}_ids", jnp.ones(shapes[side])).astype(jnp.int32) for side in "qk"}
+    for number, side in enumerate("kq"):  # what is left out has an id that nothing else has
+        if f"{side}_pad" in given:
+            ids[side] = jnp.where(given[f"{side}_pad"], ids[side], _unused(given.get("k_ids"), number))
+    return [ids["q"], ids["k"]]
+
+
+def _unused(ids_BS: jax.Array | None, number: int) -> jax.Array | int:
+    """(B, 1): the first or the second number from 0 on that is no id of a row. Without `ids_BS` all ids are 1."""
+    if ids_BS is None:
+        return -1 - number
+    count = ids_BS.shape[1] + 2
+
+    def of_row(ids_S: jax.Array) -> jax.Array:
+        at = jnp.where((ids_S >= 0) & (ids_S < count), ids_S, count)
+        used = jnp.zeros(count, bool).at[at].set(True, mode="drop")
+        first = jnp.argmin(used)
+        return jnp.argmin(used.at[first].set(True)) if number else first
+
+    return jax.vmap(of_row)(ids_BS).astype(jnp.int32)[:, None]

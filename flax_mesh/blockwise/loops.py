@@ -21,10 +21,10 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from flax_mesh.blockwise.masks.visits import GAP, Blocks, Visits
 from flax_mesh.blockwise.traced.dims import Block, Labels, dim_map
 from flax_mesh.blockwise.traced.graph import Literal
 from flax_mesh.blockwise.traced.region import Key, Region, Values, run_steps
-from flax_mesh.blockwise.visits import GAP, Blocks, Visits
 
 T = TypeVar("T")
 _F32 = jnp.float32

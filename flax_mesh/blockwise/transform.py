@@ -18,7 +18,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from flax_mesh.axes import Layout, axes_of_spec
 from flax_mesh.blockwise.attend import Attention
 from flax_mesh.blockwise.fused import Fused
-from flax_mesh.blockwise.mask import Bands, NoFormulaError
+from flax_mesh.blockwise.guard import Guarded, guarded
+from flax_mesh.blockwise.masks.mask import Bands, NoFormulaError
 from flax_mesh.blockwise.place import follow, mesh_of, place
 from flax_mesh.blockwise.squares import unrecognized
 from flax_mesh.blockwise.traced.dims import known_value
@@ -148,24 +149,24 @@ def rewrite(
     regions, left, small = _find(top, block or BLOCK)
     mesh, cache = jax.sharding.get_abstract_mesh(), {}
     known = {} if mesh.empty or not regions else follow(top, layouts, of_const, mesh)
-    fused: dict[int, Fused] = {}
-    blocks: dict[int, Attention] = {}
-    reasons, wanted = dict[int, str](), dict[int, str]()
-    bands: Bands = {}
+    fused, blocks = dict[int, Fused | Guarded](), dict[int, Attention]()
+    reasons, wanted, bands = dict[int, str](), dict[int, str](), Bands()
     for n, region in enumerate(regions):
         static, product = {key: known_value(x, cache) for key, (x, _) in region.leaves.items()}, region.softmax.product
         placement = place(region, known, mesh_of(region.out, mesh))
+        in_blocks = functools.partial(Attention, region, static, placement, known, block or _default_block())
         wanted[id(product)] = form = forms[n] if forms else kernel
         try:
             if form in KERNELS:
-                fused[id(product)] = Fused(region, static, placement, form, platform or _platform(), bands)
+                of_kernel = Fused(region, static, placement, form, platform or _platform(), bands)
+                fused[id(product)] = guarded(of_kernel, in_blocks)
         except NoFormulaError as error:
             reasons[id(product)] = error.reason
         if id(product) not in fused:
-            blocks[id(product)] = Attention(region, static, placement, known, block or _default_block())
+            blocks[id(product)] = in_blocks()
     saved = _saved(blocks.values())
-    in_blocks = {key: x for key, x in blocks.items() if (wanted[key] != "as_written" if forms else saved > limit)}
-    attentions: dict[int, Fused | Attention] = {**fused, **in_blocks}
+    large = {key: x for key, x in blocks.items() if (wanted[key] != "as_written" if forms else saved > limit)}
+    attentions: dict[int, Fused | Guarded | Attention] = {**fused, **large}
     for attention in attentions.values():
         attention.region.softmax.product.leaves = attention.leaves
     needed = needed_ops(top)
@@ -191,7 +192,7 @@ def rewrite(
     return Rewritten(call if attentions else None, lines, stays, saved, of_left, _lines(unfit, reasons), chosen)
 
 
-def _lines(attentions: Mapping[int, Fused | Attention], reasons: Mapping[int, str]) -> tuple[str, ...]:
+def _lines(attentions: Mapping[int, Fused | Guarded | Attention], reasons: Mapping[int, str]) -> tuple[str, ...]:
     """One for each kind of attention."""
     kinds: dict[str, int] = {}
     for key, attention in attentions.items():

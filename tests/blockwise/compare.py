@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.extend import core as jex
 
-from flax_mesh.blockwise import loops, transform, visits
+from flax_mesh.blockwise import loops, transform
+from flax_mesh.blockwise.masks import visits
 from flax_mesh.kernels import KERNELS
 from flax_mesh.program.program import program_of
 from tests.mpmd.zoo.base import FAST

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import flax_mesh as fm
 from flax_mesh.blockwise import head_tail, loops, transform
 from flax_mesh.blockwise.head_tail import work_of_band
-from flax_mesh.blockwise.visits import Blocks
+from flax_mesh.blockwise.masks.visits import Blocks
 from flax_mesh.hlo.collectives import read_collectives
 from flax_mesh.hlo.program import read_hlo
 from flax_mesh.kernels import EVERY, Band

@@ -11,124 +11,32 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import flax_mesh as fm
 from flax_mesh import jax_compat
-from flax_mesh.blockwise import mask, transform
+from flax_mesh.blockwise import transform
+from flax_mesh.blockwise.masks import mask
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import EVERY, KERNELS, Need, gpu_problem, misfit
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.step.state import abstract_train_state, init_train_state
 from flax_mesh.step.step import make_train_step
-from tests.blockwise.compare import apart, difference, gradients, largest_square, rewritten, with_kernel
+from tests.blockwise.attentions import (
+    CASES,
+    IDS,
+    LENGTH,
+    assert_near,
+    cast,
+    distance,
+    masked,
+    mesh_of,
+    operands,
+    with_scores,
+)
+from tests.blockwise.compare import largest_square, rewritten, with_kernel
 from tests.blockwise.model import RULES, batch_of, loss_fn, make
 from tests.blockwise.programs import PROGRAMS, by_hand
 
-LENGTH = 128
-
-
-def cast(args, dtype):
-    is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype) if is_float(x) else x, args)
-
-
-def operands(heads=2, kv_heads=2, length=LENGTH):
-    shapes, random = (
-        ((2, length, heads, 8), (2, length, kv_heads, 8), (2, length, kv_heads, 8)),
-        np.random.default_rng(0),
-    )
-    return tuple(random.normal(size=shape).astype(np.float32) for shape in shapes)
-
-
-def distance(s):
-    return jnp.arange(s.shape[-2])[:, None] - jnp.arange(s.shape[-1])
-
-
-def masked(see: Callable[..., Any], low: float = -1e30) -> Callable[[Any], Any]:
-    """The function of scores that hides the keys that a query does not see, by its distance to them."""
-    return lambda s: jnp.where(see(distance(s)), s, low)
-
-
-def with_scores(change: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda q, k, v: by_hand(q, k, v, change)
-
-
-def documents(q, k, v, ids):
-    same = ids[:, None, :, None] == ids[:, None, None, :]
-    return by_hand(q, k, v, lambda s: masked(lambda d: d >= 0)(jnp.where(same, s, -1e30)))
-
-
-def grouped(q, k, v):
-    q, rows = q.reshape(*q.shape[:2], 2, 2, 8), q.shape[1]
-    s = jnp.einsum("bqkgh,bskh->bkgqs", q, k).astype(jnp.float32) * 0.3
-    p = jax.nn.softmax(masked(lambda d: d >= 0)(s), -1).astype(q.dtype)
-    return jnp.einsum("bkgqs,bskh->bqkgh", p, v).reshape(-1, rows, 4, 8)
-
-
-def by_lengths(low: float) -> Callable[..., Any]:
-    def fn(q, k, v, lengths):
-        keep = jnp.arange(k.shape[1]) < lengths[:, None]
-        return by_hand(q, k, v, lambda s: jnp.where((distance(s) >= 0) & keep[:, None, None], s, low))
-
-    return fn
-
-
-def padded(q, k, v, ids):
-    """Queries and keys without an id are left out, and those in the window of a query may all be."""
-    mask = nnx.make_attention_mask(ids > 0, ids > 0, dtype=bool)
-    return by_hand(q, k, v, lambda s: jnp.where(mask & masked_window(s), s, jnp.finfo(s.dtype).min))
-
-
-def masked_window(s):
-    return (distance(s) >= 0) & (distance(s) < 20)
-
-
-def with_sinks(sinks: Callable[..., Any]) -> Callable[..., Any]:
-    """Grouped queries whose scores are joined with `sinks(w, scores)` and masked by padding at the right."""
-
-    def fn(q, k, v, w, lengths):
-        s = jnp.einsum("bqkgh,bskh->bkgqs", q.reshape(2, -1, 2, 2, 8), k).astype(jnp.float32) * 0.3
-        s = jnp.where((jnp.arange(LENGTH) < lengths[:, None])[:, None, None, None], masked(lambda d: d >= 0)(s), -1e9)
-        p = jax.nn.softmax(jnp.concatenate([s, *sinks(w.astype(s.dtype), s)], -1), -1)[..., :LENGTH]
-        return jnp.einsum("bkgqs,bskh->bqkgh", p.astype(q.dtype), v).reshape(2, -1, 4, 8)
-
-    return fn
-
-
-def per_head(w, s):
-    return [jnp.broadcast_to(w.reshape(2, 2, 1, 1), (*s.shape[:-1], 1))]
-
-
-IDS = np.asarray([[0] * 50 + [1] * 78, [3] * 100 + [1] * 28])
-HOLES = np.asarray([[0] * 40 + [1] * 88, [1] * 30 + [0] * 60 + [1] * 38])
-LENGTHS = np.asarray([77, 0], np.int32)
-SINKS = (*operands(4, 2), np.asarray([0.3, -1, 2, 3], np.float32), LENGTHS)
-# name -> (the function of queries, keys, values, ..., its arguments, the mask in the line)
-CASES = {
-    "every key": (by_hand, operands(), "every key"),
-    "causal": (with_scores(masked(lambda d: d >= 0)), operands(), "causal"),
-    "window": (
-        with_scores(masked(lambda d: (d >= 0) & (d < 20))),
-        operands(),
-        "causal in a window of 20",
-    ),
-    "both sides": (
-        with_scores(masked(lambda d: abs(d) < 9)),
-        operands(),
-        "keys 8 before to 8 after",
-    ),
-    "soft cap": (
-        with_scores(lambda s: masked(lambda d: d >= 0)(5 * jnp.tanh(s / 5))),
-        operands(),
-        "causal, capped at 5",
-    ),
-    "documents": (documents, (*operands(), IDS), "causal, within documents"),
-    "grouped": (grouped, operands(4, 2), "causal"),
-    "lengths": (by_lengths(-1e9), (*operands(), LENGTHS), "causal, keys by lengths"),
-    "padding": (padded, (*operands(), HOLES), "causal in a window of 20, padded queries, keys by a mask"),
-    "sinks": (with_sinks(per_head), SINKS, "causal, a sink, keys by lengths"),
-}
 SPLASH = {"both sides", "soft cap", "documents", "padding", "sinks"}  # that only splash attention computes
 FAST = {("cudnn", "lengths"), ("splash", "sinks")}
 OF_BOTH = [("splash", name) for name in CASES] + [("cudnn", name) for name in CASES if name not in SPLASH]
@@ -152,13 +60,6 @@ def test_a_kernel_is_as_near_to_float64_as_the_program_as_written(kernel, name):
 def test_the_programs_in_a_kernel_are_as_near_to_float64_as_they_are_written(name):
     fn, args = PROGRAMS[name]()
     assert_near(fn, with_kernel(fn, "cudnn", 22), cast(args, jnp.bfloat16))
-
-
-def assert_near(fn, kernel, args):
-    written, found = gradients(fn, args)[0], gradients(kernel, args)[0]
-    with jax.enable_x64(True):
-        exact = gradients(fn, cast(args, jnp.float64))[0]
-    assert apart(found, exact) <= 2 * apart(written, exact)
 
 
 def one_more(see: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -216,26 +117,6 @@ def test_other_equations_are_no_kernel_and_the_line_has_the_reason(name, kernel)
         ),
         (lambda s, scale: s * scale, np.float32(2), "its scores are multiplied by an array"),
         (
-            lambda s, pad: jnp.where(pad[:, None, None, :], masked(lambda d: d >= 0)(s), -1e9),
-            np.ones((2, LENGTH), bool),
-            "a query may see no key, and then has no equal weights: use one number for every mask",
-        ),
-        (
-            lambda s, pad: s + jnp.where(pad[:, None, None] & (distance(s) >= 0), 0.0, -1e9),
-            np.ones((2, LENGTH), bool),
-            "a query may see no key, and then has no equal weights: use one number for every mask",
-        ),
-        (
-            lambda s, pad: jnp.where(pad[:, None, None, :] | (distance(s) == 0), s, -1e9),
-            np.ones((2, LENGTH), bool),
-            "its mask depends on data other than ids of documents or padding",
-        ),
-        (
-            lambda s, x: jnp.where((x > 0)[:, None, None], jnp.where((x < 3)[:, None, None], s, -1e9), -1e9),
-            IDS,
-            "its padding is several arrays, or not by rows",
-        ),
-        (
             lambda s, x: jnp.where(x[:, None, :, None] == x[:, None, None, :] + 1, s, -1e9),
             IDS,
             "its mask compares different arrays",
@@ -246,69 +127,12 @@ def test_other_equations_are_no_kernel_and_the_line_has_the_reason(name, kernel)
             "its mask depends on data other than ids of documents or padding",
         ),
     ],
-    ids="bias scale two_numbers an_added_number padding_and_more two_masks next_document documents_and_more".split(),  # noqa: SIM905
+    ids="bias scale next_document documents_and_more".split(),  # noqa: SIM905
 )
 def test_arrays_of_the_program_are_no_kernel(change, given, reason):
     fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: change(s, x))  # noqa: E731
     (line,) = rewritten(fn, (*operands(), given), "splash").lines
     assert line.endswith(f"; no kernel: {reason}")
-
-
-@pytest.mark.parametrize(
-    "sinks",
-    [
-        lambda w, s: per_head(w, s) * 2,
-        lambda w, s: [jnp.concatenate(per_head(w, s) * 2, -1)],
-        lambda w, s: [s[..., :1] + w.reshape(2, 2, 1, 1)],
-        lambda w, s: [jnp.broadcast_to(w[:2, None, None, None], (*s.shape[:-1], 1))],
-    ],
-    ids=["twice", "two columns", "by query", "one for a group"],
-)
-def test_further_columns_but_one_number_per_head_are_no_kernel(sinks):
-    (line,) = rewritten(with_sinks(sinks), SINKS, "splash").lines
-    assert re.search(r"no kernel: its .*further columns?.* per head", line)
-
-
-@pytest.mark.parametrize(
-    "keep",
-    [
-        lambda x: jnp.arange(LENGTH) < x.reshape(2, LENGTH),
-        lambda x: jnp.arange(LENGTH) >= x[:2, None],
-        lambda x: jnp.arange(LENGTH) % 64 < x[:2, None],
-    ],
-    ids=["a number for each key", "the other keys", "a period"],
-)
-def test_comparisons_that_are_no_lengths_are_a_mask_of_any_data(keep):
-    fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: jnp.where(keep(x)[:, None, None], s, -1e9))  # noqa: E731
-    (line,) = rewritten(fn, (*cast(operands(), jnp.bfloat16), np.arange(2 * LENGTH)), "cudnn").lines
-    assert line.endswith("up to a length, got a mask of any data")
-
-
-@pytest.mark.slow
-def test_a_row_without_keys_is_not_a_number_where_it_is_none_as_written():
-    fn, args = by_lengths(-jnp.inf), (*operands(), LENGTHS)
-    kernel = with_kernel(fn, "splash")
-    assert difference(fn, kernel, (*args[:3], LENGTHS + 1)) < 1e-5  # every query sees a key
-    found, written = ([np.isnan(x).all() for x in gradients(each, args)[0]] for each in (kernel, fn))
-    assert written[0] and found[0]
-    np.testing.assert_array_equal(np.isnan(kernel(*args)), np.isnan(fn(*args)))
-
-
-@pytest.mark.slow
-def test_padding_outside_of_a_scan_and_sinks_of_its_layers():
-    def fn(x, w, sinks, ids):
-        def layer(x, of_layer):
-            w, sinks = of_layer
-            h = (x @ w).reshape(2, LENGTH, 4, 8)
-            y = with_sinks(per_head)(h, h[..., :2, :], h[..., 2:, :], sinks, lengths)
-            return x + y.reshape(2, LENGTH, 32), None
-
-        lengths = (ids > 0).sum(1)
-        return jax.lax.scan(jax.checkpoint(layer), x, (w, sinks))[0]
-
-    random = np.random.default_rng(0)
-    args = [random.normal(size=shape).astype(np.float32) for shape in ((2, LENGTH, 32), (3, 32, 32), (3, 4))]
-    assert difference(fn, with_kernel(fn, "splash"), (args[0], args[1] * 0.1, args[2], HOLES)) < 1e-5
 
 
 def test_a_line_has_the_property_that_the_kernel_lacks():
@@ -329,7 +153,7 @@ def test_a_line_has_the_property_that_the_kernel_lacks():
         "splash attention needs bfloat16 or float32, got float16",
         "splash attention needs a length that is a multiple of 128, got 96",
         "cuDNN needs attention within documents to be in blocks",
-        "cuDNN needs the keys of a row to be seen up to a length, got a mask of any data",
+        "cuDNN needs padding without a window",
         "cuDNN needs scores without a sink",
     }
 
@@ -354,11 +178,6 @@ def test_a_mistake_in_the_band_is_found_by_the_check_of_the_mask(monkeypatch):
 
 
 # Without devices
-
-
-def mesh_of(platform, **sizes):
-    device = AbstractDevice(platform, None, platform) if platform else None
-    return AbstractMesh((*sizes.values(),), (*sizes,), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
 def test_splash_attention_is_mapped_over_devices_that_split_none_of_its_dims():

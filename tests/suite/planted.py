@@ -68,13 +68,13 @@ PLANTED = (
     # The gradients of all tokens of a chunk count alike.
     ("flax_mesh/models/cross_entropy.py", "d_GCV = d_GCV * g_NGC[n][..., None]", "d_GCV = d_GCV * g_NGC.mean()"),
     # A mask of positions that are converted to integers: blocks that it leaves are skipped.
-    ("flax_mesh/blockwise/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
+    ("flax_mesh/blockwise/masks/bounds.py", "if is_cut else args[0]", "if False else args[0]"),
     # Keys that do not exist are divisors of 0.
     ("flax_mesh/blockwise/loops.py", "lax.concatenate([x, copies], dim)", "lax.concatenate([x, 0 * copies], dim)"),
     # The weights of a row are divided by the sum of another one.
     ("flax_mesh/blockwise/traced/find.py", "divided is None or divisor != _without(divided, k)", "divided is None"),
     # A mask that sets scores to 0 hides no key.
-    ("flax_mesh/blockwise/mask.py", "(at_1 > 0)\n", "(at_1 > -1)\n"),
+    ("flax_mesh/blockwise/masks/mask.py", "(at_1 > 0)\n", "(at_1 > -1)\n"),
     # The keys of a row end one after its length.
     ("flax_mesh/blockwise/fused.py", "sum(1, dtype=jnp.int32), 1)", "sum(1, dtype=jnp.int32) + 1, 1)"),
     # The sink of a kernel has another scale than its scores.
@@ -89,6 +89,10 @@ PLANTED = (
         "if (low := self.formula.low) is None",
         "if (low := self.formula.low) is not None",
     ),
+    # A mask that is added loses the gradient of queries without a key.
+    ("flax_mesh/blockwise/formula.py", 'scores.is_sum or op.name != "select_n"', "scores.is_sum"),
+    # A padded query sees all keys beside its sink.
+    ("flax_mesh/blockwise/fused.py", 'for number, side in enumerate("kq")', 'for number, side in enumerate("k")'),
     # A run that resumes on other devices has another attention than it began with.
     ("flax_mesh/recipe/program.py", "if not restart and (began", "if restart and (began"),
 )

@@ -109,13 +109,16 @@ class Op:
         self.leaves: list[Value] | None = None
         inner = bodies_of(eqn)
         self.changing = {*range(len(inputs))} if self.is_closed else {*inner.carry, *inner.rows, *inner.chooses}
-        self.bodies = [self._body(n, each, path) for n, each in enumerate(inner.all)]
+        self.bodies = [self._body(n, x, path, () if n else inner.carry) for n, x in enumerate(inner.all)]
 
-    def _body(self, number: int, body: Body, path: BodyPath) -> Level:
+    def _body(self, number: int, body: Body, path: BodyPath, carry: Sequence[int]) -> Level:
         level, path = Level(body.program, self), (*path, (id(self.eqn), number))
         outer = [None if at in self.changing else self.inputs[at] for at in body.at]
         level.inputs = [Value(v, path, outer=x) for v, x in zip(body.program.inputs, outer, strict=True)]
         level.outputs = _fill(level, body.program, level.inputs, path)
+        for out, at in zip(level.outputs, carry, strict=False):
+            if out is level.inputs[body.at.index(at)]:  # the loop does not change it
+                level.inputs[body.at.index(at)].outer = self.inputs[at]
         return level
 
     @property
@@ -161,9 +164,15 @@ def _fill(level: Level, program: Program, inputs: Sequence[Atom], path: BodyPath
             outputs = _fill(level, body(eqn), values, (*path, (id(eqn), 0)))
         else:
             level.ops.append(op := Op(eqn, values, level, path))
-            outputs = op.outputs
+            outputs = [_passed(op, n) or out for n, out in enumerate(op.outputs)]
         env.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in program.outputs]
+
+
+def _passed(op: Op, number: int) -> Atom | None:
+    """The input of a remat that is the output with this number."""
+    out = op.bodies[0].outputs[number] if op.name in REMAT else None
+    return out.outer if isinstance(out, Value) and any(out is x for x in op.bodies[0].inputs) else None
 
 
 def _is_softmax(eqn: Eqn) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from flax_mesh.blockwise.bounds import Array, Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
+from flax_mesh.blockwise.masks.bounds import Array, Bound, Cuts, bound_leaf, bound_scores, module_of, unknown
 from flax_mesh.blockwise.traced.region import Key, Region, Values
 from flax_mesh.tree import is_key
 

@@ -11,24 +11,35 @@ none: then all its scores must be the same number, whatever the product is, so t
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flax_mesh.blockwise.bounds import Bound, Cuts, bound_leaf, bound_scores, filled, unknown
+from flax_mesh.blockwise.masks.bounds import Bound, Cuts, bound_leaf, bound_scores, filled, unknown
+from flax_mesh.blockwise.masks.visits import ASSUMED, Blocks, Static
 from flax_mesh.blockwise.traced.dims import Block, evaluate_block
 from flax_mesh.blockwise.traced.graph import Literal
 from flax_mesh.blockwise.traced.region import Key, Region, Step
-from flax_mesh.blockwise.visits import ASSUMED, Blocks, Static
 from flax_mesh.kernels import Band
 
 LOWEST = -6e4  # a finite mask is from here on as good as -inf; the lowest float16 is -65504
 _BLOCK = 512
 _DATA = "its mask depends on data other than ids of documents or padding"
 Fixed: TypeAlias = Mapping[Key, float]
-Bands: TypeAlias = dict[Hashable, tuple[Band, float] | str]  # of masks, or why they are none
+Conditions: TypeAlias = Mapping[Key, tuple[float, float]]  # two numbers of which an array of data consists
+
+
+class Seen(NamedTuple):
+    """Which keys are seen."""
+
+    band: Band
+    low: float | None  # the score of every other key, if it is one number; else a query without a key needs its scores
+    where: tuple[int, ...]  # for each condition, which of its numbers leaves keys: 0 or 1
+
+
+Bands: TypeAlias = dict[Hashable, Seen | str]  # of masks, or why they are none
 
 
 class NoFormulaError(Exception):
@@ -50,17 +61,16 @@ def needed_steps(steps: Sequence[Step], wanted: Key, without: Fixed) -> list[Ste
 
 
 def band_of(
-    region: Region, static: Static, product: Key, conditions: Sequence[Key], known: Bands, *, is_padded: bool
-) -> tuple[Band, float]:
-    """The keys that each query sees where all `conditions` hold, if it sees none where one does not; the hidden score.
+    region: Region, static: Static, product: Key, conditions: Conditions, known: Bands, *, is_padded: bool
+) -> Seen:
+    """The keys that each query sees where all `conditions` hold, if it sees none where one does not.
 
-    The latter is the score of every other key if `is_padded`: some queries may see no key. Every layer has the same
-    mask: `known` are those that are checked.
+    `is_padded`: some queries may see no key. Every layer has the same mask: `known` are those that are checked.
     """
     mask = _Mask(region, static, product, conditions, is_padded)
     if (key := mask.key) not in known:
         try:
-            known[key] = mask.band, mask.low
+            known[key] = Seen(mask.band, mask.low, (*mask.seen.values(),))
         except NoFormulaError as error:
             known[key] = error.reason
     if isinstance(checked := known[key], str):
@@ -69,10 +79,11 @@ def band_of(
 
 
 class _Mask:
-    low = -math.inf  # the score of a key that is not seen
+    low: float | None = -math.inf  # the score of a key that is not seen
 
-    def __init__(self, region: Region, static: Static, product: Key, conditions: Sequence[Key], is_padded: bool):
+    def __init__(self, region: Region, static: Static, product: Key, conditions: Conditions, is_padded: bool):
         self.region, self.product, self.conditions, self.is_padded = region, product, conditions, is_padded
+        self.seen = dict.fromkeys(conditions, 1)
         self.lows: set[float] = set()  # the scores of keys that are not seen
         fixed = self._fixed(0.0)
         self.steps = needed_steps(region.score_steps, region.scores, fixed)
@@ -118,11 +129,13 @@ class _Mask:
             out = step.op.outputs[0].aval
             rows.append((step.op.name, str(step.op.params), out.shape, str(out.dtype), step.labels, *inputs))
             numbers[step.output] = len(numbers)
-        return self.region.shape, self.region.q, self.region.k, self.is_padded, *rows
+        given = (*self.conditions.values(),)
+        return self.region.shape, self.region.q, self.region.k, self.is_padded, given, *rows
 
     @property
     def band(self) -> Band:
         queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
+        self.seen = {key: self._where(key) for key in self.conditions}
         first, last = (self.evaluated(i, 1, 0, keys)[0].nonzero()[0] for i in (0, queries - 1))
         if not (first.size and last.size):
             raise NoFormulaError("a query sees no key")
@@ -131,8 +144,19 @@ class _Mask:
         self.check(band)
         return band
 
+    def _where(self, key: Key) -> int:
+        """Which number of a condition leaves keys, if the other one hides all."""
+        queries, keys = self.region.shape[self.region.q], self.region.shape[self.region.k]
+        cuts = Blocks(queries, keys, queries, keys, 1).cuts(self.region)
+        hides = [
+            bool((self._bounds(cuts, {self.product: 0.0, key: x})[1] <= LOWEST).all()) for x in self.conditions[key]
+        ]
+        if hides[0] == hides[1]:
+            raise NoFormulaError(_DATA)
+        return hides.index(False)
+
     def _fixed(self, product: float) -> dict[Key, float]:
-        return {self.product: product, **dict.fromkeys(self.conditions, 1.0)}
+        return {self.product: product, **{key: self.conditions[key][n] for key, n in self.seen.items()}}
 
     def _scores(self, i: int, rows: int, j: int, columns: int, fixed: Fixed) -> np.ndarray:
         region = self.region
@@ -171,9 +195,9 @@ class _Mask:
     def _bounds(self, cuts: Cuts, fixed: Fixed) -> Bound:
         region, rank = self.region, {key: len(labels) for key, (_, labels) in self.region.leaves.items()}
         leaves = {key: unknown(n) for key, n in rank.items()}
-        leaves |= {
-            key: filled(rank[key], fixed.get(key, 0.0), fixed.get(key, 1.0)) for key in {*rank} & {*self.conditions}
-        }
+        for key in {*rank} & {*self.conditions}:
+            low, high = sorted(self.conditions[key])
+            leaves[key] = filled(rank[key], fixed.get(key, low), fixed.get(key, high))
         leaves |= {key: bound_leaf(x, region.leaves[key][1], cuts) for key, x in self.leaves.items()}
         others = tuple(d for d in range(len(region.shape)) if d not in (region.q, region.k))
         low, high = bound_scores(region, leaves, cuts, ASSUMED, fixed)
@@ -204,11 +228,7 @@ class _Mask:
         if is_wrong:
             raise NoFormulaError("its mask is neither causal nor a window")
         self.lows |= {float(x) for at in (*at_0, *at_1) for x in np.unique(at[masked])} if self.is_padded else set()
-        for key in self.conditions:
-            if not (self._bounds(cuts, {self.product: 0.0, key: 0.0})[1] <= LOWEST).all():
-                raise NoFormulaError(_DATA)
-            low, high = self._bounds(cuts, {key: 0.0})
-            self.lows |= {float(low.min()), float(high.max())} if self.is_padded else set()
-        if len(self.lows) > 1:
-            raise NoFormulaError("a query may see no key, and then has no equal weights: use one number for every mask")
-        self.low = next(iter(self.lows), self.low)
+        for key, numbers in self.conditions.items() if self.is_padded else ():
+            low, high = self._bounds(cuts, {key: numbers[1 - self.seen[key]]})
+            self.lows |= {float(low.min()), float(high.max())}
+        self.low = None if len(self.lows) > 1 else next(iter(self.lows), self.low)
