@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from flax_mesh.axes import Mode
 from flax_mesh.errors import ConfigError
 from flax_mesh.kernels import RESIDUALS
-from flax_mesh.models.cache import KVCache, pad_slots, split_heads, write_slots
+from flax_mesh.models.cache import KVCache, pad_slots, read_slots, split_heads, write_slots
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.ops.kernels import split_splash_attention
 from flax_mesh.models.ops.matmul import dot_float32
@@ -65,7 +65,7 @@ class Attention(nnx.Module):
     def prefill(
         self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for a prompt, and its keys and values (B, T, K, C) for a cache with `num_slots` slots."""
+        """The output for a prompt, and its keys and values (B, K, C, T) for a cache with `num_slots` slots."""
         kind = kind or self.config.kinds[0]
         q_BPHC, k_BPKC, v_BPKC = self._project(x_BPD, "prefill", kind, length=num_slots)
         y_BPHC, axes = self._attend(q_BPHC, k_BPKC, v_BPKC, "prefill", kind), self.config.axes
@@ -86,13 +86,15 @@ class Attention(nnx.Module):
         """
         kind = kind or self.config.kinds[0]
         axes, position = self.config.axes, cache.positions_B[:, None]
-        num_slots = keys.shape[-3]
+        num_slots = keys.shape[-1]
         q_B1HC, k_B1KC, v_B1KC = self._project(x_B1D, "decode", kind, position, num_slots)
         keys = write_slots(keys, k_B1KC, cache.used_B, layer, axes)
         values = write_slots(values, v_B1KC, cache.used_B, layer, axes)
-        k_BTKC, v_BTKC = (keys, values) if layer is None else (keys[layer], values[layer])
+        k_BTKC, v_BTKC = read_slots(keys, layer), read_slots(values, layer)
         mask_BT = cache.mask_BT(num_slots, self.config.window(kind))
         if self._has_own_scores:
+            # A copy: this product has the keys on the left, of which XLA on CPU contracts only the last dim.
+            k_BTKC = jax.lax.optimization_barrier(k_BTKC)
             y_B1HC = self._plain(q_B1HC, k_BTKC, v_BTKC, mask_BT[:, None])
         else:
             mask_B11T = mask_BT[:, None, None, :]

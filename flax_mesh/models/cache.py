@@ -35,7 +35,7 @@ class KVCache:
     """Keys, after the rotation, and values of a batch; in latent attention rotated keys of all heads, and latents.
 
     Attributes:
-        keys: One array (B, T, K, C) for each layer, or one array (L, B, T, K, C) for each scanned stack of layers.
+        keys: One array (B, K, C, T) for each layer, or one array (L, B, K, C, T) for each scanned stack of layers.
         values: As `keys`.
         lengths_B: Number of tokens in the prompt of each row, int32.
         prompt: P, the slot of the first generated token, int32.
@@ -63,7 +63,7 @@ class KVCache:
 
     @property
     def num_slots(self) -> int:
-        return jax.tree.leaves(self.keys)[0].shape[-3]
+        return jax.tree.leaves(self.keys)[0].shape[-1]
 
     @property
     def positions_B(self) -> jax.Array:
@@ -83,7 +83,7 @@ class KVCache:
     def with_rows(self, other: "KVCache", rows_R: jax.Array, axes: PartitionAxis) -> "KVCache":
         """This cache with the rows of `other`, which has as many slots, in `rows_R`; a row B is none."""
         stack = ("layers",) * (jax.tree.leaves(self.keys)[0].ndim - 4)
-        dims = (*stack, *cache_dims(axes, jax.tree.leaves(self.keys)[0].shape[-2]))
+        dims = (*stack, *cache_dims(axes, jax.tree.leaves(self.keys)[0].shape[-3]))
         each = (dims, dims, (*stack, *STATE_DIMS))
 
         def put(rows_R: jax.Array, old: PyTree, new: PyTree, used: list[jax.Array]) -> tuple[PyTree, ...]:
@@ -118,7 +118,7 @@ def kv_axis(axes: PartitionAxis) -> str:
 
 def cache_dims(axes: PartitionAxis, heads: int) -> tuple[str | None, ...]:
     """Of an array with so many heads; a single one, such as the latents of all heads, is not split."""
-    return "batch", "key_sequence", None if heads == 1 else kv_axis(axes), "head_dim"
+    return "batch", None if heads == 1 else kv_axis(axes), "head_dim", "key_sequence"
 
 
 def num_copies(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None, num_kv_heads: int, mode: Mode) -> int:
@@ -141,22 +141,30 @@ def split_heads(x_BSKC: jax.Array, axes: PartitionAxis, mode: Mode) -> jax.Array
 
 
 def pad_slots(x_BPKC: jax.Array, num_slots: int, axes: PartitionAxis) -> jax.Array:
-    """The keys or values of a prompt, with slots for `num_slots` tokens, in the sharding of generation."""
-    padding = num_slots - x_BPKC.shape[1]
-    x_BTKC = jnp.pad(x_BPKC, ((0, 0), (0, padding), (0, 0), (0, 0)))
-    return constrain(x_BTKC, cache_dims(axes, x_BTKC.shape[2]), axes=axes, mode="decode")
+    """The keys or values (B, K, C, T) of a prompt with slots for `num_slots` tokens, in the sharding of generation."""
+    x_BKCP = jnp.transpose(x_BPKC, (0, 2, 3, 1))
+    x_BKCT = jnp.pad(x_BKCP, ((0, 0), (0, 0), (0, 0), (0, num_slots - x_BPKC.shape[1])))
+    return constrain(x_BKCT, cache_dims(axes, x_BKCT.shape[1]), axes=axes, mode="decode")
 
 
 def write_slots(
     cache: jax.Array, x_B1KC: jax.Array, slots_B: jax.Array, layer: jax.Array | None, axes: PartitionAxis
 ) -> jax.Array:
     """`cache` with the keys or values of one token of each row; `layer` is the index in a stack, else None."""
-    at, dims = (jnp.arange(len(slots_B), dtype=jnp.int32), slots_B), cache_dims(axes, cache.shape[-2])
+    rows_B, dims = jnp.arange(len(slots_B), dtype=jnp.int32), cache_dims(axes, cache.shape[-3])
+    at = (rows_B, slice(None), slice(None), slots_B)
     if layer is not None:
         at, dims = (layer.astype(jnp.int32), *at), ("layers", *dims)
     x_BKC = x_B1KC[:, 0].astype(cache.dtype)
     cache = cache.at[at].set(x_BKC, mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True)
     return constrain(cache, dims, axes=axes, mode="decode")
+
+
+def read_slots(cache: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """The keys or values (B, T, K, C) of one layer."""
+    # Without the barrier XLA repeats the write inside the products, which copies the cache.
+    cache = jax.lax.optimization_barrier(cache)
+    return jnp.transpose(cache if layer is None else cache[layer], (0, 3, 1, 2))
 
 
 def row_multiple(axes: PartitionAxis, mesh: Mesh | AbstractMesh | None) -> int:

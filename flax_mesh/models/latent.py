@@ -20,7 +20,7 @@ from flax import nnx
 
 from flax_mesh.axes import Mode
 from flax_mesh.models.attention import Q_DIMS, attend
-from flax_mesh.models.cache import KVCache, pad_slots, write_slots
+from flax_mesh.models.cache import KVCache, pad_slots, read_slots, write_slots
 from flax_mesh.models.config import DecoderConfig
 from flax_mesh.models.ops.matmul import dot_float32
 from flax_mesh.models.ops.rotary import rotate
@@ -68,12 +68,12 @@ class LatentAttention(nnx.Module):
     def prefill(
         self, x_BPD: jax.Array, num_slots: int, kind: LayerKind | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The output for a prompt, its rotated keys (B, T, 1, R) and its latents (B, T, 1, L)."""
+        """The output for a prompt, its rotated keys (B, 1, R, T) and its latents (B, 1, L, T)."""
         kind = kind or self.config.kinds[0]
         latents = self._latents(x_BPD, kind, length=num_slots)
         y_BPD = self._attend(self._queries(x_BPD, kind, length=num_slots), *latents, "prefill", kind)
-        k_BT1R, l_BT1L = (pad_slots(x, num_slots, self.config.axes) for x in latents)
-        return y_BPD, k_BT1R, l_BT1L
+        k_B1RT, l_B1LT = (pad_slots(x, num_slots, self.config.axes) for x in latents)
+        return y_BPD, k_B1RT, l_B1LT
 
     def decode(
         self,
@@ -86,12 +86,12 @@ class LatentAttention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The output for one token of each row, and the cached arrays updated with it; as `Attention.decode`."""
         config, kind, position = self.config, kind or self.config.kinds[0], cache.positions_B[:, None]
-        num_slots = keys.shape[-3]
+        num_slots = keys.shape[-1]
         q_B1HC = self._queries(x_B1D, kind, position, num_slots)
         k_B11R, l_B11L = self._latents(x_B1D, kind, position, num_slots)
         keys = write_slots(keys, k_B11R, cache.used_B, layer, config.axes)
         latents = write_slots(latents, l_B11L, cache.used_B, layer, config.axes)
-        k_BT1R, l_BT1L = (keys, latents) if layer is None else (keys[layer], latents[layer])
+        k_BT1R, l_BT1L = read_slots(keys, layer), read_slots(latents, layer)
         up_LHX = self.kv_up.kernel[...].astype(q_B1HC.dtype)
         q_B1HN, q_B1HR = jnp.split(q_B1HC, [self.unrotated], axis=-1)
         q_B1HL = jnp.einsum("bshn,lhn->bshl", q_B1HN, up_LHX[..., : self.unrotated])

@@ -210,8 +210,8 @@ def test_the_cache_is_placed_by_the_generation_axes():
     *_, cache = programs.prefill(tokens, np.full(4, 2), ids, 32)
     *_, after = programs.decode(jnp.zeros(4, jnp.int32), cache, ids)
     for x in jax.tree.leaves((after.keys, after.values)):
-        assert x.shape == (4, 32, 2, 8)
-        assert x.sharding.shard_shape(x.shape) == (2, 16, 1, 8)  # batch over dp, slots over sp, heads over tp
+        assert x.shape == (4, 2, 8, 32)
+        assert x.sharding.shard_shape(x.shape) == (2, 1, 8, 16)  # batch over dp, slots over sp, heads over tp
 
 
 def reference_choice(logits, sampling: Sampling) -> set[int]:
