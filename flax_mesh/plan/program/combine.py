@@ -26,19 +26,20 @@ def combine(kernels: Sequence[Kernel], block: Block, exchanges: Exchanges) -> li
     groups = [group for group in combined_sums(block, exchanges) if len(group) > 1]
     number = {id(operation): i for i, group in enumerate(groups) for operation in group}
     members: dict[int, list[Kernel]] = {}
+    combined: list[Kernel] = []
     for kernel in kernels:
         if kernel.computes and (i := number.get(id(kernel.computes[0]))) is not None:
             members.setdefault(i, []).append(kernel)
-    for found in members.values():
-        last, reads, results = found[-1], dict[int, Read](), list[Buffer]()
-        for kernel in found:
+    for group in members.values():
+        last, reads, results = group[-1], dict[int, Read](), list[Buffer]()
+        for kernel in group:
             (operation,) = kernel.computes[:1]
             size = max(x.operand_bytes for x in _sums(operation, exchanges))
             partial = Buffer(size, operation.outputs[0], kernel.phase)
             results += kernel.writes
             kernel.writes, reads[id(partial)] = [partial], Read(partial, 0)
-        kernels = [*kernels, Kernel(last.source, last.phase, reads, results)]
-    return list(kernels)
+        combined.append(Kernel(last.source, last.phase, reads, results))
+    return [*kernels, *combined]
 
 
 def _sums(operation: Operation, exchanges: Exchanges) -> list[Exchange]:
@@ -61,6 +62,8 @@ def combined_sums(block: Block, exchanges: Exchanges) -> Iterator[list[Operation
             members.append(at)
             if len(members) == MOST:
                 break
+        if not members:
+            return  # the others have no result that is used
         graph.merge(members)
         yield [graph.operations[at] for at in members]
 
@@ -83,10 +86,10 @@ class _Graph:
         for operation in block.operations:
             inner = (each for body in operation.bodies for each, _ in body.walk())
             inputs = [*operation.inputs, *(x for each in inner for x in each.inputs)]
-            found = dict.fromkeys(at for x in inputs for at in below.get(id(x.producer), ()))
+            children = dict.fromkeys(at for x in inputs for at in below.get(id(x.producer), ()))
             if is_sum := bool(_sums(operation, exchanges)):
                 self.operations[len(self.children)] = operation
-            below[id(operation)] = self._node(found) if is_sum or len(found) > SHARED else tuple(found)
+            below[id(operation)] = self._node(children) if is_sum or len(children) > SHARED else tuple(children)
         self._node(dict.fromkeys(at for x in block.results for at in below.get(id(x.producer), ())))
 
     def _node(self, children: Mapping[int, object]) -> tuple[int]:
@@ -107,10 +110,8 @@ class _Graph:
         while waiting:
             at, is_done = waiting.pop()
             if is_done:
-                found = 0
                 for child in self.children[at]:
-                    found |= before[self.home[child]] | 1 << self.home[child]
-                before[at] = found
+                    before[at] |= before[self.home[child]] | 1 << self.home[child]
                 order.append(at)
             elif at not in before:
                 before[at] = 0
