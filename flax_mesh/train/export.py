@@ -6,6 +6,7 @@ The output folder must not exist. It is written under a temporary name and renam
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -284,13 +285,12 @@ def _export_peft(
     weights = {path: array for path, array in tree.items() if not path.endswith((A, B))}
     if not (adapted := [path for path in weights if path + A in tree]):
         raise ConfigError(f"{step} has no adapters, since lora.rank is 0; --to safetensors writes all parameters")
-    names = DECODER_NAMES[_huggingface_config(record["config"], None, {}, None)["model_type"]]
+    kept = read_kept_config(step.parent)
+    names = DECODER_NAMES[_huggingface_config(record["config"], None, kept, None)["model_type"]]
     params = map_params(nest((path, jax.ShapeDtypeStruct(x.shape, x.dtype)) for path, x in weights.items()), names)
     arrays = adapted_arrays(params, adapted)
     factors = dict(_values(step, {path: x for path, x in tree.items() if path not in weights}, averaged))
-    written: dict[str, np.ndarray] = {}
-    for path, array in arrays.items():
-        written |= peft_factors(array, factors[path + A], factors[path + B])
+    written = peft_factors((array, factors[path + A], factors[path + B]) for path, array in arrays.items())
     lora, start = saved_lora(record), str(record["config"].get("checkpoint.start_from", ""))
     base, revision = commit_of(start) or (None, None)
     if base is None and start and is_present(stored_path(start)) and is_huggingface(start):
@@ -299,7 +299,9 @@ def _export_peft(
     if is_part := base is not None and has_images(read_config(start)):
         base = revision = None
     all_names = [part.name for param in params for part in param.arrays]
-    config = adapter_config([part.name for part in arrays.values()], all_names, lora.rank, lora.scale, base, revision)
+    counts = Counter(array.name for array in arrays.values())
+    ranks = {name: lora.rank * count for name, count in counts.items()}
+    config = adapter_config(ranks, all_names, lora.rank, lora.scale, base, revision)
     write_safetensors(
         work, written, written.items(), json_files={ADAPTER_CONFIG: config}, file=ADAPTER, max_file_bytes=sys.maxsize
     )

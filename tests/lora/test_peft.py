@@ -1,6 +1,8 @@
 """Adapters that are exported for PEFT, on top of the Hugging Face folder of the run, are the merged weights."""
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from flax import nnx
 from flax_mesh import ConfigError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint import Checkpointer
 from flax_mesh.checkpoint.hf.decoders import open_decoder
+from flax_mesh.checkpoint.hf.kept import keep_files
 from flax_mesh.checkpoint.hf.peft import ADAPTER, ADAPTER_CONFIG
 from flax_mesh.checkpoint.hf.safetensors import open_safetensors
 from flax_mesh.cli.common import DONE
@@ -28,7 +31,8 @@ SCALE = 3 / 2
 FACTORS = "base_model.model."
 LAYERS = ("down", "gate", "k", "o", "q", "up", "v")
 LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj")
-CASES: dict[str, tuple[str, str, bool, list[str]]] = {  # folder, lora.modules, scan, target_modules
+DELTA = "in_proj_a in_proj_b in_proj_qkv in_proj_z k_proj o_proj out_proj q_proj shared_expert_gate v_proj"
+CASES: dict[str, tuple[str, str, bool, Sequence[str]]] = {  # folder, lora.modules, scan, target_modules
     "llama": ("llama", ALL, False, sorted(["lm_head", *(f"{one}_proj" for one in LAYERS)])),
     "one layer": ("llama", "1/attention/(q|o)", False, [f"model.layers.1.self_attn.{one}_proj" for one in "oq"]),
     "stack": ("qwen3", "attention/(q|v)/|down", True, ["down_proj", "q_proj", "v_proj"]),
@@ -36,6 +40,24 @@ CASES: dict[str, tuple[str, str, bool, list[str]]] = {  # folder, lora.modules, 
     "experts": ("qwen3_moe", "attention/(q|o)/kernel", False, ["o_proj", "q_proj"]),
     "mixtral": ("mixtral", "attention/v/kernel", True, ["v_proj"]),
     "latent": ("deepseek_v3", "attention/.*kernel", True, sorted(LATENT)),
+    "delta nets": ("qwen3_5_moe", "(attention|delta|shared_gate)/.*kernel", True, DELTA.split()),
+    "joined delta nets": (
+        "qwen3_next",
+        "(attention/q|delta/.*)/kernel",
+        False,
+        ["in_proj_ba", "in_proj_qkvz", "out_proj", "q_proj"],
+    ),
+    "joined": ("phi3", "attention/(k|v)|mlp", True, ["down_proj", "gate_up_proj", "qkv_proj"]),
+    "one joined layer": ("glm", "mlp/gate|1/mlp/up", False, ["gate_up_proj"]),
+    "shared": ("granitemoehybrid", "mlp/.*kernel", True, ["input_linear", "output_linear"]),
+}
+# Of layers with several parameters.
+RANKS: dict[str, dict[str, int]] = {
+    "delta nets": {"in_proj_qkv": 6, "q_proj": 4},
+    "joined delta nets": {"in_proj_qkvz": 8, "in_proj_ba": 4},
+    "joined": {"qkv_proj": 4, "gate_up_proj": 4},
+    "one joined layer": {"model.layers.1.mlp.gate_up_proj": 4},
+    "shared": {"input_linear": 4},
 }
 
 
@@ -58,6 +80,7 @@ def save(folder: Path, start_from: str, modules: str, scan: bool, rank: int = 2,
     with Checkpointer(folder, layers=("dense_layers", "layers")) as checkpointer:
         state = {"model": jax.tree.unflatten(jax.tree.structure(shapes), leaves)}
         checkpointer.save(0, state, {"config": to_texts(config)})
+    keep_files(DATA / start_from, folder)  # as a run does
 
 
 def exported(tmp_path: Path, *case: Any) -> tuple[Path, Path]:
@@ -69,9 +92,9 @@ def exported(tmp_path: Path, *case: Any) -> tuple[Path, Path]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("name", CASES)
-def test_the_base_and_the_factors_are_the_merged_weights(name, tmp_path):
-    start_from, modules, scan, targets = CASES[name]
+@pytest.mark.parametrize("case", CASES)
+def test_the_base_and_the_factors_are_the_merged_weights(case, tmp_path):
+    start_from, modules, scan, targets = CASES[case]
     adapters, merged = exported(tmp_path, start_from, modules, scan)
     factors, weights, base = (open_safetensors(x) for x in (adapters / ADAPTER, merged, DATA / start_from))
     for layer, weight in weights.items():
@@ -81,7 +104,9 @@ def test_the_base_and_the_factors_are_the_merged_weights(name, tmp_path):
         assert np.abs(change).max() == 0 or np.abs(change).max() > 0.01
         np.testing.assert_allclose(base[layer] + change, weight, atol=1e-6, err_msg=layer)
     assert not factors
-    assert json.loads((adapters / ADAPTER_CONFIG).read_text()) == {
+    ranks = RANKS.get(case, {})
+    patterns = {"rank_pattern": ranks, "alpha_pattern": {layer: SCALE * rank for layer, rank in ranks.items()}}
+    assert json.loads((adapters / ADAPTER_CONFIG).read_text()) == (patterns if ranks else {}) | {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(DATA / start_from), "r": 2},
         **{"lora_alpha": 3, "lora_dropout": 0.0, "target_modules": targets, "bias": "none"},
         **{"fan_in_fan_out": False, "inference_mode": True},
@@ -125,7 +150,9 @@ def test_peft_computes_the_logits_of_the_merged_weights_in_transformers(name, tm
     peft = pytest.importorskip("peft", reason="comes with the extra hf")
     start_from, modules, scan, _ = CASES[name]
     adapters, merged = exported(tmp_path, start_from, modules, scan)
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    load = partial(
+        transformers.AutoModelForCausalLM.from_pretrained, pad_token_id=0
+    )  # some have one above the vocabulary
     tokens = torch.from_numpy(np.load(DATA / start_from / "reference.npz")["tokens"]).long()
     with torch.no_grad():
         base = load(DATA / start_from)

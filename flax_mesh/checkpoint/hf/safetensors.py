@@ -61,7 +61,12 @@ def open_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     single, index = path / SINGLE_FILE, path / INDEX
     if single.exists() == index.exists():
         names = ", ".join(sorted(file.name for file in path.glob("*.safetensors"))) or "no safetensors files"
-        raise ConfigError(f"{path} must hold either {SINGLE_FILE} or {INDEX}, not both; it contains {names}.")
+        if single.exists():
+            raise ConfigError(f"{path} must hold either {SINGLE_FILE} or {INDEX}, not both; it contains {names}.")
+        raise ConfigError(
+            f"{path} has no parameters: it contains {names}, and neither {SINGLE_FILE} nor {INDEX}. "
+            "Add the safetensors files of the model; other formats, such as pytorch_model.bin, are not read."
+        )
     return _open_file(single) if single.exists() else _open_sharded(path)
 
 

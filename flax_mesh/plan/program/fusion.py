@@ -19,6 +19,7 @@ import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from flax_mesh.plan.program.collectives import Exchange
+from flax_mesh.plan.program.combine import combine
 from flax_mesh.plan.program.kernels import (
     CONSTANTS,
     LARGE,
@@ -70,14 +71,11 @@ class _Fusion:
         outside: Mapping[int, Leaves],
         in_place: set[int],
     ):
-        self.block, self.program, self.exchanges = block, program, exchanges
-        self.in_place = in_place
+        self.block, self.program, self.exchanges, self.in_place = block, program, exchanges, in_place
         self.cpu, self.tpu = program.platform == "cpu", program.platform == "tpu"
-        self.buffers = dict(given)
-        self.known = dict(outside)
+        self.buffers, self.known = dict(given), dict(outside)
         self.gathered: dict[object, Array] = {}
-        self.results = set(map(id, block.results))
-        self.inside = set(block.operations)
+        self.results, self.inside = set(map(id, block.results)), set(block.operations)
         self.uses = self._uses()
         self.chains: dict[int, list[Operation]] = {}  # id of the last value -> the product and the operations after it
         self.absorbed: set[int] = set()
@@ -88,6 +86,8 @@ class _Fusion:
         self.kernels: list[Kernel] = []
         for operation in block.operations:
             self._visit(operation)
+        if self.cpu:
+            self.kernels = combine(self.kernels, block, exchanges)
 
     def buffers_of(self, arrays: Iterable[Array]) -> list[Buffer]:
         buffers = {id(read.buffer): read.buffer for x in arrays for read in self.read(x).values()}
@@ -298,22 +298,22 @@ class _Fusion:
                 reads = {key: Read(buffer, min(size, array.bytes)) for key, (buffer, size) in reads.items()}
             self._add(operation, reads, (array,))
 
-    def _fill(self, arrays: Sequence[Array]) -> list[Array]:
-        """CPUs write an array of one number for each loop or scatter that starts from it, as early as possible."""
-        filled = [x for x in arrays if self._is_filled(x)]
-        for x in filled:
+    def _fill(self, arrays: Sequence[Array]) -> list[Buffer]:
+        """CPUs write an array of one number for each value that starts from it, as early as possible."""
+        filled = list[Buffer]()
+        for x in filter(self._is_filled, arrays):
             self.known.pop(id(x), None)
             assert x.producer is not None
-            self._add(x.producer, {}, (x,))
+            filled += self._add(x.producer, {}, (x,)).writes
         return filled
 
     def _is_filled(self, array: Array) -> bool:
         return self.cpu and id(array) not in self.results and is_filled(array)
 
-    def _forget(self, filled: Sequence[Array]) -> None:
-        for x in filled:
-            self.known.pop(id(x), None)
-            self.buffers.pop(id(x), None)
+    def _forget(self, filled: Sequence[Buffer]) -> None:
+        for buffer in filled:
+            self.known.pop(id(buffer.array), None)
+            self.buffers.pop(id(buffer.array), None)
 
     def _product(self, chain: Sequence[Operation]) -> None:
         product, *rest = chain
@@ -376,7 +376,7 @@ class _Fusion:
         inside = {id(x) for each, _ in body.walk() for x in each.outputs} | set(map(id, body.arguments))
         captured = {id(x): x for each, _ in body.walk() for x in each.inputs if id(x) not in inside}
         filled = self._fill(inits)
-        reads = self.read(*inits, *captured.values())
+        reads = self.read(*inits, *captured.values()) | {id(x): Read(x, x.bytes) for x in filled}
         self._forget(filled)
         if self.cpu:
             reads |= self._hoisted(operation)

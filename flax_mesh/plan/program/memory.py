@@ -69,16 +69,16 @@ def _touched(kernel: Kernel) -> list[Buffer]:
 
 def _dependencies(kernels: Sequence[Kernel]) -> tuple[list[list[int]], list[int]]:
     """(kernels that wait for each kernel, number of kernels that each waits for)."""
-    writer: dict[int, int] = {}
+    writer = {id(buffer): i for i, kernel in enumerate(kernels) for buffer in kernel.writes}
     users: list[list[int]] = [[] for _ in kernels]
     missing = [0] * len(kernels)
     for i, kernel in enumerate(kernels):
-        before = {writer[id(b)] for b in _touched(kernel) if id(b) in writer}
+        before = {writer[id(b)] for b in _touched(kernel) if id(b) in writer} - {i}
         for j in before:
             users[j].append(i)
         missing[i] = len(before)
-        for buffer in [*kernel.writes, *([kernel.updates] if kernel.updates is not None else [])]:
-            writer[id(buffer)] = i
+        if kernel.updates is not None:
+            writer[id(kernel.updates)] = i
     return users, missing
 
 

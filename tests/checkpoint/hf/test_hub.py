@@ -64,7 +64,7 @@ def test_an_id_is_a_folder_wherever_a_folder_is_accepted(cache):
     assert config == pretrained_config(DecoderConfig(), str(folder)) and check_start(name, config) == []
     base = make_base(name, {})
     assert base.folder == f"{name}@{COMMITS[0]}" and base.files and base.problems() == []
-    assert adapter_config([], [], 1, 1.0, *commit_of(base.folder) or ())["revision"] == COMMITS[0]
+    assert adapter_config({}, [], 1, 1.0, *commit_of(base.folder) or ())["revision"] == COMMITS[0]
 
 
 def test_a_text_that_names_a_file_or_a_path_object_is_no_id_and_a_failure_is_not_asked_for_again(monkeypatch):
