@@ -53,7 +53,7 @@ def test_a_model_of_transformers_is_fine_tuned_and_given_back(shape, settings, t
     assert np.abs(before - ours).max() > 0.1
     # A token whose activations nearly cancel has large rounding errors in float32, in PyTorch too.
     rounding = 1e-5 * np.abs(exact).max() + 2 * np.abs(found[0] - exact).max()
-    assert rounding < 1e-4
+    assert rounding < 3e-4
     for logits in (exact, *found):
         np.testing.assert_allclose(logits, ours, atol=rounding)
     text = transformers.AutoTokenizer.from_pretrained(merged).apply_chat_template(
