@@ -57,6 +57,8 @@ class Guarded:
         holds = jnp.bool_(True)
         for x in pads.values() if "numbers" in guards else ():
             holds &= ((x == 0) | (x == 1)).all()
+        if "k_pad" not in pads:
+            return holds
         keys = pads["k_pad"] == formula.seen["k_pad"]
         keys = jnp.moveaxis(keys, formula.operands["k_pad"].labels.index(region.k), -1)
         if "keys" in guards:

@@ -167,12 +167,22 @@ def test_padding_by_other_data_than_the_documents_is_no_kernel():
     assert line.endswith(f"; no kernel: {reason}")
 
 
+def by_both(s, keep):
+    return jnp.where((keep > 0)[:, None, :, None] & (keep > 0)[:, None, None], s, -1e9)
+
+
+def by_numbers(s, keep):
+    """Padded queries alone, by numbers that are added."""
+    return s + (1.0 - keep[:, None, :, None]) * -1e9
+
+
 @pytest.mark.slow
-def test_a_padded_query_sees_a_sink_alone():
+@pytest.mark.parametrize("mask", [by_both, by_numbers])
+def test_a_padded_query_sees_a_sink_alone(mask):
     def fn(q, k, v, w, keep):
-        s = jnp.where(keep[:, None, :, None] & keep[:, None, None], jnp.einsum("bqnh,bknh->bnqk", q, k), -1e9)
+        s = mask(jnp.einsum("bqnh,bknh->bnqk", q, k), keep)
         s = jnp.concatenate([s, jnp.broadcast_to(w[:, None, None], (*s.shape[:3], 1))], -1)
         return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(s, -1)[..., :LENGTH], v)
 
-    args = (*operands(), np.asarray([0.3, -1], np.float32), HOLES > 0)
+    args = (*operands(), np.asarray([0.3, -1], np.float32), (HOLES > 0).astype(np.int32))
     assert difference(fn, with_kernel(fn, "splash"), args) < 2e-6

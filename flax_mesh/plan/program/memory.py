@@ -90,6 +90,7 @@ def _breadth_first(kernels: Sequence[Kernel]) -> list[Kernel]:
             missing[j] -= 1
             if not missing[j]:
                 queue.append(j)
+    assert len(queue) == len(kernels), "kernels wait for each other"
     return [kernels[i] for i in queue]
 
 
@@ -133,4 +134,5 @@ def _least_memory(kernels: Sequence[Kernel]) -> list[Kernel]:
                 changed |= {j for j in reading[key] if j not in done and not missing[j]}
         for j in changed:
             heapq.heappush(heap, (-gain(j), j))
+    assert len(result) == len(kernels), "kernels wait for each other"
     return result
