@@ -26,6 +26,7 @@ from flax_mesh.hlo.program import Array, HloProgram, Instruction, Shape, read_hl
 from flax_mesh.models import Decoder, DecoderConfig, Sampling, generate, make_decoder
 from flax_mesh.models.generation.batches import Batches
 from flax_mesh.models.generation.programs import GROUP, Computed, Programs
+from flax_mesh.tree import num_bytes
 from tests.benchmarks.common.report import options, report, use_cpu
 
 SIZES = {
@@ -84,15 +85,19 @@ def dispatches(model: Decoder, rows: int, length: int, tokens: int) -> int:
     return counted
 
 
-def bytes_of(model: Decoder, rows: int, length: int, tokens: int) -> tuple[int, int]:
-    """Bytes of one token of all rows, of the compiled program and of the floor."""
-    programs, first = first_tokens(model, rows, length, tokens)
+def bytes_of(config: DecoderConfig, rows: int, length: int, tokens: int) -> tuple[int, int]:
+    """Bytes of one token of all rows, of the compiled program and of the floor. No array is made."""
+    model = nnx.eval_shape(lambda: make_decoder(config, nnx.Rngs(0)))
+    programs, ids = Programs(model, 0, Sampling(), (), tokens), np.arange(rows, dtype=np.int32)
+    prompts = np.zeros((rows, length), np.int32), np.full(rows, length, np.int32), ids, np.int32(length)
+    prefill = partial(programs._prefill, num_slots=length + tokens)
+    first = jax.eval_shape(prefill, programs.leaves, programs._options, *prompts)
     program = programs._decode.lower(
         programs.leaves, programs._options, first.state, np.int32(1), np.bool_(False)
     ).compile()
-    table = 0 if model.config.tied else programs.leaves[0].nbytes  # of which a token reads a row
-    cache = sum(x.nbytes for x in jax.tree.leaves((first.cache.keys, first.cache.values)))
-    return moved(read_hlo(program)), sum(x.nbytes for x in programs.leaves) - table + cache
+    arrays = [*programs.leaves, *jax.tree.leaves((first.cache.keys, first.cache.values))]
+    table = 0 if config.tied else num_bytes(programs.leaves[0])  # of which a token reads a row
+    return moved(read_hlo(program)), sum(map(num_bytes, arrays)) - table
 
 
 def moved(program: HloProgram) -> int:
@@ -161,7 +166,7 @@ def measure(given: Any, config: DecoderConfig, model: Decoder, rows: int) -> dic
     if given.peer and (other := with_transformers(config, *sizes)):
         ways["transformers"] = other
     times = {name: 1e3 * each / given.tokens for name, each in times_of(ways, given.rounds).items()}
-    used, floor = bytes_of(model, *sizes)
+    used, floor = bytes_of(config, *sizes)
     chip = chip_of(jax.devices()[0].device_kind)
     row: dict[str, Any] = {"prompts": rows, **{f"{name} ms": each for name, each in times.items()}}
     row |= {"over bare": times["generate"] / times["bare"], "tokens/s": 1e3 * rows / times["generate"]}
