@@ -63,17 +63,18 @@ def test_chunks_equal_the_recurrence_in_float64(length, parts, packed):
     ids = np.cumsum(rng.random((2, length)) < 0.1, axis=1) % 3 if packed else np.zeros((2, length), int)
     runs = np.asarray(runs_of(jnp.asarray(ids)))
     want, state = recurrence(tokens, runs)
-    y, after = gated_delta(tokens, jnp.asarray(runs) if packed else None, parts=parts)
+    chunked = jax.jit(gated_delta, static_argnames="parts")
+    y, after = chunked(tokens, jnp.asarray(runs) if packed else None, parts=parts)
     assert np.abs(y - want).max() < 3e-6 * np.abs(want).max()
     assert np.abs(after - state).max() < 3e-6 * np.abs(state).max()
 
 
 def test_one_token_at_a_time_equals_chunks():
     tokens = tokens_of(30)
-    y, state = jnp.zeros(()), jnp.zeros((2, 3, 8, 4))
+    y, state, step = jnp.zeros(()), jnp.zeros((2, 3, 8, 4)), jax.jit(delta_step)
     for i in range(30):
-        y, state = delta_step(Tokens(*(x[:, i : i + 1] for x in tokens)), state)
-    want, after = gated_delta(tokens)
+        y, state = step(Tokens(*(x[:, i : i + 1] for x in tokens)), state)
+    want, after = jax.jit(gated_delta)(tokens)
     np.testing.assert_allclose(y[:, 0], want[:, -1], atol=1e-6)
     np.testing.assert_allclose(state, after, atol=1e-6)
 
