@@ -110,8 +110,9 @@ def test_documents_of_a_row_are_as_rows_and_stacks_equal_lists():
     ids = np.repeat([[1, 2]], [12, 8], axis=1).astype(np.int32)
     run = nnx.jit(lambda model, tokens, ids: model(tokens, segment_ids=ids))
     whole, of_stack = run(model, tokens, ids), run(stack, tokens, ids)
-    np.testing.assert_allclose(whole, of_stack, atol=1e-6)
-    np.testing.assert_allclose(whole[:, 12:], run(model, tokens[:, 12:], ids[:, 12:]), atol=1e-5)
+    # Logits of up to 3, whose rounding differs between CPUs.
+    np.testing.assert_allclose(whole, of_stack, atol=1e-5)
+    np.testing.assert_allclose(whole[:, 12:], run(model, tokens[:, 12:], ids[:, 12:]), atol=1e-4)
 
 
 @pytest.mark.parametrize(
