@@ -187,7 +187,7 @@ class Pipeline:
     @without_mesh()
     def evaluate(self, state: TrainState, batch: Batch, num_microbatches: int | None = None) -> Metrics:
         """The sums "loss", "weight" and the loss's own metrics over a batch, with the model in `eval()` mode."""
-        count = num_microbatches or self.schedule.num_microbatches
+        count = self.schedule.num_microbatches if num_microbatches is None else num_microbatches
         run = self.start(state, batch, count, train=False)
         schedule = forward_schedule(len(self.groups), count, self.group_of)
         run.follow(schedule, self._local_actions(schedule), self.ordered)

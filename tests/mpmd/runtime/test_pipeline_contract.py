@@ -40,6 +40,7 @@ BAD = {
     "rows": (lambda p, state: p.step(state, net_batch(3)), r"batch of 3 rows is not divisible by 2 \(num"),
     "ragged": (lambda p, state: p.step(state, RAGGED), r"different numbers of rows, \[2, 4\]"),
     "count": (lambda p, state: p.evaluate(state, net_batch(4), -1), "at least 1, got -1"),
+    "no count": (lambda p, state: p.evaluate(state, net_batch(4), 0), "at least 1, got 0"),
     "groups": (lambda p, _: again(p, mesh=groups(pp=4)), "has 2 groups, the mesh has 4 along 'pp'"),
     "stages": (lambda p, _: again(p, schedule=FOUR_STAGES), "has 4 stages, but the model is split into 2; pass this"),
     "remat": (lambda p, _: again(p, remat="keep"), "remat must be one of 'none', 'cheap', 'full', got 'keep'"),
