@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -179,8 +179,15 @@ class _StageCompiler:
         changed = tuple(updates[at] for at in program.outputs if at in updates)
         new = [sharding_on(shardings[at], self.mesh) for at in changed]
         grads = [sharding_on(shardings[at], self.mesh) for at in program.trained]
+        of_backward = grads if program.weights is None else None
         residuals = program.arguments[3] if program.weights else ()
         lasting = frozenset(i for i, v in enumerate(residuals) if program.weights and v in program.weights.inputs)
+        can_fuse = not program.sent and program.backward is not None
+
+        def jitted(fn: Jitted, name: str, donated: tuple[int, ...], out_shardings: PyTree) -> Jitted:
+            return named_jit(fn, f"stage{self.stage}_{name}", donated, out_shardings, self.options)
+
+        both, both_out = functools.partial(self.both, lasting=lasting), (new, None, None, of_backward, None, None)
         return StageFunctions(
             stage=self.stage,
             group=group,
@@ -194,10 +201,10 @@ class _StageCompiler:
             sent=program.sent,
             floats_in=program.floats_in,
             floats_out=program.floats_out,
-            forward=self.forward(new),
-            backward=self.backward(grads),
-            weights=self.weights(grads),
-            both=None if program.sent or program.backward is None else self.both(new, grads, lasting),
+            forward=jitted(self.forward, "forward", (4,), (None, None, new, None)),
+            backward=jitted(self.backward, "backward", (6,), (None, of_backward, None)),
+            weights=jitted(self.weights, "weights", (7,), grads),
+            both=jitted(both, "forward_and_backward", (4, 5), both_out) if can_fuse else None,
             has_weights=program.weights is not None,
             lasting=lasting,
         )
@@ -227,25 +234,7 @@ class _StageCompiler:
             parts = [[with_axes_of(v, x) for x in addends] for v, addends in zip(sent, cotangents, strict=True)]
             return [functools.reduce(operator.add, each) for each in parts]
 
-    def forward(self, changed: Sequence[NamedSharding]) -> Jitted:
-        name = f"stage{self.stage}_forward"
-        return named_jit(self._forward, name, (4,), (None, None, list(changed), None), self.options)
-
-    def backward(self, trained: Sequence[NamedSharding]) -> Jitted:
-        out = (None, list(trained) if self.program.weights is None else None, None)
-        return named_jit(self._backward, f"stage{self.stage}_backward", (6,), out, self.options)
-
-    def both(self, changed: Sequence[NamedSharding], trained: Sequence[NamedSharding], lasting: Set[int]) -> Jitted:
-        def both(leaves, data, slot, received, sums, grads):
-            _, residuals, new, sums = self._forward(leaves, data, slot, received, sums)
-            to_inputs, grads, carry = self._backward(leaves, data, slot, received, residuals, [], grads)
-            kept = [x if i in lasting else None for i, x in enumerate(residuals)]
-            return new, sums, to_inputs, grads, kept, carry
-
-        out = (list(changed), None, None, list(trained) if self.program.weights is None else None, None, None)
-        return named_jit(both, f"stage{self.stage}_forward_and_backward", (4, 5), out, self.options)
-
-    def _forward(self, leaves, data, slot, received, sums):
+    def forward(self, leaves, data, slot, received, sums):
         program, updates = self.program, self.updates
         num_sent, num_outputs = len(program.sent), len(program.outputs)
         outs = self.call(program.forward, self.inputs(leaves, data, slot), received)
@@ -255,7 +244,7 @@ class _StageCompiler:
         sums = [total + value for total, value in zip(sums, added, strict=True)]
         return outs[:num_sent], outs[num_sent + num_outputs :], new, sums
 
-    def _backward(self, leaves, data, slot, received, residuals, cotangents, grads):
+    def backward(self, leaves, data, slot, received, residuals, cotangents, grads):
         program = self.program
         summed = self.sum(cotangents)
         outs = self.call(program.backward, self.inputs(leaves, data, slot), received, summed, residuals)
@@ -265,14 +254,16 @@ class _StageCompiler:
             return to_inputs, grads, gradients
         return to_inputs, [g + x for g, x in zip(grads, gradients, strict=True)], []
 
-    def weights(self, trained: Sequence[NamedSharding]) -> Jitted:
-        def weights(leaves, data, slot, received, residuals, cotangents, carry, grads):
-            summed = self.sum(cotangents)
-            inputs = self.inputs(leaves, data, slot)
-            outs = self.call(self.program.weights, inputs, received, summed, residuals, carry)
-            return [g + x for g, x in zip(grads, outs, strict=True)]
+    def weights(self, leaves, data, slot, received, residuals, cotangents, carry, grads):
+        summed, inputs = self.sum(cotangents), self.inputs(leaves, data, slot)
+        outs = self.call(self.program.weights, inputs, received, summed, residuals, carry)
+        return [g + x for g, x in zip(grads, outs, strict=True)]
 
-        return named_jit(weights, f"stage{self.stage}_weights", (7,), list(trained), self.options)
+    def both(self, leaves, data, slot, received, sums, grads, lasting):
+        _, residuals, new, sums = self.forward(leaves, data, slot, received, sums)
+        to_inputs, grads, carry = self.backward(leaves, data, slot, received, residuals, [], grads)
+        kept = [x if i in lasting else None for i, x in enumerate(residuals)]
+        return new, sums, to_inputs, grads, kept, carry
 
 
 def _zeros(

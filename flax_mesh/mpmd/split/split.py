@@ -22,7 +22,7 @@ from flax_mesh.mpmd.split import assign as cut
 from flax_mesh.mpmd.split.assign import DATA, VARIABLES
 from flax_mesh.mpmd.split.check import PlainModel, check_stages, full_precision, is_cheap, one_device_mesh
 from flax_mesh.mpmd.split.problems import imbalance
-from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf, marked_calls, open_forward, trace_forward
+from flax_mesh.mpmd.split.trace import Forward, Layer, ModelLeaf, open_forward, trace_forward, with_marked_calls
 from flax_mesh.mpmd.split.update import SHARED
 from flax_mesh.program.program import Program, Var, flops, has_explicit_axes, variables
 from flax_mesh.sharding.abstract import Make, Split, abstract_state
@@ -274,16 +274,6 @@ def specs_of(make: Make, model: PyTree, mesh: AbstractMesh | None) -> tuple[Part
     has_rules = hasattr(model, "partition_rules") or annotations_of(nnx.state(model, graph=True))
     abstract = abstract_state(make, mesh, None if has_rules else [(".*", ())], on_mismatch="drop")
     return tuple(leaf.sharding.spec for leaf in jax.tree.leaves(abstract))
-
-
-def with_marked_calls(loss_fn: LossFn, path: str) -> LossFn:
-    """`loss_fn`, with a mark in its trace at every call of a layer of the list at `path`."""
-
-    def marked(model: PyTree, batch: Batch) -> PyTree:
-        with marked_calls(model, path):
-            return loss_fn(model, batch)
-
-    return marked
 
 
 def bytes_of_groups(

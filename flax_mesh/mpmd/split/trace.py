@@ -1,8 +1,9 @@
 """Traces the forward pass of a model and its loss function as one program on the leaves of the model."""
 
 import contextlib
+import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -327,33 +328,34 @@ def _with_copies(program: Program, updates: Mapping[int, int]) -> Program:
     return trace(copied, *(shape_of(v.aval) for v in program.inputs))[0]
 
 
-@contextlib.contextmanager
-def marked_calls(model: PyTree, path: str) -> Iterator[None]:
-    """Context in which every call of a layer in the list marks its outputs with the number of the call.
+def with_marked_calls(loss_fn: LossFn, path: str) -> LossFn:
+    """`loss_fn`, in which every call of a layer of the list marks its outputs with the number of the call.
 
     For a list that contains one layer object several times: its variables do not determine the call of an equation.
     """
-    calls = 0
-    before: dict[int, tuple[object, type]] = {}
 
-    def mark(outputs: PyTree) -> PyTree:
-        nonlocal calls
-        leaves, tree = jax.tree.flatten(outputs)
-        calls += 1
-        return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=calls - 1))
+    def marked(model: PyTree, batch: Batch) -> PyTree:
+        numbers = itertools.count()
+        before: dict[int, tuple[object, type]] = {}
 
-    # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
-    for layer in module_at(model, path):
-        if isinstance(layer, nnx.Pytree) and id(layer) not in before:
-            cls = type(layer)
-            before[id(layer)] = (layer, cls)
-            call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
-            object.__setattr__(layer, "__class__", type(cls.__name__, (cls,), {"__call__": call}))
-    try:
-        yield
-    finally:
-        for layer, cls in before.values():
-            object.__setattr__(layer, "__class__", cls)
+        def mark(outputs: PyTree) -> PyTree:
+            leaves, tree = jax.tree.flatten(outputs)
+            return jax.tree.unflatten(tree, mark_p.bind(*leaves, call=next(numbers)))
+
+        # object.__setattr__, because the __setattr__ of nnx would store the class as a new attribute.
+        for layer in module_at(model, path):
+            if isinstance(layer, nnx.Pytree) and id(layer) not in before:
+                cls = type(layer)
+                before[id(layer)] = (layer, cls)
+                call = lambda self, *args, cls=cls, **kwargs: mark(cls.__call__(self, *args, **kwargs))  # noqa: E731
+                object.__setattr__(layer, "__class__", type(cls.__name__, (cls,), {"__call__": call}))
+        try:
+            return loss_fn(model, batch)
+        finally:
+            for layer, cls in before.values():
+                object.__setattr__(layer, "__class__", cls)
+
+    return marked
 
 
 def _place(path: str, places: Places) -> tuple[str | None, int | None]:
