@@ -67,9 +67,10 @@ def test_a_model_with_adapters_computes_what_the_merged_model_does(case: str):
 
     @jax.jit
     def run() -> Any:
-        found = loss_and_gradients(make(), total(with_lora(function), batch))
-        expected = loss_and_gradients(make(), lambda model: total(function, batch)(merge_lora(model)))
-        return found, expected, total(function, batch)(make())
+        model = make()
+        found = loss_and_gradients(model, total(with_lora(function), batch))
+        expected = loss_and_gradients(model, lambda model: total(function, batch)(merge_lora(model)))
+        return found, expected, total(function, batch)(model)
 
     found, expected, without = run()
     assert abs(found[0] - without) > 1e-4, "the test requires adapters that change the loss"

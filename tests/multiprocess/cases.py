@@ -17,7 +17,16 @@ from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.processes.agree import get_text, put_text
 from tests.blockwise import model as long
-from tests.mpmd.runtime.pipelines import CONFIG, FAST, Net, decoder_batch, groups, make_net, net_batch, net_loss
+from tests.mpmd.runtime.pipelines import (
+    CONFIG,
+    FAST,
+    decoder_batch,
+    groups,
+    make_net,
+    make_small,
+    net_batch,
+    net_loss,
+)
 
 ROWS, COUNT = 8, 4
 
@@ -29,10 +38,10 @@ def clipped() -> optax.GradientTransformation:
 
 
 # model -> make, loss, batch(rows, seed), rules (None: the rules of the model). The models net and decoder have tied
-# embeddings; long has attention in blocks, of packed documents. Small compiles in half the time of net.
+# embeddings; long has attention in blocks, of packed documents.
 MODELS: dict[str, Any] = {
     "net": (make_net, net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
-    "small": (lambda: Net(nnx.Rngs(0), 2), net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
+    "small": (make_small, net_loss, net_batch, [("kernel$|embedding$", ("embed", None)), (".*", ())]),
     "decoder": (lambda: make_decoder(CONFIG, nnx.Rngs(0)), next_token_loss, decoder_batch, None),
     "long": (lambda: long.make()[0], long.loss_fn, lambda n, seed=0: long.batch_of(1024, n, 8), long.RULES),
 }

@@ -17,8 +17,18 @@ from flax_mesh.mpmd import CutError, Pipeline, chain_stages, split_stages
 from flax_mesh.mpmd.schedules import Action, make_schedule
 from flax_mesh.mpmd.schedules.simulate import peak_activations
 from flax_mesh.mpmd.split.update import SHARED
-from tests.mpmd.runtime.pipelines import PLAIN_SGD, Stack, build, build_net, groups, make_net, net_batch, net_loss
-from tests.mpmd.zoo.base import FAST, OPTIMIZER, Case, differences, merged_leaves, plain_run, run_steps, seed_of
+from tests.mpmd.runtime.pipelines import (
+    PLAIN_SGD,
+    Stack,
+    build,
+    build_net,
+    groups,
+    make_net,
+    make_small,
+    net_batch,
+    net_loss,
+)
+from tests.mpmd.zoo.base import Case, merged_leaves
 from tests.mpmd.zoo.models import BY_NAME
 from tests.step import changed
 
@@ -34,7 +44,7 @@ def test_adjacent_f_and_b_of_the_last_stage_are_one_program(name, together):
     """Separate programs give the same results, and GPipe, which runs other actions between them, has only those."""
     count, ran, results = 4, [], []
     for single in (False, True):
-        pipeline = build_net(count, name=name)
+        pipeline = build_net(count, name=name, make=make_net)
         if single:
             pipeline.on_action = lambda action, saved: None
         pipeline.step(pipeline.init_state(), net_batch(8))  # compiles
@@ -58,7 +68,7 @@ def test_adjacent_f_and_b_of_the_last_stage_are_one_program(name, together):
 @pytest.mark.sampled
 @pytest.mark.parametrize("is_changed", [True, False])
 def test_nothing_compiles_after_the_second_step(compilations, is_changed):
-    make, loss_fn, batch_of = make_net, net_loss, net_batch
+    make, loss_fn, batch_of = make_small, net_loss, net_batch
     if is_changed:  # parameters that the forward pass changes
         make, loss_fn, batch_of = lambda: changed.Net(nnx.Rngs(0)), changed.loss_fn, changed.make_batch
     pipeline = build(make, loss_fn, batch_of(4), 2, optax.adamw(1e-3))
@@ -77,8 +87,8 @@ def test_nothing_compiles_after_the_second_step(compilations, is_changed):
 def test_evaluate_returns_the_sums_of_one_device_also_for_a_batch_in_64_bits():
     pipeline = build_net()
     state, batch = pipeline.init_state(), net_batch(8, 3)
-    loss, weight, more = net_loss(make_net(), batch)
-    for count in (1, 2, 4):
+    loss, weight, more = net_loss(make_small(), batch)
+    for count in (None, 4):
         sums = pipeline.evaluate(state, batch, count)
         np.testing.assert_allclose(
             [sums["loss"], sums["weight"], sums["seen"]], [loss, weight, more["seen"]], rtol=1e-5
@@ -107,7 +117,8 @@ def test_the_next_call_raises_the_exception_of_a_callback_of_a_stage(name):
         model.layers[1].bias[...] = same(model.layers[1].bias[...])
         return net_loss(model, batch)
 
-    pipeline = build(make_net, loss_fn, net_batch(8), 2, PLAIN_SGD, name=name, mesh=groups(pp=2, fsdp=4), rules="fsdp")
+    mesh = groups(pp=2, fsdp=4)
+    pipeline = build(make_small, loss_fn, net_batch(8), 2, PLAIN_SGD, name=name, mesh=mesh, rules="fsdp")
     expected = build_net().step(build_net().init_state(), net_batch(8))[1]["loss"]
     state, metrics = pipeline.step(pipeline.init_state(), net_batch(8))
     np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
@@ -164,8 +175,8 @@ def scaled(case):
 
 
 def test_a_step_that_is_not_finite_is_skipped_on_every_group():
-    loss_fn, good, broken = scaled(Case("net", make_net, net_loss, net_batch))
-    pipeline = build(make_net, loss_fn, good, 2, optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 5))
+    loss_fn, good, broken = scaled(Case("net", make_small, net_loss, net_batch))
+    pipeline = build(make_small, loss_fn, good, 2, optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 5))
     state = pipeline.init_state()
     before = merged_leaves(state)
     state, metrics = pipeline.step(state, broken)
@@ -265,7 +276,7 @@ def test_parameters_and_moments_are_stored_only_on_their_group():
 )
 def test_live_residuals_match_the_peak_activations(name, most):
     count = 6
-    pipeline = build_net(count, name=name, mesh=groups(pp=4))
+    pipeline = build_net(count, name=name, mesh=groups(pp=4), make=make_net)
     alive = {stage: [] for stage in range(4)}
     peak = dict.fromkeys(alive, 0)
 
@@ -317,7 +328,9 @@ class Back(nnx.Module):
         return self.head(jnp.tanh(given["h"]))
 
 
-def test_explicit_stages_run_in_the_same_pipeline():
+def test_explicit_stages_are_called_in_order():
+    """tests/mpmd/zoo runs the pipelines of such splits."""
+
     def stages(width=8):
         rngs = nnx.Rngs(0)
         return [Front(rngs), Back(rngs, width)]
@@ -325,12 +338,8 @@ def test_explicit_stages_run_in_the_same_pipeline():
     def loss_of(scores, batch):
         return net_loss(lambda x: scores, batch)
 
-    staged = chain_stages(loss_of, stages, net_batch(2))
-    case = Case("chained", staged.make, staged.loss_fn, net_batch, layers="stages")
-    plan = make_schedule("1f1b", num_groups=2, num_microbatches=2)
-    pipeline = Pipeline(staged, OPTIMIZER, mesh=groups(pp=2), schedule=plan, seed=seed_of(case), compiler_options=FAST)
-    have = run_steps(pipeline.step, pipeline.init_state(), net_batch(4))
-    assert differences(plain_run(case, microbatches=2), have) == []
+    staged, batch, (front, back) = chain_stages(loss_of, stages, net_batch(2)), net_batch(4), stages()
+    assert staged.loss_fn(staged.make(), batch) == loss_of(back(front(batch)), batch)
     users = {leaf.path: users for leaf, users in zip(staged.leaves, staged.users, strict=True)}
     assert users == {"stages/0/embed/embedding": (0,), "stages/1/head/bias": (1,), "stages/1/head/kernel": (1,)}
     with pytest.raises(CutError, match=r"stage 1, Back, cannot take .*f32\[2,3,8\].*dot_general"):

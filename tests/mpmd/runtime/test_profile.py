@@ -26,7 +26,7 @@ from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
 from flax_mesh.mpmd.schedules.validate import check_schedule
 from flax_mesh.step.state import TrainState
 from tests.benchmarks.overlap import load_nap, sleepy_pipeline
-from tests.mpmd.runtime.pipelines import build, groups, make_net, net_batch, net_loss
+from tests.mpmd.runtime.pipelines import build, groups, make_net, make_small, net_batch, net_loss
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
@@ -49,7 +49,7 @@ def interleaved():
 @pytest.fixture(scope="module")
 def split():
     """A split backward without residuals, so that all results of W are donated."""
-    pipeline = build(make_net, net_loss, BATCH, 4, OPTIMIZER, name="zb-h1", remat="full")
+    pipeline = build(make_small, net_loss, BATCH, 4, OPTIMIZER, name="zb-h1", remat="full")
     return pipeline, pipeline.init_state()
 
 
@@ -57,7 +57,7 @@ def split():
 def wide():
     """Two devices per group."""
     mesh = groups(pp=2, dp=2)
-    pipeline = build(make_net, net_loss, BATCH, 2, OPTIMIZER, mesh=mesh, rules=[(".*", ())], remat="full")
+    pipeline = build(make_small, net_loss, BATCH, 2, OPTIMIZER, mesh=mesh, rules=[(".*", ())], remat="full")
     return pipeline, pipeline.init_state()
 
 

@@ -87,7 +87,6 @@ def chain_stages(
         schedule=schedule,
         num_microbatches=num_microbatches,
         num_stages=len(modules),
-        cuts=range(1, len(modules)),
         wrt=wrt,
         check=check,
     )
