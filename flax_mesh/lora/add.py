@@ -172,15 +172,13 @@ class _Search:
                 return jax.tree.leaves(self.loss_fn(model, batch))
 
         program, _ = trace(call, leaves, self.batch)
-        given = [self._tagged(path, x) for path, x in named_leaves(self.state)]
+        given = [
+            Weight(x, None, None, path, tuple(range(len(x.shape)))) if path in self.chosen else x
+            for path, x in named_leaves(self.state)
+        ]
         batch = [shape_of(v.aval) for v in program.inputs[len(leaves) :]]
         run = partial(evaluate_products, program, on_product=self._on_product, on_other=self._on_other)
         jax.eval_shape(run, [*given, *batch])
-
-    def _tagged(self, path: str, x: Any) -> Any:
-        if path not in self.chosen:
-            return x
-        return Weight(x, None, None, path, tuple(range(len(x.shape))))
 
     def _on_product(self, eqn: Eqn, values: Sequence[Any], at: int) -> None:
         weight: Weight = values[at]

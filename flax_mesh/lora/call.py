@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 from flax_mesh.fields import check_types
 from flax_mesh.jax_compat import source_line
-from flax_mesh.lora.adapters import Adapter, adapters_of
+from flax_mesh.lora.adapters import adapters_of
 from flax_mesh.lora.products import evaluate_products
 from flax_mesh.lora.weight import Weight, with_factors
 from flax_mesh.modes import traced_call, user_modes
@@ -49,8 +49,11 @@ def with_lora(function: Callable[..., Any]) -> Callable[..., Any]:
     def adapted(model: Any, *args: Any, **kwargs: Any) -> Any:
         def evaluate(closed: jex.ClosedJaxpr, inputs: Any) -> list[Any]:
             known = dict(named_leaves(inputs[0][0]))
-            given = [_with_factors(path, x, adapters.get(path), known) for path, x in known.items()]
-            given += jax.tree.leaves(inputs)[len(given) :]
+            for path in known.keys() & adapters:
+                each = adapters[path]
+                factors, dims = (known[each.path_a], known[each.path_b]), (each.dims_a, each.dims_b)
+                known[path] = with_factors(known[path], path, *factors, dims, each.scale)
+            given = [*known.values(), *jax.tree.leaves(inputs)[len(known) :]]
             return evaluate_products(program_of(closed), given, _low_rank, _refuse)
 
         if not (adapters := adapters_of(nnx.state(model, graph=True))):
@@ -65,13 +68,6 @@ def use_text(eqn: Eqn) -> str:
     """The operation of an equation, with the line of the model that has it."""
     line = source_line(eqn)
     return f"{eqn.primitive.name} ({line})" if line else eqn.primitive.name
-
-
-def _with_factors(path: str, x: Any, adapter: Adapter | None, known: Mapping[str, Any]) -> Any:
-    if adapter is None:
-        return x
-    a, b = known[adapter.path_a], known[adapter.path_b]
-    return with_factors(x, path, a, b, (adapter.dims_a, adapter.dims_b), adapter.scale)
 
 
 def _low_rank(eqn: Eqn, values: Sequence[Any], at: int) -> Any:

@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -67,10 +68,23 @@ class CompiledPipeline:
     transfers: GroupTransfers
     stages: tuple[StageFunctions, ...]
     names: tuple[str, ...]  # names of the sums
-    sender: Mapping[Var, tuple[int, int]]  # sent variable -> (stage, index in its `sent`)
-    receivers: Mapping[Var, tuple[int, ...]]  # sent variable -> receiving stages
-    used: tuple[tuple[int, int], ...]  # (group, leaf) for every leaf that a stage of the group reads
     zeros: Mapping[int, Jitted]  # local group -> program that returns zeros: ({leaf: gradient}, sums of each stage)
+
+    @cached_property
+    def sender(self) -> Mapping[Var, tuple[int, int]]:
+        """Sent variable -> (stage, index in its `sent`)."""
+        return {v: (stage.stage, i) for stage in self.stages for i, v in enumerate(stage.sent)}
+
+    @cached_property
+    def receivers(self) -> Mapping[Var, tuple[int, ...]]:
+        """Sent variable -> receiving stages."""
+        return {v: tuple(stage.stage for stage in self.stages if v in stage.received) for v in self.sender}
+
+    @cached_property
+    def used(self) -> tuple[tuple[int, int], ...]:
+        """(group, leaf) for every leaf that a stage of the group reads."""
+        # Not from the stages of the training step: in `eval()` mode another stage may read a variable.
+        return tuple(sorted({(stage.group, at) for stage in self.stages for at in stage.leaves}))
 
     def layout_key(self, kind: str, v: Var, stage: int) -> Hashable:
         """The layout key: one per activation (shared by all receivers), and one per (gradient, stage)."""
@@ -92,34 +106,6 @@ class CompiledPipeline:
             )
             for v, s, to in values
         ]
-
-
-def link_stages(
-    stages: tuple[StageFunctions, ...],
-    forward: Forward,
-    number: int,
-    transfers: GroupTransfers,
-    shardings: Sequence[NamedSharding],
-    *,
-    train: bool,
-) -> CompiledPipeline:
-    """The pipeline of the `stages` of `forward`. `shardings` has one entry per leaf."""
-    sender = {v: (s.stage, i) for s in stages for i, v in enumerate(s.sent)}
-    return CompiledPipeline(
-        number=number,
-        trains=train,
-        transfers=transfers,
-        stages=stages,
-        names=forward.names,
-        sender=sender,
-        receivers={v: tuple(s.stage for s in stages if v in s.received) for v in sender},
-        # Not from the stages of the training step: in `eval()` mode another stage may read a variable.
-        used=tuple(sorted({(s.group, at) for s in stages for at in s.leaves})),
-        zeros={
-            group: _zeros([s for s in stages if s.group == group], forward.leaves, shardings, mesh)
-            for group, mesh in transfers.local_meshes.items()
-        },
-    )
 
 
 def compile_stages(
@@ -266,19 +252,26 @@ class _StageCompiler:
         return new, sums, to_inputs, grads, kept, carry
 
 
-def _zeros(
-    stages: Sequence[StageFunctions], leaves: Sequence[ModelLeaf], shardings: Sequence[NamedSharding], mesh: Mesh
-) -> Jitted:
-    """A program that returns the zero gradients and sums of one group; gradients are sharded like their leaves."""
-    trained = sorted({at for stage in stages for at in stage.trained})
+def zeros_of_groups(
+    stages: Sequence[StageFunctions],
+    leaves: Sequence[ModelLeaf],
+    shardings: Sequence[NamedSharding],
+    meshes: Mapping[int, Mesh],
+) -> dict[int, Jitted]:
+    """For each group of `meshes`, a program that returns its zero gradients, sharded like their leaves, and sums."""
 
-    def zeros() -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
-        wide = {at: jnp.zeros(leaves[at].shape, jnp.promote_types(leaves[at].dtype, jnp.float32)) for at in trained}
-        return wide, [[jnp.zeros((), jnp.float32) for _ in stage.sums] for stage in stages]
+    def of_group(stages: Sequence[StageFunctions], mesh: Mesh) -> Jitted:
+        trained = sorted({at for stage in stages for at in stage.trained})
 
-    scalar = NamedSharding(mesh, PartitionSpec())
-    placed = {at: sharding_on(shardings[at], mesh) for at in trained}
-    return jax.jit(zeros, out_shardings=(placed, [[scalar for _ in stage.sums] for stage in stages]))
+        def zeros() -> tuple[dict[int, jax.Array], list[list[jax.Array]]]:
+            wide = {at: jnp.zeros(leaves[at].shape, jnp.promote_types(leaves[at].dtype, jnp.float32)) for at in trained}
+            return wide, [[jnp.zeros((), jnp.float32) for _ in stage.sums] for stage in stages]
+
+        scalar = NamedSharding(mesh, PartitionSpec())
+        placed = {at: sharding_on(shardings[at], mesh) for at in trained}
+        return jax.jit(zeros, out_shardings=(placed, [[scalar for _ in stage.sums] for stage in stages]))
+
+    return {group: of_group([s for s in stages if s.group == group], mesh) for group, mesh in meshes.items()}
 
 
 def named_jit(fn: Jitted, name: str, donate: tuple[int, ...], out_shardings: PyTree, options: Options) -> Jitted:

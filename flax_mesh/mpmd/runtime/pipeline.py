@@ -18,7 +18,7 @@ from flax_mesh.mesh.context import without_mesh
 from flax_mesh.mpmd.chunks import whole
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.runtime.batch import place_array
-from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_stages, link_stages
+from flax_mesh.mpmd.runtime.compile import CompiledPipeline, compile_stages, zeros_of_groups
 from flax_mesh.mpmd.runtime.executor import Saved, ScheduleRun, announce_layouts, sums_everywhere
 from flax_mesh.mpmd.runtime.optimizer import Update
 from flax_mesh.mpmd.runtime.placement import LeafOwner, chunked, init_leaves, make_of, place
@@ -295,7 +295,8 @@ class Pipeline:
             errors=self.errors,
             options=self.options,
         )
-        compiled = link_stages(stages, forward, len(self.compiled), self.transfers, shardings, train=train)
+        zeros = zeros_of_groups(stages, forward.leaves, shardings, self.transfers.local_meshes)
+        compiled = CompiledPipeline(len(self.compiled), train, self.transfers, stages, forward.names, zeros)
         announce_layouts(compiled)
         return compiled
 

@@ -5,7 +5,7 @@ Times are in milliseconds.
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -142,9 +142,12 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
         for (kind, stage, _), spans in times.items() if repeat else ():  # the first pass compiles
             for name, time in zip((kind, "T"), spans, strict=False):
                 took.setdefault((name, stage), []).append(time)
-    medians = {key: median(times) for key, times in took.items()}
-    stages = range(pipeline.schedule.num_stages)
-    return tuple(StageCost(*(medians.get((name, stage), 0.0) for name in "FBWT")) for stage in stages)
+    return costs_of_times({key: median(times) for key, times in took.items()}, pipeline.schedule.num_stages)
+
+
+def costs_of_times(times: Mapping[tuple[str, int], float], num_stages: int) -> tuple[StageCost, ...]:
+    """One StageCost per stage from the times of (F, B, W or T for transfers, stage); those that are missing are 0."""
+    return tuple(StageCost(*(times.get((name, stage), 0.0) for name in "FBWT")) for stage in range(num_stages))
 
 
 def _check_one_process(pipeline: Pipeline, name: str) -> None:
@@ -190,8 +193,7 @@ def costs_of(timeline: Timeline) -> tuple[StageCost, ...]:
     took: dict[tuple[str, int], list[float]] = {}
     for _, action, start, end in timeline.events:
         took.setdefault((action.kind, action.stage), []).append(end - start)
-    stages = range(timeline.schedule.num_stages)
-    return tuple(StageCost(*(median(took.get((kind, stage), [0.0])) for kind in "FBW")) for stage in stages)
+    return costs_of_times({key: median(times) for key, times in took.items()}, timeline.schedule.num_stages)
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from statistics import median
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.mpmd.runtime.pipeline import Pipeline
-from flax_mesh.mpmd.runtime.profile import measured_step, with_split_backward
+from flax_mesh.mpmd.runtime.profile import costs_of_times, measured_step, with_split_backward
 from flax_mesh.mpmd.schedules.schedule import Schedule
 from flax_mesh.mpmd.schedules.search import search_schedule
 from flax_mesh.mpmd.schedules.simulate import StageCost, simulate
@@ -96,12 +96,12 @@ class ScheduleSearch:
         return str(schedule)
 
 
-def costs_of_processes(texts: Sequence[str], num_stages: int) -> list[StageCost]:
+def costs_of_processes(texts: Sequence[str], num_stages: int) -> tuple[StageCost, ...]:
     """The costs of all stages, in ms. If a group has several processes, the slowest process counts."""
     slowest: dict[tuple[str, int], float] = {}
     for kind, stage, time in (item for text in texts for item in json.loads(text)):
         slowest[kind, stage] = max(slowest.get((kind, stage), 0.0), time)
-    return [StageCost(*(slowest.get((kind, stage), 0.0) for kind in "FBW")) for stage in range(num_stages)]
+    return costs_of_times(slowest, num_stages)
 
 
 def _write_atomically(path: Path, text: str) -> None:
