@@ -75,13 +75,12 @@ def test_nothing_compiles_after_the_second_step(compilations, is_changed):
     state = pipeline.init_state()
     for _ in range(2):
         state, _ = pipeline.step(state, batch_of(4))
+    assert compilations
     batches = [batch_of(4, seed) for seed in range(3)]
     compilations.clear()
     for batch in batches:
         state, _ = pipeline.step(state, batch)
     assert not compilations
-    state, metrics = pipeline.step(state, batch_of(8))  # a new microbatch shape compiles again
-    assert compilations and np.isfinite(float(metrics["loss"]))
 
 
 def test_evaluate_returns_the_sums_of_one_device_also_for_a_batch_in_64_bits():

@@ -34,6 +34,10 @@ def test_formulas_of_the_zero_bubble_schedules(groups, microbatches):
     result = simulate(make("zb-h1", groups, microbatches))
     assert result.makespan == 3 * microbatches + groups - 1 + max(groups - microbatches, 0)
     assert set(result.peak_activations) == {min(groups, microbatches)}  # never grows beyond the number of groups
+    if microbatches >= 2 * groups - 1:  # memory for no idle time between steps
+        result = simulate(make("zb-h2", groups, microbatches))
+        assert (result.makespan, result.period) == (3 * microbatches + groups - 1, 3 * microbatches)
+        assert set(result.peak_activations) == {2 * groups - 1}
     result = simulate(make("zb-v", groups, microbatches))
     assert max(result.peak_activations) <= min(2 * groups, 2 * microbatches)  # half-chunks: 1F1B's memory on group 0
     if microbatches >= 2 * groups - 1:

@@ -1,4 +1,4 @@
-"""V schedules at every memory limit, and ZB-H2: the makespans, periods and memory that were published."""
+"""V schedules at every memory limit: the makespans, periods and memory that were published."""
 
 import re
 
@@ -55,16 +55,6 @@ def test_a_memory_limit_outside_the_family_is_refused_with_the_nearest(name, nee
     message = f"{name} on 4 groups requires v-4 to v-8: the number of activations per group; the nearest is {needed}"
     with pytest.raises(ValueError, match=re.escape(message)):
         make(name, 4, 8)
-
-
-@pytest.mark.parametrize(("groups", "microbatches"), [(4, 8), (4, 16), (8, 16)])
-def test_zb_h2_has_no_idle_time_between_steps(groups, microbatches):
-    schedule = make("zb-h2", groups, microbatches)
-    check_schedule(schedule)
-    result = simulate(schedule)
-    assert result.makespan == 3 * microbatches + groups - 1
-    assert result.period == 3 * microbatches
-    assert set(result.peak_activations) == {2 * groups - 1}
 
 
 @pytest.mark.parametrize(("name", "idle"), [("1f1b", 9), ("zb-h1", 3), ("zb-v", 0)])
