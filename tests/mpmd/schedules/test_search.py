@@ -89,23 +89,6 @@ def test_the_search_finds_the_optimum_of_small_pipelines(num_stages, num_microba
 # --- larger pipelines ---
 
 
-@pytest.mark.parametrize("case", random.Random(0).sample(cases(), 12), ids=str)
-def test_the_search_is_never_slower_than_a_named_schedule_that_fits(case):
-    found = search_schedule(case.costs, case.memory, num_microbatches=case.num_microbatches, seconds=QUICK)
-    check_schedule(found.schedule, case.memory)
-    assert found.makespan == simulate(found.schedule, case.costs).makespan
-    assert found.lower_bound <= found.makespan + 1e-9
-    best = float("inf")
-    for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "zb-h2"):
-        schedule = make_schedule(name, num_groups=len(case.costs), num_microbatches=case.num_microbatches)
-        result = simulate(schedule, case.costs)
-        assert result.makespan >= found.lower_bound - 1e-9 or max(result.peak_activations) > case.memory
-        if max(result.peak_activations) <= case.memory:
-            best = min(best, result.makespan)
-    assert found.makespan <= best
-    assert (found.best_named_makespan or float("inf")) == best
-
-
 def test_the_same_seed_gives_the_same_schedule_and_another_seed_may_not():
     case = max(cases(), key=lambda case: len(case.costs) * case.num_microbatches)
     found = [
@@ -267,11 +250,11 @@ def test_the_search_is_never_slower_than_the_published_schedule_of_its_memory_li
     assert found.makespan <= MAKESPANS[sizes][limit]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part):
-    """200 sets of costs: a head of several layers, transfers, memory in bytes per stage."""
-    for seed in range(50 * part, 50 * part + 50):
+@pytest.mark.sampled
+@pytest.mark.parametrize("seeds", [range(12), range(12, 60), range(60, 108), range(108, 156), range(156, 204)], ids=str)
+def test_the_search_is_never_slower_than_a_named_schedule_that_fits(seeds):
+    """For random costs: a head of several layers, transfers, memory in bytes per stage."""
+    for seed in seeds:
         draw = random.Random(seed)
         groups, virtual = draw.randint(1, 4), draw.choice((1, 2))
         microbatches = draw.choice((groups, 2 * groups, 2 * groups + 1))
@@ -284,18 +267,20 @@ def test_the_search_is_never_slower_than_a_named_schedule_for_random_costs(part)
         limit = draw.uniform(1, 2 * groups) * max(sizes) * virtual
         counts: dict[str, Any] = {"num_groups": groups, "num_microbatches": microbatches}
         objective = draw.choice(("makespan", "period"))
-        found = search_schedule(costs, limit, **counts, activation_sizes=sizes, seconds=0.002, objective=objective)
+        found = search_schedule(costs, limit, **counts, activation_sizes=sizes, seconds=QUICK, objective=objective)
         check_schedule(found.schedule, limit, activation_sizes=sizes)
         result = simulate(found.schedule, costs)
         assert (found.makespan, found.period) == (result.makespan, result.period)
-        assert found.lower_bound <= getattr(found, objective) * (1 + 1e-9)
+        best, named = getattr(found, objective), getattr(found, f"best_named_{objective}") or float("inf")
+        assert found.lower_bound <= best * (1 + 1e-9) and best <= named
         for name in (*SCHEDULE_NAMES, f"v-{limit // max(sizes):.0f}", f"v-{limit // max(sizes) + 1:.0f}"):
             try:
                 schedule = make_schedule(name, **counts, num_virtual_stages=virtual)
             except ValueError:
                 continue
             if max(peak_memory(schedule, sizes)) <= limit:
-                assert getattr(found, objective) <= getattr(simulate(schedule, costs), objective) * (1 + 1e-9), name
+                assert named <= getattr(simulate(schedule, costs), objective) * (1 + 1e-9), name
+            assert name != found.best_named or named == getattr(simulate(schedule, costs), objective)
 
 
 def test_the_objective_can_be_the_period():
