@@ -24,7 +24,7 @@ from tests.multiprocess.processes import Ended, Running, assert_all_done, comman
 from tests.multiprocess.store_cases import opened, values
 
 
-@pytest.mark.parametrize("processes", [2, 3, 4, 48])
+@pytest.mark.parametrize("processes", [2, 3, 4, 16])
 def test_every_part_is_written_by_one_process_and_all_write_as_much(monkeypatch, processes):
     monkeypatch.setattr(agree, "_DIVIDED", 2**10)
     rng = np.random.default_rng(processes)

@@ -139,9 +139,8 @@ def measure_costs(pipeline: Pipeline, state: TrainState, batch: Batch, *, repeat
     took: dict[tuple[str, int], list[float]] = {}
     for repeat in range(repeats + 1):
         times = _one_at_a_time(pipeline, state, batch)
-        for (kind, stage, _), spans in times.items() if repeat else ():  # the first pass compiles
-            for name, time in zip((kind, "T"), spans, strict=False):
-                took.setdefault((name, stage), []).append(time)
+        for key, each in times.items() if repeat else ():  # the first pass compiles
+            took.setdefault(key, []).extend(each)
     return costs_of_times({key: median(times) for key, times in took.items()}, pipeline.schedule.num_stages)
 
 
@@ -285,25 +284,26 @@ def _timed(stage: StageFunctions, record: Callable[[tuple[str, int], float, floa
     return _wrapped(stage, wrap)
 
 
-def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[Action, tuple[float, ...]]:
-    """The duration of every action and, if it sends to another group, of the transfer; without an update."""
+def _one_at_a_time(pipeline: Pipeline, state: TrainState, batch: Batch) -> dict[tuple[str, int], list[float]]:
+    """The times in ms of all actions by (kind, stage), and of transfers to other groups by ("T", stage); no update."""
     run = pipeline.start(state, batch, pipeline.schedule.num_microbatches, train=True)
     jax.block_until_ready((run.leaves, run.data, run.grads, run.sums))
-    begun = ended = 0.0
+    took: dict[tuple[str, int], list[float]] = {}
+    last = 0.0  # end of the last action
 
-    def record(key: tuple[str, int], *span: float) -> None:
-        nonlocal begun, ended
-        begun, ended = span
+    def record(key: tuple[str, int], begun: float, ended: float) -> None:
+        nonlocal last
+        last = ended
+        took.setdefault(key, []).append(1e3 * (ended - begun))
 
     run.stages = [_timed(stage, record) for stage in run.stages]
-    times = {}
     for action in pipeline.schedule.order():
         before = run.num_transfers
         run.do(action)
         jax.block_until_ready((list(run.values.values()), list(run.cotangents.values())))
-        sent = (1e3 * (perf_counter() - ended),) if run.num_transfers > before else ()
-        times[action] = (1e3 * (ended - begun), *sent)
-    return times
+        if run.num_transfers > before:
+            took.setdefault(("T", action.stage), []).append(1e3 * (perf_counter() - last))
+    return took
 
 
 def _timeline(schedule: Schedule, times: dict[Action, tuple[float, float]]) -> Timeline:
