@@ -25,7 +25,8 @@ class Weights(nnx.Module):
     """Every kind of product, with the weight as the left or the right operand."""
 
     def __init__(self, rngs: nnx.Rngs):
-        draw = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), shape) / 3)  # noqa: E731
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: nnx.Param(jnp.asarray(rng.normal(size=shape) / 3, jnp.float32))  # noqa: E731
         self.plain, self.left, self.back = draw(WIDTH, 12), draw(10, 12), draw(6, 5, WIDTH)
         self.heads, self.experts = draw(3, WIDTH, 4), draw(3, 4, 4)
         self.dense, self.einsum = (
@@ -78,7 +79,7 @@ class Unrolled(nnx.Module):
     """A stack whose layers are selected one by one, split in parts for two loops, and paired for a third one."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (3, WIDTH, WIDTH)) / 3)
+        self.kernel = nnx.Param(jnp.asarray(np.random.default_rng(0).normal(size=(3, WIDTH, WIDTH)) / 3, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for i in range(3):

@@ -34,7 +34,7 @@ def adapted(make: Any, function: Any, batch: Any, patterns: Any) -> Callable[[],
     def make_adapted() -> Any:
         model = with_adapters()
         for at, (_, x) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))):
-            x[...] = jax.random.normal(jax.random.key(at), x.shape) / 4
+            x[...] = jnp.asarray(np.random.default_rng(at).normal(size=x.shape) / 4, x.dtype)
         return model
 
     return make_adapted
