@@ -1,9 +1,9 @@
 """Transfers between groups of a pipeline, if both groups, one of them, or neither is local."""
 
-from functools import cached_property
+import itertools
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from flax_mesh.mpmd.mesh import MpmdMesh
 from flax_mesh.mpmd.transport.device_put import copy_to
@@ -20,15 +20,13 @@ class GroupTransfers:
         self.mesh, self.meshes = mesh, mesh.unstack
         self.local_groups = frozenset(mesh.my_mpmd_axis_indices)
         self.channel = Channel(mesh) if mesh.jax_mesh.is_multi_process else None
+        self.local_meshes = {group: self.meshes[group] for group in sorted(self.local_groups)}
         self._shardings: dict[tuple[Sharding, int], NamedSharding] = {}
-
-    @cached_property
-    def local_meshes(self) -> dict[int, Mesh]:
-        return {group: self.meshes[group] for group in sorted(self.local_groups)}
+        self._numbers = itertools.count(1)
 
     def next_number(self) -> int:
-        """A number for the keys of the next transfers, the same in all processes; 0 in a run of one process."""
-        return self.channel.next_run() if self.channel else 0
+        """A number for the keys of the next transfers, the same in all processes."""
+        return next(self._numbers)
 
     def move_to(self, value: jax.Array, receiver: int) -> jax.Array:
         """`value` with the same spec on another local group."""

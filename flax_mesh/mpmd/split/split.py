@@ -60,6 +60,7 @@ class StagedModel:
     copies: Mapping[str, Layer] = field(default_factory=dict)  # leaf of a frozen copy -> the layer that it is beside
     needs_full_remat: bool = False  # a remat spans several layers: a Pipeline uses remat="full", whatever is set
     remark: str = ""  # why the stages do not have equal FLOPs
+    _cuts: dict[Hashable, Forward] = field(default_factory=dict, init=False)  # results of `cut`
 
     def stage_of(self, layer: Layer) -> int:
         """The stage of a layer, ("layers", 3)."""
@@ -173,10 +174,6 @@ class StagedModel:
     def is_cheap_to_check(self) -> bool:
         """Whether one microbatch of the model takes less than 1e10 FLOPs and 1 GiB, with its backward pass."""
         return is_cheap(self.cut(self.example).program)
-
-    @cached_property
-    def _cuts(self) -> dict[Hashable, Forward]:
-        return {}
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:

@@ -63,18 +63,12 @@ class Channel:
         self.transport = transport_of(device.client)
         # All processes create their pipelines in the same order, so this number is the same in all processes.
         self.pipeline = self.transport.calls.name((), (), "pipeline")[-1]
-        self.num_runs = 0
         self._layouts: dict[Hashable, NamedSharding] = {}
         self._places: dict[Hashable, list[tuple[int, list[jax.ShapeDtypeStruct]]]] = {}
         self.watched = False  # set if `waiting` is called regularly, which removes entries from `_pending`
         self._pending: deque[_Pending] = deque()
         self._requested: str | None = None
         self._lock = threading.Lock()
-
-    def next_run(self) -> int:
-        """The number of the next pass over a schedule, the same in all processes."""
-        self.num_runs += 1
-        return self.num_runs
 
     def send(self, key: Key, value: jax.Array, sender: int, receiver: int) -> None:
         """Sends `value`, which may still be computing, from group `sender` to group `receiver`.
