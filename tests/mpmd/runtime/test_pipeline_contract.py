@@ -204,9 +204,11 @@ def test_split_stages_or_the_pipeline_takes_the_optimizer():
     assert type(own.merge()[1]) is OwnOptimizer
 
 
-def test_chained_stages_may_have_an_optimizer():
+def test_chained_stages_are_only_traced_and_may_have_an_optimizer():
     def stages():
-        return [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))]
+        modules = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))]
+        assert isinstance(modules[0].kernel[...], jax.core.Tracer)
+        return modules
 
     def make():
         return (modules := stages()), nnx.Optimizer(nnx.List(modules), PLAIN_SGD, wrt=kernels)

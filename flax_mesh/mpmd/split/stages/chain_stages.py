@@ -54,9 +54,9 @@ def chain_stages(
 
     Args:
         loss_fn: `loss_fn(outputs, batch)`, with the outputs of the last stage, returns the same as a LossFn.
-        stages: One module per stage, or a function that makes them. The first one is called with the batch, each of
-            the others with the result of the previous one, any pytree. Every stage must have variables. A function may
-            return (modules, optimizer), as in `split_stages`.
+        stages: One module per stage, or a function that makes them, which is traced only. The first one is called with
+            the batch, each of the others with the result of the previous one, any pytree. Every stage must have
+            variables. A function may return (modules, optimizer), as in `split_stages`.
         batch, mesh, schedule, num_microbatches, wrt, check: As in `split_stages`.
 
     Raises:
@@ -73,10 +73,8 @@ def chain_stages(
     """
     make = stages if callable(stages) else lambda: stages
     check_arguments("stages", make)
-    modules, _ = with_optimizer(make())
-    if not is_sized(modules):
-        raise CutError(f"stages must be modules, or a function that returns them, got {shown(modules)}.")
-    if not modules:
+    count = _count(make)
+    if not count:
         raise CutError("stages is empty; it must have one module per stage.")
     return split_stages(
         lambda model, batch: loss_fn(model(batch), batch),
@@ -86,10 +84,24 @@ def chain_stages(
         mesh=mesh,
         schedule=schedule,
         num_microbatches=num_microbatches,
-        num_stages=len(modules),
+        num_stages=count,
         wrt=wrt,
         check=check,
     )
+
+
+def _count(make: Callable[[], PyTree]) -> int:
+    """The number of modules that `make` returns; it is traced only."""
+    counts: list[int] = []
+
+    def traced() -> None:
+        modules, _ = with_optimizer(make())
+        if not is_sized(modules):
+            raise CutError(f"stages must be modules, or a function that returns them, got {shown(modules)}.")
+        counts.append(len(modules))
+
+    jax.eval_shape(traced)
+    return counts[0]
 
 
 def _make_chain(make: Callable[[], PyTree]) -> PyTree:
