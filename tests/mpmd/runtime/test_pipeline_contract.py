@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 from flax_mesh import partitioned
 from flax_mesh.errors import ConfigError, ShardingError
@@ -207,7 +208,7 @@ def test_split_stages_or_the_pipeline_takes_the_optimizer():
 def test_chained_stages_are_only_traced_and_may_have_an_optimizer():
     def stages():
         modules = [nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))]
-        assert isinstance(modules[0].kernel[...], jax.core.Tracer)
+        assert isinstance(modules[0].kernel[...], Tracer)
         return modules
 
     def make():
