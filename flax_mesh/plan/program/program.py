@@ -86,7 +86,6 @@ class Program:
 
     block: Block
     axis_sizes: Mapping[str, int]
-    names: tuple[str, ...]  # of the arguments
     donated: Mapping[int, int]  # argument -> result
     platform: str
     excess_precision: bool = True  # XLA may store a value with more bits than the program rounds it to
