@@ -161,7 +161,7 @@ def plan_step(
         524288
     """
     devices = jax.devices() if hardware is None else []
-    topology = topology_of_devices(devices) if hardware is None else _named(hardware, "")
+    topology = topology_of_devices(devices) if hardware is None else named_topology(hardware)
     leaves = jax.tree.leaves(arguments)
     meshes = {x.sharding.mesh.abstract_mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
     if len(meshes) != 1:
@@ -176,7 +176,8 @@ def plan_step(
     return _assemble(topology, sizes, estimated, _roles(arguments, 0), (tokens, flops), Given(), limit)
 
 
-def _named(topology: Topology | str, hardware: str) -> Topology:
+def named_topology(topology: Topology | str, hardware: str = "") -> Topology:
+    """The topology of a text, which may name the chip of the file `hardware` too."""
     if isinstance(topology, Topology):
         return topology
     return parse_topology(topology, load_chip(hardware) if hardware else None)
@@ -185,7 +186,7 @@ def _named(topology: Topology | str, hardware: str) -> Topology:
 def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Topology, dict[str, int], int | None]:
     """(topology, mesh, capacity that the runtime reports). Without a topology, for a run on the devices here."""
     if topology is not None:
-        hardware = _named(topology, config.run.hardware)
+        hardware = named_topology(topology, config.run.hardware)
         return hardware, resolve_mesh(hardware, without_groups(axis_sizes(config.mesh))), None
     target = local_target(config.mesh, config.run.platform)
     mesh = mesh_of(config, target)
@@ -235,10 +236,6 @@ def _kind(path: str, leaf: jax.ShapeDtypeStruct) -> str:
     if path.startswith(OPTIMIZER):
         return "optimizer"
     return "parameters" if path.startswith(MODEL) else "other state"
-
-
-def _given(recipe: Recipe) -> Given:
-    return Given(recipe.model, recipe.optimizer.settings, recipe.target.sizes)
 
 
 def _assemble(
@@ -291,18 +288,10 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     )
     time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule)
     traffic = stage_traffic(topology, shape, schedule, stages)
-    findings = [*memory_findings(memory, _given(recipe))]
-    findings += surprises(stages[0].backward, topology)
-    return Plan(
-        topology,
-        shape,
-        memory,
-        time,
-        tuple(traffic),
-        tuple(findings),
-        summary(topology, memory, time, traffic, _given(recipe)),
-        _notes(recipe, topology, time),
-    )
+    given = Given(recipe.model, recipe.optimizer.settings, shape)
+    findings = (*memory_findings(memory, given), *surprises(stages[0].backward, topology))
+    text, notes = summary(topology, memory, time, traffic, given), _notes(recipe, topology, time)
+    return Plan(topology, shape, memory, time, tuple(traffic), findings, text, notes)
 
 
 class Split(NamedTuple):

@@ -11,16 +11,13 @@ from typing import Any
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
-from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.child import ask
 from flax_mesh.plan.compile.compiled import Compiled
 from flax_mesh.plan.compile.report import estimate_findings
 from flax_mesh.plan.compile.results import program_of, sent_of
 from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.recipe import plan
-from flax_mesh.plan.topology import Topology, parse_topology
-from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.plan.recipe import named_topology, plan
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import apply_overrides, setting_of
 from flax_mesh.sharding.rules import Finding
@@ -69,7 +66,7 @@ def compile_recipe(
     if not (math.isfinite(limit) and limit > 0):
         raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
     config = apply_overrides(load_recipe(recipe), overrides)
-    check_target(hardware := topology_of(config, topology))
+    check_target(hardware := named_topology(topology, config.run.hardware))
     if hardware.chip.platform == "gpu":
         given = {"model.attention": getattr(config.model, "attention", ""), "run.attention": config.run.attention}
         other = {name: WITHOUT_CUDNN[name] for name, value in given.items() if value == "auto"}
@@ -85,10 +82,6 @@ def compile_recipe(
     }
     key, value = ask(request, estimated.topology, limit, say)
     return _refused(estimated, value) if key == "refused" else _compiled(estimated, value)
-
-
-def topology_of(config: TrainConfig, text: str) -> Topology:
-    return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
 
 
 def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
