@@ -170,7 +170,8 @@ def _explain(
     parts, findings = {"model": lay_out(arrays, audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
         fallback = complete(table or PartitionRules([]))
-        match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over)
+        annotated = None if table else match_annotations(state["optimizer"], mesh, axes or DEFAULT_AXES)
+        match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over, annotated=annotated)
         kinds = optimizer_memory_kinds(state, mesh, memory)[-len(match.specs) :]
         parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds)
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
