@@ -20,7 +20,6 @@ _TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
 _SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_NAME = re.compile(r'loc\("([^"]*)"')
 _ON_HOST = re.compile(r'mhlo.memory_kind = "(?:un)?pinned_host"')
 _PLACEMENT = re.compile(r'_xla_buffer_placement = "(\w+)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
@@ -149,11 +148,11 @@ class _Reader:
             placement = _PLACEMENT.search(attributes["mhlo.frontend_attributes"])
             name = "to_host" if placement and placement[1].endswith("host") else "to_device"
             attributes = {}
-        source = _NAME.match(str(item.location))
+        source = getattr(item.location, "name_str", "")  # unlike its text, without the stack of the call
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
         for output in outputs:
             output.on_host = name == "to_host" or (name in KEEP_MEMORY and any(x.on_host for x in inputs))
-        operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
+        operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source)
         if name == "while":
             self.loop(operation, regions, values)
         elif name in ("case", "if"):
