@@ -260,7 +260,7 @@ def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
     constant: set[int] = set()
     uses: dict[int, Operation] = {}
     arrays = []
-    for operation, _ in block.walk():
+    for operation in block.walk():
         for array in operation.inputs:
             if operation.outputs and operation.outputs[0].shape == array.shape and not operation.bodies:
                 uses.setdefault(id(array), operation)
@@ -284,7 +284,7 @@ def _remove_unused(block: Block) -> None:
             continue
         for body in operation.bodies:
             _remove_unused(body)
-            used |= {id(x) for inner, _ in body.walk() for x in inner.inputs} | set(map(id, body.results))
+            used |= {id(x) for inner in body.walk() for x in inner.inputs} | set(map(id, body.results))
         used |= set(map(id, operation.inputs))
         kept.append(operation)
     block.operations[:] = reversed(kept)
