@@ -54,6 +54,7 @@ from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, witho
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
+from flax_mesh.text import shown
 from flax_mesh.tree import MODEL, OPTIMIZER, Constant, PyTree, named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
@@ -150,6 +151,7 @@ def plan_step(
 
     Raises:
         ConfigError: The arguments have no mesh, several meshes, or another number of devices than the topology.
+        TypeError: `step` has no `trace`.
 
     Example:
         >>> from flax_mesh.plan import plan_step
@@ -160,6 +162,8 @@ def plan_step(
         >>> plan_step(jax.jit(lambda x: x @ x.T), (x,), "v5e:2x4").memory.arguments
         524288
     """
+    if not hasattr(step, "trace"):
+        raise TypeError(f"step must be a function that jax.jit returned, got {shown(step)}.")
     devices = jax.devices() if hardware is None else []
     topology = topology_of_devices(devices) if hardware is None else named_topology(hardware)
     leaves = jax.tree.leaves(arguments)
