@@ -251,15 +251,8 @@ def _assemble(
     given: Given,
     limit: int | None,
 ) -> Plan:
-    moments = timeline(estimated, roles)
-    memory = memory_of(
-        topology,
-        moments,
-        estimated.argument_bytes,
-        (estimated.argument_bytes + estimated.profile.peak,),
-        limit,
-        estimated.host_bytes,
-    )
+    moments, arguments, host = timeline(estimated, roles), estimated.argument_bytes, estimated.host_bytes
+    memory = memory_of(topology, moments, arguments, (arguments + estimated.profile.peak,), limit, host)
     parts = parts_of(estimated, topology)
     parts += waiting(topology, math.fsum(part.seconds for part in parts))
     time = time_of(topology, math.fsum(part.seconds for part in parts), parts, stated)

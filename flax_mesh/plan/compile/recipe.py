@@ -87,17 +87,7 @@ def compile_recipe(
 def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     programs, sent, peak = tuple(map(program_of, answer["programs"])), sent_of(answer["sent"]), answer["peak"]
     findings = [*(Finding(*each) for each in answer["findings"]), *estimate_findings(peak, sent, estimated)]
-    return Compiled(
-        estimated,
-        programs,
-        peak,
-        tuple(answer["groups"]),
-        sent,
-        tuple(findings),
-        answer["seconds"],
-        answer["cpu_seconds"],
-        answer["rss"],
-    )
+    return Compiled(estimated, programs, peak, tuple(answer["groups"]), sent, tuple(findings), *_cost(answer))
 
 
 def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
@@ -106,5 +96,8 @@ def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     peak = round(float(used[1]) * UNITS[used[2]]) if used else 0
     text = " ".join(answer["text"].split())[:300]
     finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
-    cost = answer["seconds"], answer["cpu_seconds"], answer["rss"]
-    return Compiled(estimated, (), peak, (peak,), (), (finding,), *cost)
+    return Compiled(estimated, (), peak, (peak,), (), (finding,), *_cost(answer))
+
+
+def _cost(answer: dict[str, Any]) -> tuple[float, float, int]:
+    return answer["seconds"], answer["cpu_seconds"], answer["rss"]
