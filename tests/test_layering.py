@@ -174,7 +174,7 @@ def test_imports_are_at_the_head_of_the_file():
 OF_SETTINGS = ("plan.search", "cli")
 DOORS = """
     plan.recipe.plan plan.recipe.plan_for plan.recipe._hardware
-    plan.compile.recipe.topology_of train.loop.train train.export.reshard train.metadata.check_resume
+    train.loop.train train.export.reshard train.metadata.check_resume
     train.metadata.repeats_rows train.ray.ray_trainer train.ray._work train.warm_start.check_start_settings
 """
 # Functions that read the settings of a resolved recipe: they record them, compare them with saved ones, or pass them to

@@ -30,7 +30,7 @@ from flax_mesh.mesh.shape import (
     split_between_hosts,
 )
 from flax_mesh.mesh.slices import find_granules, resolve_dcn_dims
-from flax_mesh.mesh.torus.torus import DeviceLike
+from flax_mesh.mesh.torus.torus import DeviceLike, slice_of
 from flax_mesh.text import shortened, shown
 
 _AxisTypes: TypeAlias = AxisType | str | Sequence[AxisType | str] | None
@@ -306,7 +306,7 @@ def _slices_in_environment(devices: Sequence[DeviceLike]) -> str | None:
     """MEGASCALE_NUM_SLICES if the devices are TPUs without a slice index, else None."""
     if not devices or devices[0].platform != "tpu":
         return None
-    if all(getattr(device, "slice_index", None) is not None for device in devices):
+    if None not in map(slice_of, devices):
         return None
     return os.environ.get(_NUM_SLICES_VARIABLE)
 

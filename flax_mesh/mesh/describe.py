@@ -57,7 +57,7 @@ def read_layout(mesh: Mesh) -> MeshLayout:
     coords = {id(device): index for index, device in np.ndenumerate(physical)}
     points = np.array([coords[id(device)] for device in flat]).reshape(*block.shape, len(torus.shape))
     assignment = _assignment_of(points, torus)
-    if assignment is not None and not np.array_equal(_ids(arrange(physical, assignment)), _ids(block)):
+    if assignment is not None and not np.array_equal(arrange(physical, assignment), block):
         assignment = None
     return MeshLayout(granule, splits, block, torus, points, mean_hops(points, torus), assignment)
 
@@ -238,7 +238,3 @@ def device_panels(mesh: Mesh, layout: MeshLayout) -> list[tuple[str, str, list[l
             name = ", ".join(f"{axis} {at}" for axis, at in zip(torus.axes[2:], others, strict=True))
             panels.append((granule, name, plane.T.tolist()))
     return panels
-
-
-def _ids(devices: np.ndarray) -> np.ndarray:
-    return np.array([device.id for device in devices.flat]).reshape(devices.shape)

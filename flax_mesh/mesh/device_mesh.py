@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from flax_mesh.fields import require_types
 from flax_mesh.mesh.shape import integers
 from flax_mesh.mesh.torus.assign import choose_assignment
-from flax_mesh.mesh.torus.torus import DeviceLike, arrange, physical_mesh, read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, arrange, physical_mesh, slice_of
 
 
 def _all_devices() -> list[DeviceLike]:
@@ -89,7 +89,7 @@ def create_hybrid_device_mesh(
     """
     require_types(create_hybrid_device_mesh, devices=devices)
     devices = _all_devices() if devices is None else list(devices)
-    keys = [read_device(device).process if process_is_granule else read_device(device).slice for device in devices]
+    keys = [device.process_index if process_is_granule else slice_of(device) for device in devices]
     if None in keys:
         without = [device.id for device, key in zip(devices, keys, strict=True) if key is None]
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import cast
 from flax_mesh.hardware import chip_of
 from flax_mesh.mesh.device_mesh import group_by_key, in_jax_order
 from flax_mesh.mesh.shape import format_mesh_shape, resolve_dims
-from flax_mesh.mesh.torus.torus import DeviceLike, read_device
+from flax_mesh.mesh.torus.torus import DeviceLike, slice_of
 from flax_mesh.text import count_text, plural
 
 # Axes to split over DCN, least traffic first: pipelines transfer one activation per microbatch, data parallelism one
@@ -36,7 +36,7 @@ def find_granules(
     is one granule if a fast network is known to connect them: the torus of a TPU, or a slice index shared by GPUs.
     Otherwise, or if the product of `dcn_mesh_dims` is the number of processes, each process is a granule.
     """
-    slices = [getattr(device, "slice_index", None) for device in devices]
+    slices = [slice_of(device) for device in devices]
     processes = [device.process_index for device in devices]
     has_slices = None not in slices
     if num_slices is not None and not (has_slices and len(set(slices)) == num_slices):
@@ -115,17 +115,17 @@ def _equal_runs(devices: Sequence[DeviceLike], num_slices: int, source: str) -> 
             f"Valid values: {', '.join(str(n) for n in range(1, len(devices) + 1) if len(devices) % n == 0)}."
         )
     size = len(devices) // num_slices
-    ordered = sorted(in_jax_order(devices), key=lambda device: read_device(device).slice or 0)
+    ordered = sorted(in_jax_order(devices), key=lambda device: slice_of(device) or 0)
     runs = [ordered[start : start + size] for start in range(0, len(devices), size)]
     # If two groups shared a slice, its fast links between them would count as the slow network.
-    for attribute in ("slice", "process"):
-        owners = [{getattr(read_device(device), attribute) for device in run} for run in runs]
+    for kind in ("slice", "process"):
+        owners: list[set[int | None]] = [{getattr(device, f"{kind}_index", None) for device in run} for run in runs]
         several = len({key for ids in owners for key in ids}) > 1
         divided = sorted({key for i, ids in enumerate(owners) for other in owners[:i] for key in ids & other}, key=str)
         if several and divided:
             raise ValueError(
-                f"{source}={num_slices} makes slices of {size} devices, which splits {attribute} "
-                f"{', '.join(map(str, divided))}. Each slice must contain complete {plural(attribute, 2)}."
+                f"{source}={num_slices} makes slices of {size} devices, which splits {kind} "
+                f"{', '.join(map(str, divided))}. Each slice must contain complete {plural(kind, 2)}."
             )
     return runs
 

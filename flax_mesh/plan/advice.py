@@ -19,7 +19,7 @@ from flax_mesh.text import bytes_text
 def surprises(estimated: Estimate, topology: Topology) -> list[Finding]:
     """Loops and kernels that the estimate cannot count, and activations that are gathered."""
     findings: list[Finding] = []
-    for operation, _ in estimated.program.block.walk():
+    for operation in estimated.program.block.walk():
         place = operation.source or operation.kind
         if operation.kind == "while" and not operation.times_known:
             findings.append(

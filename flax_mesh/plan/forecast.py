@@ -92,7 +92,8 @@ def parts_of(estimated: Estimate, topology: Topology, name: str = "", times: int
     parts: list[Part] = []
     for title, phases in groups:
         chosen = [cost for cost in estimated.costs if cost.phase in phases]
-        network = _exchange_seconds([x for x in estimated.exchanges if x.phase in phases], estimated.program, topology)
+        exchanges = [x for x in estimated.exchanges if x.operation.phase in phases]
+        network = _exchange_seconds(exchanges, estimated.program, topology)
         if chosen or network or name:
             parts.append(_part(title, chosen, network, topology, times))
     return parts

@@ -43,15 +43,10 @@ class Plan:
 
     def to_text(self, *, width: int = report.WIDTH) -> str:
         """The tables for a terminal; the last lines are the summary."""
+        lines = [report.hardware_line(self.topology, self.mesh), report.memory_line(self.memory)]
+        lines += [report.time_line(self.time, self.topology.num_devices), *self.notes]
         sections = [
-            "\n".join(
-                [
-                    report.hardware_line(self.topology, self.mesh, width),
-                    report.memory_line(self.memory, width),
-                    report.time_line(self.time, self.topology.num_devices, width),
-                    *(folded(note, width, "  ") for note in self.notes),
-                ]
-            ),
+            report.folded_lines(lines, width),
             report.memory_text(self.memory, width),
             report.part_table(self.time.parts).to_text(width),
             report.traffic_table(self.traffic).to_text(width),

@@ -54,6 +54,7 @@ from flax_mesh.recipe.target import axis_sizes, chip_target, local_target, witho
 from flax_mesh.sharding.abstract import abstract_state
 from flax_mesh.sharding.memory import is_on_host
 from flax_mesh.step.state import TrainState, abstract_train_state
+from flax_mesh.text import shown
 from flax_mesh.tree import MODEL, OPTIMIZER, Constant, PyTree, named_leaves, shard_bytes
 from flax_mesh.user_code import place_of, user_code
 
@@ -150,6 +151,7 @@ def plan_step(
 
     Raises:
         ConfigError: The arguments have no mesh, several meshes, or another number of devices than the topology.
+        TypeError: `step` has no `trace`.
 
     Example:
         >>> from flax_mesh.plan import plan_step
@@ -160,8 +162,10 @@ def plan_step(
         >>> plan_step(jax.jit(lambda x: x @ x.T), (x,), "v5e:2x4").memory.arguments
         524288
     """
+    if not hasattr(step, "trace"):
+        raise TypeError(f"step must be a function that jax.jit returned, got {shown(step)}.")
     devices = jax.devices() if hardware is None else []
-    topology = topology_of_devices(devices) if hardware is None else _named(hardware, "")
+    topology = topology_of_devices(devices) if hardware is None else named_topology(hardware)
     leaves = jax.tree.leaves(arguments)
     meshes = {x.sharding.mesh.abstract_mesh for x in leaves if isinstance(getattr(x, "sharding", None), NamedSharding)}
     if len(meshes) != 1:
@@ -176,7 +180,8 @@ def plan_step(
     return _assemble(topology, sizes, estimated, _roles(arguments, 0), (tokens, flops), Given(), limit)
 
 
-def _named(topology: Topology | str, hardware: str) -> Topology:
+def named_topology(topology: Topology | str, hardware: str = "") -> Topology:
+    """The topology of a text, which may name the chip of the file `hardware` too."""
     if isinstance(topology, Topology):
         return topology
     return parse_topology(topology, load_chip(hardware) if hardware else None)
@@ -185,7 +190,7 @@ def _named(topology: Topology | str, hardware: str) -> Topology:
 def _hardware(config: TrainConfig, topology: Topology | str | None) -> tuple[Topology, dict[str, int], int | None]:
     """(topology, mesh, capacity that the runtime reports). Without a topology, for a run on the devices here."""
     if topology is not None:
-        hardware = _named(topology, config.run.hardware)
+        hardware = named_topology(topology, config.run.hardware)
         return hardware, resolve_mesh(hardware, without_groups(axis_sizes(config.mesh))), None
     target = local_target(config.mesh, config.run.platform)
     mesh = mesh_of(config, target)
@@ -237,10 +242,6 @@ def _kind(path: str, leaf: jax.ShapeDtypeStruct) -> str:
     return "parameters" if path.startswith(MODEL) else "other state"
 
 
-def _given(recipe: Recipe) -> Given:
-    return Given(recipe.model, recipe.optimizer.settings, recipe.target.sizes)
-
-
 def _assemble(
     topology: Topology,
     shape: Mapping[str, int],
@@ -250,15 +251,8 @@ def _assemble(
     given: Given,
     limit: int | None,
 ) -> Plan:
-    moments = timeline(estimated, roles)
-    memory = memory_of(
-        topology,
-        moments,
-        estimated.argument_bytes,
-        (estimated.argument_bytes + estimated.profile.peak,),
-        limit,
-        estimated.host_bytes,
-    )
+    moments, arguments, host = timeline(estimated, roles), estimated.argument_bytes, estimated.host_bytes
+    memory = memory_of(topology, moments, arguments, (arguments + estimated.profile.peak,), limit, host)
     parts = parts_of(estimated, topology)
     parts += waiting(topology, math.fsum(part.seconds for part in parts))
     time = time_of(topology, math.fsum(part.seconds for part in parts), parts, stated)
@@ -291,18 +285,10 @@ def _pipelined(recipe: Recipe, topology: Topology, limit: int | None) -> Plan:
     )
     time = replace(time, flops=computed, bubble=simulated.bubble, schedule=schedule)
     traffic = stage_traffic(topology, shape, schedule, stages)
-    findings = [*memory_findings(memory, _given(recipe))]
-    findings += surprises(stages[0].backward, topology)
-    return Plan(
-        topology,
-        shape,
-        memory,
-        time,
-        tuple(traffic),
-        tuple(findings),
-        summary(topology, memory, time, traffic, _given(recipe)),
-        _notes(recipe, topology, time),
-    )
+    given = Given(recipe.model, recipe.optimizer.settings, shape)
+    findings = (*memory_findings(memory, given), *surprises(stages[0].backward, topology))
+    text, notes = summary(topology, memory, time, traffic, given), _notes(recipe, topology, time)
+    return Plan(topology, shape, memory, time, tuple(traffic), findings, text, notes)
 
 
 class Split(NamedTuple):

@@ -9,7 +9,6 @@ from flax_mesh.plan.results import CATEGORIES, Memory, Part, Time, Traffic
 from flax_mesh.plan.topology import Topology
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import (
-    UNLIMITED,
     Table,
     at_most,
     bytes_text,
@@ -80,26 +79,30 @@ def _is_small(memory: Memory) -> bool:
     return memory.peak < SMALL and memory.fits is not False
 
 
-def hardware_line(topology: Topology, mesh: Mapping[str, int], width: int = UNLIMITED) -> str:
-    return folded(f"{topology.text}: {count_text(topology.num_devices, 'device')}, mesh {mesh_text(mesh)}", width, "  ")
+def folded_lines(lines: Iterable[str], width: int) -> str:
+    return "\n".join(folded(line, width, "  ") for line in lines)
 
 
-def memory_line(memory: Memory, width: int = UNLIMITED) -> str:
+def hardware_line(topology: Topology, mesh: Mapping[str, int]) -> str:
+    return f"{topology.text}: {count_text(topology.num_devices, 'device')}, mesh {mesh_text(mesh)}"
+
+
+def memory_line(memory: Memory) -> str:
     text = f"{VERDICTS[memory.fits]}: {peak_text(memory, memory.capacity)} per device"
-    if memory.fits is False and memory.capacity is not None:
-        text += f", {bytes_text(memory.peak - memory.capacity)} too much"
+    if memory.fits is False:
+        text += f", {bytes_text(memory.missing)} too much"
     if memory.reserve:
         text += f" (without a reserve of {bytes_text(memory.reserve)})"
-    return folded(text, width, "  ")
+    return text
 
 
-def time_line(time: Time, num_devices: int, width: int = UNLIMITED) -> str:
+def time_line(time: Time, num_devices: int) -> str:
     texts = [f"step {time_text(time.seconds)}", *rates(time)]
     if time.tokens_per_s is not None:
         texts.insert(2, f"{number(time.tokens_per_s / num_devices)} tok/s per device")
     if time.bubble:
         texts.append(f"bubble {time.bubble:.1%}")
-    return folded(", ".join(texts), width, "  ")
+    return ", ".join(texts)
 
 
 def rates(time: Time) -> list[str]:
@@ -108,9 +111,9 @@ def rates(time: Time) -> list[str]:
     return [*tokens, *([] if time.mfu is None else [f"mfu {time.mfu:.1%}"])]
 
 
-def memory_text(memory: Memory, width: int = UNLIMITED) -> str:
+def memory_text(memory: Memory, width: int) -> str:
     table = [] if _is_small(memory) else [memory_table(memory).to_text()]
-    return "\n".join([*table, *(folded(note, width, "  ") for note in memory_notes(memory))])
+    return "\n".join([*table, folded_lines(memory_notes(memory), width)])
 
 
 def memory_notes(memory: Memory) -> list[str]:
@@ -130,7 +133,7 @@ def memory_notes(memory: Memory) -> list[str]:
     return notes
 
 
-def findings_text(findings: Sequence[Finding], width: int = UNLIMITED) -> str:
+def findings_text(findings: Sequence[Finding], width: int) -> str:
     lines = at_most([folded(f"- {finding}", width, "  ") for finding in findings])
     return "\n".join([count_text(len(findings), "finding") + ":", *lines]) if findings else "no findings"
 

@@ -52,7 +52,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("axes", [("a",), ("b",), ("c",), ("a", "c"), ("b", "c")], ids="+".join)
+@pytest.mark.parametrize("axes", [("b",), ("a", "c"), ("b", "c")], ids="+".join)
 @pytest.mark.parametrize(("operation", "kind", "payload", "sent"), CASES, ids=[case[1] for case in CASES])
 def test_kind_axes_and_bytes_of_a_collective(mesh, operation, kind, payload, sent, axes):
     program = compiled(mesh, lambda x: operation(x, axes), (32, 4), specs=(P(("a", "b", "c")),))

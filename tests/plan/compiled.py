@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from flax_mesh.hlo.collectives import read_collectives
 from flax_mesh.hlo.program import read_hlo
-from flax_mesh.plan.compile import stages
+from flax_mesh.plan.compile import worker
 from flax_mesh.plan.forecast import Estimate, estimate
 from flax_mesh.plan.recipe import Split, split_recipe
 from flax_mesh.recipe.resolve import derive
@@ -62,7 +62,7 @@ def compiled(case: Case) -> Programs:
 def compile_here(case: Case) -> Programs:
     mesh = _real_mesh(case)
     if case.is_pipeline:
-        programs = stages.compiled_stages(_split(case, mesh.abstract_mesh), mesh)
+        programs = worker.compiled_stages(_split(case, mesh.abstract_mesh), mesh)
         return {name: _figures(program, mesh, case) for name, program in programs.items()}
     step, arguments = case.make(mesh, **case.settings)
     return {"step": _figures(step.lower(*arguments).compile(), mesh, case)}

@@ -65,6 +65,11 @@ def test_a_loop_of_unknown_length_is_a_finding():
     assert "trip count of this loop is not known" in finding.problem
 
 
+def test_a_step_that_is_not_jitted_is_refused():
+    with pytest.raises(TypeError, match=r"step must be a function that jax\.jit returned, got <function"):
+        plan_step(lambda x: x, (array(8, 8),), "v5e:2x4")
+
+
 def own_step(*arguments: jax.ShapeDtypeStruct):
     return plan_step(jax.jit(lambda *x: x), arguments, "v5e:2x4")
 

@@ -18,7 +18,7 @@ def mesh(request):
     return create_mesh((2, 4), ("a", "b"), axis_types=kinds[request.param])
 
 
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P("b"), P(("a", "b")), P()], ids=str)
+@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P(("a", "b")), P()], ids=str)
 def test_the_result_has_the_spec_and_equal_values_inside_and_outside_of_jit(mesh, spec):
     if spec == P(("a", "b")) and len(set(mesh.axis_types)) == 2:
         error = pytest.raises(ShardingError, match="splits dim 0 over Explicit and Auto axes together")
@@ -34,7 +34,7 @@ def test_the_result_has_the_spec_and_equal_values_inside_and_outside_of_jit(mesh
 def test_manual_axes_are_ignored():
     mesh = create_mesh((2, 4), ("a", "b"))
     with jax.set_mesh(mesh):
-        inside = lambda x: with_sharding_constraint(x, P("a", "b")) * 2  # noqa: E731
+        inside = lambda x: with_sharding_constraint(x, P(("a", "b"))) * 2  # noqa: E731  (8 does not divide 4 rows)
         both = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"))
         assert (jax.jit(both)(X) == X * 2).all()
         some = jax.shard_map(inside, in_specs=P("a"), out_specs=P("a"), axis_names={"a"})  # b is still Auto here

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, PartitionSpec
 
 import flax_mesh as fm
+from flax_mesh.sharding import sharding_fingerprint
 from flax_mesh.sharding.optimizer import _dims, _grown, split_over
 from flax_mesh.train import init_train_state, make_train_step
 from flax_mesh.tree import map_named
@@ -207,13 +208,16 @@ def test_an_optimizer_may_be_annotated_differently_from_its_parameters():
     mesh = fm.create_mesh((2, 2, 1, 2, 1))
     specs = specs_of(fm.abstract_state(make_with(None, OPTIMIZERS["adafactor"]), mesh)["optimizer"]["opt_state"])
     assert (specs["0/v_row/out/kernel"], specs["0/v_col/out/kernel"]) == (P("fsdp"), P("tp"))
-    specs = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh))
+    abstract = fm.abstract_state(make_with(("tp", "dp")), mesh)
+    assert fm.explain_sharding(make_with(("tp", "dp")), mesh).fingerprint == sharding_fingerprint(abstract)
+    specs = specs_of(abstract)
     assert specs["model/out/kernel"] == P("fsdp", "tp")
     assert specs["optimizer/opt_state/0/mu/out/kernel"] == P("tp", "dp")
     split = fm.abstract_state(make_with(("tp", None)), mesh, shard_optimizer_over="dp")
     assert specs_of(split)["optimizer/opt_state/0/nu/out/kernel"] == P(("tp", "dp"), None)
     with pytest.raises(fm.ShardingError, match=r"opt_state/0/mu/out/kernel: its annotation .* names 'nowhere'"):
         fm.abstract_state(make_with(("nowhere", None)), mesh)
+    assert len(fm.explain_sharding(make_with(("nowhere", None)), mesh).findings) == 2  # of both moments
     by_table = specs_of(fm.abstract_state(make_with(("tp", "dp")), mesh, RULES))  # a table overrides the annotations
     assert by_table["optimizer/opt_state/0/mu/out/kernel"] == P("fsdp", "tp")
 

@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -31,7 +31,7 @@ _EITHER_KINDS = ("TPU v5p",)  # one device per chip with megacore, otherwise two
 
 
 class DeviceLike(Protocol):
-    """The attributes that every `jax.Device` has. `read_device` reads the others, such as the coordinates of TPUs."""
+    """The attributes that every `jax.Device` has. TPUs also have `coords`, a core on their chip and a slice index."""
 
     @property
     def id(self) -> int: ...
@@ -44,18 +44,6 @@ class DeviceLike(Protocol):
 
     @property
     def process_index(self) -> int: ...
-
-
-class Device(NamedTuple):
-    """The attributes of a device that a mesh depends on. `coords` are of the chip, `core` is the device within it."""
-
-    id: int
-    platform: str
-    kind: str
-    process: int
-    coords: tuple[int, ...] | None = None
-    core: int = 0
-    slice: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,18 +61,9 @@ class Torus:
         return f"{self.kind} {sides} ({', '.join(self.axes)}), wrapping along {', '.join(rings) or 'none'}"
 
 
-def read_device(device: DeviceLike) -> Device:
-    """The record of a `jax.Device`, or of any object with the same attributes; missing coordinates become None."""
-    coords = getattr(device, "coords", None)
-    return Device(
-        id=device.id,
-        platform=device.platform,
-        kind=device.device_kind,
-        process=device.process_index,
-        coords=None if coords is None else tuple(coords),
-        core=getattr(device, "core_on_chip", 0) or 0,
-        slice=getattr(device, "slice_index", None),
-    )
+def slice_of(device: DeviceLike) -> int | None:
+    """The index of the slice of a device; None if it has none."""
+    return getattr(device, "slice_index", None)
 
 
 def wraps_around(kind: str, shape: Sequence[int]) -> tuple[bool, ...]:
@@ -109,27 +88,26 @@ def physical_mesh(devices: Sequence[DeviceLike]) -> tuple[np.ndarray, Torus]:
     with the same coordinates, missing coordinates, several device kinds, and second cores on a kind that has one device
     per chip.
     """
-    records = [read_device(device) for device in devices]
-    kind = records[0].kind
-    kinds = sorted({record.kind for record in records})
+    kind = devices[0].device_kind
+    kinds = sorted({device.device_kind for device in devices})
     if len(kinds) > 1:
         raise ValueError(f"Devices of one slice must be of one kind; got {', '.join(kinds)}. Pass devices of one kind.")
-    without = [record.id for record in records if record.coords is None or len(record.coords) != 3]
+    coords: list[tuple[int, ...]] = [tuple(getattr(device, "coords", None) or ()) for device in devices]
+    without = [device.id for device, place in zip(devices, coords, strict=True) if len(place) != 3]
     if without:
         raise ValueError(f"{kind} devices need coords (x, y, z); these ids have none: {_few(without)}.")
-    cores = max(record.core for record in records) - min(record.core for record in records) + 1
-    second = [record.id for record in records if record.core != 0]
+    cores: list[int] = [getattr(device, "core_on_chip", 0) or 0 for device in devices]
+    second = [device.id for device, core in zip(devices, cores, strict=True) if core]
     if second and kind not in _FLAT_KINDS + _CORE_KINDS + _EITHER_KINDS:
         raise ValueError(
             f"A mesh of {kind} requires one device per chip, but these ids are a second core: {_few(second)}. "
             "Run with megacore, which makes each chip one device."
         )
-    axes = ("x", "y", "z")
-    points = [record.coords for record in records]
+    axes, points = ("x", "y", "z"), coords
     if kind in _FLAT_KINDS:
-        axes, points = ("x", "y", "core"), [(*record.coords[:2], record.core) for record in records if record.coords]
-    elif cores > 1 or kind in _CORE_KINDS:
-        axes, points = (*axes, "core"), [(*record.coords, record.core) for record in records if record.coords]
+        axes, points = ("x", "y", "core"), [(x, y, core) for (x, y, _), core in zip(coords, cores, strict=True)]
+    elif len({*cores}) > 1 or kind in _CORE_KINDS:
+        axes, points = (*axes, "core"), [(*place, core) for place, core in zip(coords, cores, strict=True)]
     grid = _fill_cuboid(devices, np.array(points), kind, axes)
     return grid, Torus(kind, axes, grid.shape, wraps_around(kind, grid.shape))
 

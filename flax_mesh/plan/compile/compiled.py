@@ -6,7 +6,7 @@ from typing import Any
 from flax_mesh.plan.compile import report
 from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.report import WIDTH, findings_text
+from flax_mesh.plan.report import WIDTH, findings_text, folded_lines
 from flax_mesh.sharding.rules import Finding
 from flax_mesh.text import plain_data
 
@@ -48,13 +48,9 @@ class Compiled:
 
     def to_text(self, *, width: int = WIDTH) -> str:
         """The tables for a terminal."""
+        cost = report.cost_line(self.plan, self.seconds, self.cpu_seconds, self.rss)
         sections = [
-            "\n".join(
-                [
-                    report.cost_line(self.plan, self.seconds, self.cpu_seconds, self.rss, width),
-                    report.memory_line(self.plan, self.fits, self.peak, width),
-                ]
-            ),
+            folded_lines([cost, report.memory_line(self.plan, self.fits, self.peak)], width),
             report.programs_text(self.programs, width),
             report.arrays_text(self.programs, width),
             report.traffic_text(self.sent, self.plan, width) if self.programs else "",

@@ -10,10 +10,10 @@ from jax.stages import Compiled
 from flax_mesh.hlo.collectives import Collective, read_collectives
 from flax_mesh.hlo.program import OP_NAME, Array, HloProgram, read_hlo, source_of
 from flax_mesh.plan.compile.live import Buffer, largest, walk
-from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent
+from flax_mesh.plan.compile.results import CompiledProgram, LiveArray, Sent, summed
 from flax_mesh.plan.compile.target import slice_mesh
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import grouped, listed
+from flax_mesh.text import listed
 
 MOST_ARRAYS = 10
 SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -51,7 +51,7 @@ def read_program(
     walked, host = walk(hlo), sum(hosted.values())
     live = [_live(group, size, hlo, paths) for group, size in largest(walked.at_peak, MOST_ARRAYS + len(hosted))]
     shown = tuple([each for each in live if each.operation not in hosted][:MOST_ARRAYS])
-    memory, sent = memory_of(program, platform, host), _sums(collectives)
+    memory, sent = memory_of(program, platform, host), tuple(summed(map(_sent, collectives)))
     figures = CompiledProgram(name, times, *memory, walked.peak - host, shown, sent)
     return Reading(figures, gathers(collectives, walked.weights, hlo), hlo)
 
@@ -112,16 +112,9 @@ def operation_text(source: str) -> str:
     return phase + re.sub(r"\.\d+$", "", last)  # `broadcast.92` is the compiler's
 
 
-def _sums(collectives: Sequence[Collective]) -> tuple[Sent, ...]:
-    groups = grouped(collectives, lambda collective: (collective.kind, collective.axes))
-    return tuple(
-        Sent(*key, sum(x.times for x in group), float(sum(operand_bytes(x) * x.times for x in group)))
-        for key, group in groups.items()
-    )
-
-
-def operand_bytes(collective: Collective) -> float:
-    return collective.payload_bytes / (collective.group_size if collective.kind == "all-gather" else 1)
+def _sent(collective: Collective) -> Sent:
+    operands = collective.payload_bytes / (collective.group_size if collective.kind == "all-gather" else 1)
+    return Sent(collective.kind, collective.axes, collective.times, operands * collective.times)
 
 
 def gathers(collectives: Sequence[Collective], weights: frozenset[str], program: HloProgram) -> list[Finding]:

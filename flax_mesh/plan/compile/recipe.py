@@ -11,16 +11,13 @@ from typing import Any
 
 from flax_mesh.errors import ConfigError
 from flax_mesh.fields import check_types
-from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.child import ask
 from flax_mesh.plan.compile.compiled import Compiled
 from flax_mesh.plan.compile.report import estimate_findings
 from flax_mesh.plan.compile.results import program_of, sent_of
 from flax_mesh.plan.compile.target import check_target
 from flax_mesh.plan.plan import Plan
-from flax_mesh.plan.recipe import plan
-from flax_mesh.plan.topology import Topology, parse_topology
-from flax_mesh.recipe.config import TrainConfig
+from flax_mesh.plan.recipe import named_topology, plan
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import apply_overrides, setting_of
 from flax_mesh.sharding.rules import Finding
@@ -69,7 +66,7 @@ def compile_recipe(
     if not (math.isfinite(limit) and limit > 0):
         raise ConfigError(f"the limit must be a positive number of seconds, got {limit}")
     config = apply_overrides(load_recipe(recipe), overrides)
-    check_target(hardware := topology_of(config, topology))
+    check_target(hardware := named_topology(topology, config.run.hardware))
     if hardware.chip.platform == "gpu":
         given = {"model.attention": getattr(config.model, "attention", ""), "run.attention": config.run.attention}
         other = {name: WITHOUT_CUDNN[name] for name, value in given.items() if value == "auto"}
@@ -87,24 +84,10 @@ def compile_recipe(
     return _refused(estimated, value) if key == "refused" else _compiled(estimated, value)
 
 
-def topology_of(config: TrainConfig, text: str) -> Topology:
-    return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
-
-
 def _compiled(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     programs, sent, peak = tuple(map(program_of, answer["programs"])), sent_of(answer["sent"]), answer["peak"]
     findings = [*(Finding(*each) for each in answer["findings"]), *estimate_findings(peak, sent, estimated)]
-    return Compiled(
-        estimated,
-        programs,
-        peak,
-        tuple(answer["groups"]),
-        sent,
-        tuple(findings),
-        answer["seconds"],
-        answer["cpu_seconds"],
-        answer["rss"],
-    )
+    return Compiled(estimated, programs, peak, tuple(answer["groups"]), sent, tuple(findings), *_cost(answer))
 
 
 def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
@@ -113,5 +96,8 @@ def _refused(estimated: Plan, answer: dict[str, Any]) -> Compiled:
     peak = round(float(used[1]) * UNITS[used[2]]) if used else 0
     text = " ".join(answer["text"].split())[:300]
     finding = Finding("memory", f"the compiler has no program: {text}", "Use more devices, or see the plan's findings")
-    cost = answer["seconds"], answer["cpu_seconds"], answer["rss"]
-    return Compiled(estimated, (), peak, (peak,), (), (finding,), *cost)
+    return Compiled(estimated, (), peak, (peak,), (), (finding,), *_cost(answer))
+
+
+def _cost(answer: dict[str, Any]) -> tuple[float, float, int]:
+    return answer["seconds"], answer["cpu_seconds"], answer["rss"]

@@ -6,24 +6,24 @@ from flax_mesh.plan.compile.results import CompiledProgram, Sent
 from flax_mesh.plan.plan import Plan
 from flax_mesh.plan.report import BYTES, VERDICTS, number, of_capacity, time_text, unit_of
 from flax_mesh.sharding.rules import Finding
-from flax_mesh.text import UNLIMITED, Table, bytes_text, folded, grouped, listed
+from flax_mesh.text import Table, bytes_text, folded, grouped, listed
 
 OFF = 0.1  # an estimate that is off by more is a finding
 SMALL = 0.05  # of the bytes of all collectives: axes with less are not compared
 
 
-def cost_line(plan: Plan, seconds: float, cpu_seconds: float, rss: int, width: int = UNLIMITED) -> str:
+def cost_line(plan: Plan, seconds: float, cpu_seconds: float, rss: int) -> str:
     cost = f"{time_text(seconds)} ({time_text(cpu_seconds)} of CPU time, {bytes_text(rss)} of host memory)"
-    return folded(f"compiled for {plan.topology.text} in {cost}", width, "  ")
+    return f"compiled for {plan.topology.text} in {cost}"
 
 
-def memory_line(plan: Plan, fits: bool | None, peak: int, width: int = UNLIMITED) -> str:
+def memory_line(plan: Plan, fits: bool | None, peak: int) -> str:
     text = f"{VERDICTS[fits]}: {of_capacity(peak, plan.memory.capacity)} per device by XLA"
     text += f"; the estimate is {bytes_text(plan.memory.peak)} ({plan.memory.peak / peak - 1:+.1%})" if peak else ""
-    return folded(text, width, "  ")
+    return text
 
 
-def programs_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> str:
+def programs_text(programs: Sequence[CompiledProgram], width: int) -> str:
     """The programs of a pipeline; the single program of a step is in the line above."""
     if len(programs) < 2:
         return ""
@@ -36,7 +36,7 @@ def programs_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -
     return Table(heads, rows, right=heads[1:]).to_text(width)
 
 
-def arrays_text(programs: Sequence[CompiledProgram], width: int = UNLIMITED) -> str:
+def arrays_text(programs: Sequence[CompiledProgram], width: int) -> str:
     """The largest arrays of the program with the highest peak."""
     if not programs:
         return ""
@@ -63,7 +63,7 @@ def compared(sent: Sequence[Sent], plan: Plan) -> list[tuple[tuple[str, ...], fl
     return sorted(totals, key=lambda row: -max(row[1:]))
 
 
-def traffic_text(sent: Sequence[Sent], plan: Plan, width: int = UNLIMITED) -> str:
+def traffic_text(sent: Sequence[Sent], plan: Plan, width: int) -> str:
     rows = compared(sent, plan)
     if not rows:
         return "no collectives"

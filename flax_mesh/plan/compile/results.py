@@ -1,7 +1,10 @@
 """The compiler's report of a program: memory, arrays and collectives."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from flax_mesh.text import grouped
 
 
 class LiveArray(NamedTuple):
@@ -21,6 +24,15 @@ class Sent(NamedTuple):
     axes: tuple[str, ...]
     times: int  # per execution of the program
     operand_bytes: float  # that the device passes to them
+
+
+def summed(sends: Iterable[Sent], times: int = 1) -> list[Sent]:
+    """The sums per kind and axes of a program that runs so often."""
+    groups = grouped(sends, lambda each: (each.kind, each.axes))
+    return [
+        Sent(*key, times * sum(x.times for x in group), times * math.fsum(x.operand_bytes for x in group))
+        for key, group in groups.items()
+    ]
 
 
 class CompiledProgram(NamedTuple):

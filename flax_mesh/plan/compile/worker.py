@@ -7,7 +7,6 @@ Lines have one key: "progress" (a text), then "result", "refused" (the compiler'
 """
 
 import json
-import math
 import os
 import re
 import resource
@@ -22,26 +21,25 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from flax_mesh.errors import ConfigError
-from flax_mesh.hardware import load_chip
 from flax_mesh.plan.compile.read import Reading, read_program, rematerialized
-from flax_mesh.plan.compile.results import CompiledProgram, Sent
-from flax_mesh.plan.compile.stages import compiled_stages
+from flax_mesh.plan.compile.results import CompiledProgram, Sent, summed
 from flax_mesh.plan.compile.target import devices_target
 from flax_mesh.plan.forecast import Estimate
 from flax_mesh.plan.pipeline import StageEstimate, pipeline_memory
-from flax_mesh.plan.recipe import Split, arguments_of, split_recipe
+from flax_mesh.plan.recipe import Split, arguments_of, named_topology, split_recipe
 from flax_mesh.plan.report import ranges
-from flax_mesh.plan.topology import Topology, parse_topology
+from flax_mesh.plan.topology import Topology
 from flax_mesh.recipe.load import load_recipe
 from flax_mesh.recipe.overrides import apply_overrides
 from flax_mesh.recipe.program import train_program
 from flax_mesh.recipe.resolve import Recipe, derive
 from flax_mesh.recipe.target import chip_target
 from flax_mesh.sharding.memory import is_on_host
-from flax_mesh.text import grouped, plain_data, plural
-from flax_mesh.tree import named_leaves, shard_bytes
+from flax_mesh.text import plain_data, plural
+from flax_mesh.tree import PyTree, named_leaves, shard_bytes
 
 Progress = Callable[[str], None]
 Readings = tuple[list[Reading], dict[str, object]]  # the programs, and the figures of the step
@@ -81,8 +79,7 @@ def compile_request(request: Mapping[str, Any], progress: Progress) -> dict[str,
     """The compiled programs and the figures of a step, as data for `json.dumps`."""
     jax.config.update("jax_traceback_in_locations_limit", FRAMES)
     config = apply_overrides(load_recipe(request["recipe"]), request["overrides"])
-    chip = load_chip(config.run.hardware) if config.run.hardware else None
-    topology, sizes = parse_topology(request["topology"], chip), dict(request["mesh"])
+    topology, sizes = named_topology(request["topology"], config.run.hardware), dict(request["mesh"])
     target = devices_target(topology, sizes)
     if "pp" in sizes:
         recipe = derive(config, chip_target(sizes, topology.chip))
@@ -148,12 +145,32 @@ def _pipeline(recipe: Recipe, topology: Topology, mesh: Mesh, progress: Progress
     programs = {name: readings[id(program)].figures for name, program in compiled.items()}
     stages = [_with_xla(stage, k, programs) for k, stage in enumerate(estimates)]
     memory = pipeline_memory(topology, split.schedule, stages, split.sizes, None)
-    sent = [_sent(group, split) for group in _groups(split, programs)]
     return list(readings.values()), {
         "peak": memory.peak,
         "groups": memory.groups,
-        "sent": max(sent, key=lambda rows: sum(row.operand_bytes for row in rows)),
+        "sent": _sent(split, programs),
     }
+
+
+def compiled_stages(split: Split, mesh: Mesh, say: Progress = lambda text: None) -> dict[str, Compiled]:
+    """ "F0", "B0" and so on -> the compiled program; equal stages are one program, under the name of the first.
+
+    `mesh` is the mesh of one group. Stages are compiled in order: the arguments of a program have the shardings with
+    which XLA returned them before.
+    """
+
+    def make(kind: str, number: int, function: Any, arguments: tuple[PyTree, ...]) -> tuple[Compiled, PyTree]:
+        say(f"compiling {kind} of stage {number} (of stages 0-{split.schedule.num_stages - 1})")
+        lowered = function.lower(*arguments)
+        program = lowered.compile()
+        results = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            lowered.out_info,
+            program.output_shardings,
+        )
+        return program, results
+
+    return {f"{kind}{number}": program for (kind, number), program in split.visit(mesh, make).programs.items()}
 
 
 def _named(names: Sequence[str], split: Split) -> tuple[str, int]:
@@ -191,22 +208,13 @@ def _with_xla(stage: StageEstimate, number: int, programs: Mapping[str, Compiled
     )
 
 
-def _groups(split: Split, programs: Mapping[str, CompiledProgram]) -> list[list[CompiledProgram]]:
-    """The programs of every group, one entry for each of its stages."""
-    owner = split.schedule.stage_to_group
-    return [
-        [program for name, program in programs.items() if owner[int(name[1:])] == group]
-        for group in range(split.schedule.num_groups)
-    ]
-
-
-def _sent(programs: Sequence[CompiledProgram], split: Split) -> list[Sent]:
-    """The collectives of a group per step."""
-    sends, count = [x for program in programs for x in program.sent], split.schedule.num_microbatches
-    return [
-        Sent(*key, count * sum(x.times for x in group), count * math.fsum(x.operand_bytes for x in group))
-        for key, group in sorted(grouped(sends, lambda x: (x.kind, x.axes)).items())
-    ]
+def _sent(split: Split, programs: Mapping[str, CompiledProgram]) -> list[Sent]:
+    """The collectives of the busiest group per step."""
+    groups: list[list[Sent]] = [[] for _ in range(split.schedule.num_groups)]
+    for name, program in programs.items():
+        groups[split.schedule.stage_to_group[int(name[1:])]] += program.sent
+    sums = [sorted(summed(sends, split.schedule.num_microbatches)) for sends in groups]
+    return max(sums, key=lambda rows: sum(row.operand_bytes for row in rows))
 
 
 if __name__ == "__main__":

@@ -34,10 +34,6 @@ class Exchange(NamedTuple):
     result_bytes: int = 0  # on one device
 
     @property
-    def phase(self) -> str:
-        return self.operation.phase
-
-    @property
     def payload_bytes(self) -> int:
         """As `hlo.collectives` defines it."""
         return self.result_bytes if self.kind == "all-gather" else self.operand_bytes

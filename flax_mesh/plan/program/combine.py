@@ -84,8 +84,8 @@ class _Graph:
         self.home: list[int] = []  # of a merged node, the one that it is part of
         below: dict[int, tuple[int, ...]] = {}  # by the id of an operation
         for operation in block.operations:
-            inner = (each for body in operation.bodies for each, _ in body.walk())
-            inputs = [*operation.inputs, *(x for each in inner for x in each.inputs)]
+            inner = (x for body in operation.bodies for each in body.walk() for x in each.inputs)
+            inputs = [*operation.inputs, *inner]
             children = dict.fromkeys(at for x in inputs for at in below.get(id(x.producer), ()))
             if is_sum := bool(_sums(operation, exchanges)):
                 self.operations[len(self.children)] = operation

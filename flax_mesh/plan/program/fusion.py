@@ -102,7 +102,7 @@ class _Fusion:
             for array in carried_inputs(operation) if operation.kind == "while" else operation.inputs:
                 uses.setdefault(id(self._narrow(operation, array)), []).append(operation)
             for body in operation.bodies:
-                for inner, _ in body.walk():
+                for inner in body.walk():
                     for array in inner.inputs:
                         uses.setdefault(id(self._narrow(inner, array)), []).append(operation if self.cpu else inner)
         return uses
@@ -373,8 +373,8 @@ class _Fusion:
                 given[id(argument)] = Buffer(argument.bytes, argument, "", fixed=True)
             else:
                 self.known[id(argument)] = self.known[id(out)] = self.leaves(init)
-        inside = {id(x) for each, _ in body.walk() for x in each.outputs} | set(map(id, body.arguments))
-        captured = {id(x): x for each, _ in body.walk() for x in each.inputs if id(x) not in inside}
+        inside = {id(x) for each in body.walk() for x in each.outputs} | set(map(id, body.arguments))
+        captured = {id(x): x for each in body.walk() for x in each.inputs if id(x) not in inside}
         filled = self._fill(inits)
         reads = self.read(*inits, *captured.values()) | {id(x): Read(x, x.bytes) for x in filled}
         self._forget(filled)
@@ -390,7 +390,7 @@ class _Fusion:
 
         Shardy computes them in the body, for all that use them; the sharding is the one in the body.
         """
-        inside = {(x.shape, x.bits): x for each, _ in loop.bodies[0].walk() for x in each.outputs}
+        inside = {(x.shape, x.bits): x for each in loop.bodies[0].walk() for x in each.outputs}
         reads: dict[int, Read] = {}
         for init in loop.inputs:
             x = inside.get((init.shape, init.bits))

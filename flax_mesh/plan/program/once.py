@@ -23,7 +23,7 @@ def remove_single_trips(block: Block, exchanges: Sequence[Exchange]) -> list[Exc
             array = same[id(array)]
         return array
 
-    blocks = [block, *(body for operation, _ in block.walk() for body in operation.bodies)]
+    blocks = [block, *(body for operation in block.walk() for body in operation.bodies)]
     for each in blocks:
         seen: dict[Hashable, Operation] = {}
         for operation in each.operations:

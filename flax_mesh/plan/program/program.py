@@ -72,12 +72,12 @@ class Block:
     operations: list[Operation] = field(default_factory=list)
     results: tuple[Array, ...] = ()
 
-    def walk(self, times: float = 1) -> Iterator[tuple[Operation, float]]:
-        """Every operation, also those inside of loops, and how often it runs."""
+    def walk(self) -> Iterator[Operation]:
+        """Every operation, also those inside of loops."""
         for operation in self.operations:
-            yield operation, times
+            yield operation
             for body in operation.bodies:
-                yield from body.walk(times * operation.times)
+                yield from body.walk()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -86,7 +86,6 @@ class Program:
 
     block: Block
     axis_sizes: Mapping[str, int]
-    names: tuple[str, ...]  # of the arguments
     donated: Mapping[int, int]  # argument -> result
     platform: str
     excess_precision: bool = True  # XLA may store a value with more bits than the program rounds it to

@@ -16,12 +16,10 @@ from flax_mesh import jax_compat
 from flax_mesh.blockwise.loops import expected_trips
 from flax_mesh.plan.program.program import COLLECTIVES, Array, Block, Operation, Program, Spec, local_shape
 
-BITS = {"i1": 8, "index": 32, "token": 0}
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(?:complex<)?([a-z]+)(\d*)\w*")
 _SPEC = re.compile(r"\[((?:\{[^}]*\}(?:p\d+)?(?:, )?)*)\]")
 _DIM = re.compile(r"\{([^}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_NAME = re.compile(r'loc\("([^"]*)"')
 _ON_HOST = re.compile(r'mhlo.memory_kind = "(?:un)?pinned_host"')
 _PLACEMENT = re.compile(r'_xla_buffer_placement = "(\w+)"')
 _NUMBER = re.compile(r"dense<(-?\d+)>")
@@ -32,22 +30,16 @@ KEEP_MEMORY = frozenset({"dynamic_update_slice", "dynamic_slice", "slice", "resh
 
 
 @lru_cache(65536)
-def _parse_type(text: str) -> tuple[tuple[int, ...], int, str]:
-    """(shape, bits per element, kind) of a type such as `tensor<16x128xbf16>`."""
+def _parse_type(text: str) -> tuple[tuple[int, ...], int, str, str]:
+    """(shape, bits per element, kind, name of the elements) of a type such as `tensor<16x128xbf16>`."""
     match = _TYPE.match(text)
     if match is None:
-        return (), 0, "i"
+        return (), 0, "i", ""
     dims, name, bits = match.groups()
-    width = BITS.get(name + bits) or (16 if name + bits == "bf16" else int(bits or 32))
+    width = 8 if name + bits == "i1" else int(bits or 32)  # "index" has no number
     complex_ = "complex<" in text
     kind = "c" if complex_ else "f" if name.startswith(("f", "bf")) else "i"
-    return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), kind
-
-
-@lru_cache(65536)
-def _element_type(text: str) -> str:
-    match = _TYPE.match(text)
-    return match[2] + match[3] if match else ""
+    return tuple(map(int, dims.split("x")[:-1])), width * (1 + complex_), kind, name + bits
 
 
 @lru_cache(65536)
@@ -74,26 +66,22 @@ class _Reader:
         self.function = next(item for item in module.body.operations if item.operation.name == "func.func")
 
     def array(self, value: ir.Value, spec: Spec | None) -> Array:
-        text = str(value.type)
-        shape, bits, kind = _parse_type(text)
-        if self.widens and _element_type(text) in self.widens:
-            bits = 32
+        shape, bits, kind, name = _parse_type(str(value.type))
+        bits = 32 if name in self.widens else bits
         spec = spec if spec is not None and len(spec) == len(shape) else ((),) * len(shape)
         return Array(shape, bits, kind, spec, local_shape(shape, spec, self.sizes))
 
-    def main(self) -> tuple[Block, tuple[str, ...], dict[int, int]]:
+    def main(self) -> tuple[Block, dict[int, int]]:
         function = self.function
         body = function.regions[0].blocks[0]
         attributes = list(ir.ArrayAttr(function.attributes["arg_attrs"])) if "arg_attrs" in function.attributes else []
-        arguments, names, donated, values = [], [], {}, {}
+        arguments, donated, values = [], {}, {}
         for index, value in enumerate(body.arguments):
             text = str(attributes[index]) if attributes else ""
             specs = _parse_specs(text[text.find("sdy.sharding") :]) if "sdy.sharding" in text else ()
             arguments.append(self.array(value, specs[0] if specs else None))
             arguments[-1].on_host = bool(_ON_HOST.search(text))
             values[value] = arguments[-1]
-            name = _NAME.match(str(value.location))
-            names.append(name[1] if name else f"argument {index}")
             if alias := re.search(r"tf.aliasing_output = (\d+)", text):
                 donated[index] = int(alias[1])
             elif "jax.buffer_donor" in text:
@@ -101,7 +89,7 @@ class _Reader:
         block = Block(tuple(arguments))
         self.widens = jax_compat.float32_on_cpu() if self.cpu else ()
         block.results = tuple(self.block(body, values, block, {}))
-        return block, tuple(names), donated
+        return block, donated
 
     def block(self, body: ir.Block, values: Values, into: Block, seen: Seen) -> list[Array]:
         """Append the operations of an MLIR block to `into`; returns the values that it returns."""
@@ -160,11 +148,11 @@ class _Reader:
             placement = _PLACEMENT.search(attributes["mhlo.frontend_attributes"])
             name = "to_host" if placement and placement[1].endswith("host") else "to_device"
             attributes = {}
-        source = _NAME.match(str(item.location))
+        source = getattr(item.location, "name_str", "")  # unlike its text, without the stack of the call
         outputs = [self.array(value, spec) for value, spec in zip(item.results, specs, strict=True)]
         for output in outputs:
             output.on_host = name == "to_host" or (name in KEEP_MEMORY and any(x.on_host for x in inputs))
-        operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source[1] if source else "")
+        operation = Operation(name, tuple(inputs), tuple(outputs), attributes, source)
         if name == "while":
             self.loop(operation, regions, values)
         elif name in ("case", "if"):
@@ -260,11 +248,11 @@ def _set_phases(block: Block, outer: str) -> None:
 
 def read_program(module: ir.Module, axis_sizes: Mapping[str, int], platform: str, excess_precision: bool) -> Program:
     """The program of a propagated module; see `jax_compat.propagated_module`."""
-    block, names, donated = _Reader(module, axis_sizes, platform).main()
+    block, donated = _Reader(module, axis_sizes, platform).main()
     _remove_unused(block)
     _split_constants(block, axis_sizes)
     _set_phases(block, "")
-    return Program(block, dict(axis_sizes), names, donated, platform, excess_precision)
+    return Program(block, dict(axis_sizes), donated, platform, excess_precision)
 
 
 def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
@@ -272,7 +260,7 @@ def _split_constants(block: Block, sizes: Mapping[str, int]) -> None:
     constant: set[int] = set()
     uses: dict[int, Operation] = {}
     arrays = []
-    for operation, _ in block.walk():
+    for operation in block.walk():
         for array in operation.inputs:
             if operation.outputs and operation.outputs[0].shape == array.shape and not operation.bodies:
                 uses.setdefault(id(array), operation)
@@ -296,7 +284,7 @@ def _remove_unused(block: Block) -> None:
             continue
         for body in operation.bodies:
             _remove_unused(body)
-            used |= {id(x) for inner, _ in body.walk() for x in inner.inputs} | set(map(id, body.results))
+            used |= {id(x) for inner in body.walk() for x in inner.inputs} | set(map(id, body.results))
         used |= set(map(id, operation.inputs))
         kept.append(operation)
     block.operations[:] = reversed(kept)

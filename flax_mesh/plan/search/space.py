@@ -193,7 +193,8 @@ def overrides(settings: Settings) -> list[str]:
 
 def make_space(config: TrainConfig, topology: Topology, fixed: Collection[str] = ()) -> Space:
     """All layouts of a recipe on a topology. The settings of `fixed` stay as they are in `config`."""
-    recipe = _recipe(config, topology)
+    over_fsdp = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
+    recipe = derive(config, chip_target(over_fsdp, topology.chip))
     rules, axes = recipe.rules, _useful_axes(config, recipe)
     state = StateBytes(recipe, topology)
     excluded: Counter[str] = Counter()
@@ -253,11 +254,6 @@ def changes(space: Space, settings: Settings) -> Iterator[Settings]:
 def schedule_settings(schedule: str, virtual: int) -> dict[str, str]:
     """The other schedules have one number of stages per group, their default."""
     return {SCHEDULE: schedule, STAGES: str(virtual) if schedule == "interleaved-1f1b" else "none"}
-
-
-def _recipe(config: TrainConfig, topology: Topology) -> Recipe:
-    sizes = dict.fromkeys(AXIS_NAMES, 1) | {"fsdp": topology.num_devices}
-    return derive(config, chip_target(sizes, topology.chip))
 
 
 def _useful_axes(config: TrainConfig, recipe: Recipe) -> tuple[str, ...]:

@@ -160,9 +160,10 @@ def _explain(
     large: int,
 ) -> Explanation:
     model, optimizer = (modules["model"], modules["optimizer"]) if has_optimizer(modules) else (modules, None)
-    arrays = model_state(state) if optimizer is not None else state
+    arrays, default = model_state(state) if optimizer is not None else state, axes or DEFAULT_AXES
+    kinds = optimizer_memory_kinds(state, mesh, memory)
     if rules is None and not hasattr(model, ATTRIBUTE) and annotations_of(arrays):
-        table, audit = None, _audit_annotations(arrays, mesh, axes or DEFAULT_AXES, large)
+        table, audit = None, _audit_annotations(arrays, mesh, default, large)
     else:
         table = as_rules(partition_rules(model) if rules is None else rules, axes, model_layers(model))
         table = table.without_single_layers(named_leaves(arrays), model)
@@ -170,25 +171,18 @@ def _explain(
     parts, findings = {"model": lay_out(arrays, audit.specs, mesh)}, list(audit.findings)
     if optimizer is not None:
         fallback = complete(table or PartitionRules([]))
-        match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over)
-        kinds = optimizer_memory_kinds(state, mesh, memory)[-len(match.specs) :]
-        parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds)
+        annotated = None if table else match_annotations(state["optimizer"], mesh, default)
+        match = match_optimizer(optimizer, arrays, audit.specs, fallback, mesh, over=over, annotated=annotated)
+        parts["optimizer"] = lay_out(state["optimizer"], match.specs, mesh, kinds[-len(match.specs) :])
         without_parameter = _large_without_parameter(parts["model"], parts["optimizer"], match.specs, mesh, large)
         findings += group_findings([*match.findings, *without_parameter])
     report = _with_rules(analyze_sharding_strategy(parts), table, arrays)
     if optimizer is not None:
         report = replace(report, gradient_bytes=_gradient_bytes(report, nnx.filter_state(arrays, optimizer.wrt)))
-    used_axes = table.axes if table else axes or DEFAULT_AXES
     fingerprint = sharding_fingerprint(nnx.State(parts) if optimizer is not None else parts["model"])
-    return Explanation(
-        report,
-        tuple(audit.uses),
-        rules is None,
-        tuple(findings),
-        used_axes,
-        fingerprint,
-        replicated=tuple(audit.replicated),
-    )
+    uses, problems, replicated = tuple(audit.uses), tuple(findings), tuple(audit.replicated)
+    used_axes = table.axes if table else default
+    return Explanation(report, uses, rules is None, problems, used_axes, fingerprint, replicated=replicated)
 
 
 def _audit_annotations(state: nnx.State, mesh: Mesh | AbstractMesh, axes: PartitionAxis, large: int) -> Audit:

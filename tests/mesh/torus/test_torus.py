@@ -16,7 +16,6 @@ from flax_mesh.mesh.torus.torus import (
     known_assignment,
     mean_hops,
     physical_mesh,
-    read_device,
     wraps_around,
 )
 from tests.hash_seed import printed_with_another_hash_seed
@@ -195,8 +194,3 @@ def test_the_order_does_not_depend_on_the_hash_seed():
     )
     mesh = create_device_mesh((2, 4, 8), tpu_slice("TPU v4", (4, 4, 4)), allow_split_physical_axes=True)
     assert printed_with_another_hash_seed(code) == str([device.id for device in mesh.flat])
-
-
-def test_device_records_have_the_attributes_of_the_device():
-    record = read_device(tpu_slice("TPU v4", (2, 2, 1), slice_index=3)[1])
-    assert (record.kind, record.coords, record.core, record.slice) == ("TPU v4", (1, 0, 0), 0, 3)

@@ -88,3 +88,5 @@ def test_mismatches_of_an_optimizer_are_findings():
     mesh = AbstractMesh((8, 2), ("dp", "tp"))
     copies = explain_sharding(lambda: make(7), mesh, rules, shard_optimizer_over="dp").findings
     assert [finding.path for finding in copies] == ["opt_state/1/0/mu/kernel", "opt_state/1/0/nu/kernel"]
+    with pytest.raises(fm.ConfigError, match="pinned_host needs an optimizer, but make"):
+        explain_sharding(lambda: make()[0], MESH, rules, optimizer_memory="pinned_host")
