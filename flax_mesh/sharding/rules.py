@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from flax_mesh.axes import DEFAULT_AXES, LargestDim, Lost, PartitionAxis, as_entry, as_tuple
 from flax_mesh.errors import ShardingError
 from flax_mesh.fields import check_types, require_types
-from flax_mesh.sharding.table import CompiledRule, Dims, checked_table, compile_table
+from flax_mesh.sharding.table import CompiledRule, Dims, checked_table, compile_table, kinds_of_paths
 from flax_mesh.text import at_most, axes_text, group_lines, group_paths, shown
 from flax_mesh.tree import PyTree, in_stack, named_leaves, ranks_in, without_single_layers
 
@@ -198,23 +198,25 @@ def match_leaves(
     """Specs for (path, leaf) pairs. Unmatched leaves raise; axes that do not fit are left out and listed."""
     rules = rules.without_single_layers(leaves)
     specs, findings, kept, unmatched = [], [], [], []
-    replicated, decided = PartitionSpec(), {}  # by the rule, whether it is in a stack, and the shape
+    replicated, decided = PartitionSpec(), {}
+    kind_of = kinds_of_paths(rules._compiled, rules.layers)  # each kind of layer is matched once
     for path, leaf in leaves:
         shape = getattr(leaf, "shape", None)
         if not shape or not isinstance(shape, tuple):  # objects that are not arrays may have any `shape`
             specs.append(replicated)
             continue
-        index, stacked = rules.find(path), rules.stack(path) is not None
-        if (key := (index, stacked, shape)) in decided:
+        key = (kind_of(path), shape)
+        if key in decided:
             specs.append(decided[key])
             continue
         spec, problems = replicated, []
         if not needs_no_rule(rules, path, shape, min_size):
+            index = rules.find(path)
             if index is None:
                 unmatched.append(f"{path} {tuple(shape)}")  # raised after the loop, with all others
                 continue
             if isinstance(dims := rules.table[index][1], LargestDim):
-                spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, stacked)
+                spec, problem = _split_largest_dim(path, shape, dims.mesh_axes, mesh, rules.stack(path) is not None)
                 if problem:  # reported per leaf, so it is not cached
                     kept.append(problem)
                     specs.append(spec)

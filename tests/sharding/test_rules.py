@@ -105,9 +105,6 @@ def test_the_layer_dim_of_a_scanned_stack_comes_before_the_rule():
     assert specs["q"] == P("fsdp", "tp")
     moments = match_partition_rules(rules, {"mu": {"layers": tree(q=(3, 4, 4))}})
     assert moments["mu"]["layers"]["q"] == P(None, "fsdp", "tp")
-    rules, stack = PartitionRules([("q", ("mlp",))], layers="blocks/0/layers"), {"layers": tree(q=(4, 4))}
-    blocks = match_partition_rules(rules, {"blocks": [stack, stack]})["blocks"]
-    assert [block["layers"]["q"] for block in blocks] == [P(None, "tp"), P("tp")]
 
 
 def test_all_malformed_rules_are_listed_in_one_error():
