@@ -25,7 +25,7 @@ from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableEr
 from flax_mesh.fields import read_file, user_path
 from flax_mesh.store import model_here
 from flax_mesh.text import at_most, listed, path_lines
-from flax_mesh.tree import Shaped
+from flax_mesh.tree import Shaped, in_batches
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -271,14 +271,7 @@ def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int, single: str) -> dic
     wrong += [f"{name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
     if wrong:
         raise ConfigError(path_lines(wrong), head="the safetensors format cannot store:")
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in sorted(arrays, key=_natural):
-        if groups[-1] and size + sizes[name] > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += sizes[name]
+    groups = [*in_batches(sorted(arrays, key=_natural), sizes.__getitem__, max_file_bytes)] or [[]]
     planned = {}
     for number, names in enumerate(groups, 1):
         end, entries = 0, {}
