@@ -3,13 +3,13 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from flax_mesh.checkpoint.hf.kept import end_tokens, read_object
 from flax_mesh.data.corpus import decode
-from flax_mesh.data.tokenizers.process import REPAIR, Process
+from flax_mesh.data.tokenizers.process import REPAIR, Process, Reply
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source
 
@@ -71,7 +71,7 @@ class JsonTokenizer(Process):
         self.name = str(path)
 
     def encode(self, text: str, *, special: bool = True) -> Encoded:
-        ids, ends = self._value("encode every text", {"text": text, "special": special})
+        ids, ends = self._asked("encode every text", {"text": text, "special": special}).value
         # Special tokens end at 0. A normalizer may report more characters than the text has.
         last = np.maximum.accumulate(np.clip(np.array(ends, np.int64), 0, len(text))) if ids else np.zeros(0, np.int64)
         sizes = np.concatenate([[0], np.cumsum(_utf8_sizes(text))])
@@ -79,13 +79,13 @@ class JsonTokenizer(Process):
         return Encoded(np.array(ids, np.int32 if is_small else np.int64), sizes[last])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._value("decode all ids", {"ids": list(map(int, tokens))})
+        return self._asked("decode all ids", {"ids": list(map(int, tokens))}).value
 
-    def _value(self, must: str, request: Mapping[str, object]) -> Any:
-        value, problem, _ = self.ask(request)
-        if problem is not None:
-            raise ConfigError(f"{self.path} must {must}, and failed: {problem}; {REPAIR}, or use another text")
-        return value
+    def _asked(self, must: str, request: Mapping[str, object]) -> Reply:
+        reply = self.ask(request)
+        if reply.problem is not None:
+            raise ConfigError(f"{self.path} must {must}, and failed: {reply.problem}; {REPAIR}, or use another text")
+        return reply
 
 
 def _utf8_sizes(text: str) -> np.ndarray:
