@@ -159,13 +159,13 @@ def _damage(folder: Path, reads: Callable[[str], bool] | None) -> list[str]:
         files = {name: sums for name, sums in files.items() if reads(name)}
     damage: dict[str, str] = {}
     refused: dict[str, OSError] = {}
-    for name, found in _read(folder, list(files), block).items():
-        if isinstance(found, ABSENT):
+    for name, content in _read(folder, list(files), block).items():
+        if isinstance(content, ABSENT):
             damage[name] = "missing"
-        elif isinstance(found, OSError):
-            refused[name] = found
+        elif isinstance(content, OSError):
+            refused[name] = content
         else:
-            damage[name] = _differences(files[name], found, block)
+            damage[name] = _differences(files[name], content, block)
     if refused:
         raise _Refused(*(f"{name}: {error.strerror}" for name, error in refused.items()))
     problems = [f"{name}: {problem}" for name, problem in damage.items() if problem]
@@ -213,10 +213,10 @@ def _marker_problems(folder: Path) -> list[str]:
 
 def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
-    found = _read(folder, names, BLOCK)
-    if errors := [f"{folder / name}: {x.strerror}" for name, x in found.items() if isinstance(x, OSError)]:
+    contents = _read(folder, names, BLOCK)
+    if errors := [f"{folder / name}: {x.strerror}" for name, x in contents.items() if isinstance(x, OSError)]:
         raise OSError("; ".join(errors))
-    return {name: x for name, x in found.items() if not isinstance(x, OSError)}
+    return {name: x for name, x in contents.items() if not isinstance(x, OSError)}
 
 
 def saved_size(folder: Path) -> int:
@@ -251,13 +251,13 @@ def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
     return block, files
 
 
-def _differences(saved: _FileSums, found: _FileSums, block: int) -> str:
+def _differences(saved: _FileSums, now: _FileSums, block: int) -> str:
     """How a file differs from the one that was saved, "" if it does not."""
-    if saved[0] != found[0]:
-        return f"{found[0]} bytes, saved with {saved[0]}"
+    if saved[0] != now[0]:
+        return f"{now[0]} bytes, saved with {saved[0]}"
     differences = [
         f"within bytes {i * block} to {min(saved[0], (i + 1) * block)}: checksum {got}, saved with {value}"
-        for i, (value, got) in enumerate(zip(saved[1], found[1], strict=True))
+        for i, (value, got) in enumerate(zip(saved[1], now[1], strict=True))
         if got != value
     ]
     return f"damaged {', and '.join(differences)}" if differences else ""
@@ -280,14 +280,14 @@ def _read(folder: Path, names: Sequence[str], block: int) -> dict[str, _FileSums
         sizes = {name: _size(folder / name) for name in names}
         starts = [(name, at) for name, size in sizes.items() if isinstance(size, int) for at in range(0, size, block)]
         sums = iter([*pool.map(lambda start: _checksum(folder / start[0], start[1], block), starts)])
-    found: dict[str, _FileSums | OSError] = {}
+    contents: dict[str, _FileSums | OSError] = {}
     for name, size in sizes.items():
         if isinstance(size, OSError):
-            found[name] = size
+            contents[name] = size
         else:
             values = [next(sums) for _ in range(0, size, block)]
-            found[name] = next((x for x in values if isinstance(x, OSError)), (size, values))
-    return found
+            contents[name] = next((x for x in values if isinstance(x, OSError)), (size, values))
+    return contents
 
 
 def _read_object(path: StorePath, block: int) -> _FileSums | OSError:
