@@ -10,8 +10,8 @@ Only this file depends on the key path formats of NNX and JAX.
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from flax_mesh.text import path_lines, shown
 
 # Any tree of JAX: dicts, lists, modules and states, or a single leaf. JAX has no type for it.
 PyTree: TypeAlias = Any
+Item = TypeVar("Item")
 MODEL, OPTIMIZER = "model/", "optimizer/"  # the paths of a train state begin with one of them
 
 
@@ -88,6 +89,20 @@ def array_problem(x: object) -> str:
 def shard_bytes(x: Any) -> int:
     """Bytes of an array, abstract or not, on each of its devices."""
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+def in_batches(items: Iterable[Item], bytes_of: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
+    """The items in order, in lists of at most `most` bytes, or of a single item that has more."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        if batch and size + bytes_of(item) > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += bytes_of(item)
+    if batch:
+        yield batch
 
 
 # A stack is below a list of layers, so its path has at least two names.

@@ -159,26 +159,13 @@ def _damage(folder: Path, reads: Callable[[str], bool] | None) -> list[str]:
         files = {name: sums for name, sums in files.items() if reads(name)}
     damage: dict[str, str] = {}
     refused: dict[str, OSError] = {}
-    in_store = _read_objects(folder, list(files), block) if isinstance(folder, StorePath) else {}
-    for name, (size, _) in files.items():
-        try:
-            damage[name] = _size_problem(in_store.get(name, folder / name), size)
-        except OSError as error:
-            damage[name], refused[name] = "cannot be read", error
-    checked = [(name, sums) for name, (_, sums) in files.items() if not damage[name]]
-    expected = [(name, i * block, value) for name, sums in checked for i, value in enumerate(sums)]
-    if isinstance(folder, StorePath):
-        sums = [x[1][start // block] for name, start, _ in expected if not isinstance(x := in_store[name], OSError)]
-    else:
-        sums = _map([(folder / name, start) for name, start, _ in expected], block)
-    for (name, start, value), got in zip(expected, sums, strict=True):
-        if isinstance(got, ABSENT):
+    for name, content in _read(folder, list(files), block).items():
+        if isinstance(content, ABSENT):
             damage[name] = "missing"
-        elif isinstance(got, OSError):
-            refused[name] = got
-        elif got != value:
-            where = f"within bytes {start} to {min(files[name][0], start + block)}: checksum {got}, saved with {value}"
-            damage[name] = f"{damage[name]}, and {where}" if damage[name] else f"damaged {where}"
+        elif isinstance(content, OSError):
+            refused[name] = content
+        else:
+            damage[name] = _differences(files[name], content, block)
     if refused:
         raise _Refused(*(f"{name}: {error.strerror}" for name, error in refused.items()))
     problems = [f"{name}: {problem}" for name, problem in damage.items() if problem]
@@ -226,23 +213,10 @@ def _marker_problems(folder: Path) -> list[str]:
 
 def checksums_of(folder: Path, names: Sequence[str]) -> dict[str, _FileSums]:
     """Raises one OSError that names every file that cannot be read."""
-    if isinstance(folder, StorePath):
-        objects = _read_objects(folder, names, BLOCK)
-        if errors := [f"{folder / name}: {x.strerror}" for name, x in objects.items() if isinstance(x, OSError)]:
-            raise OSError("; ".join(errors))
-        return {name: x for name, x in objects.items() if not isinstance(x, OSError)}
-    sizes = [(folder / name).stat().st_size for name in names]
-    blocks = [(folder / name, at) for name, size in zip(names, sizes, strict=True) for at in range(0, size, BLOCK)]
-    checksums = _map(blocks, BLOCK)
-    unreadable = [
-        f"{path}: unreadable ({x.strerror})"
-        for (path, _), x in zip(blocks, checksums, strict=True)
-        if not isinstance(x, int)
-    ]
-    if unreadable:
-        raise OSError("; ".join(unreadable))
-    sums = iter(checksums)
-    return {name: (size, [next(sums) for _ in range(0, size, BLOCK)]) for name, size in zip(names, sizes, strict=True)}
+    contents = _read(folder, names, BLOCK)
+    if errors := [f"{folder / name}: {x.strerror}" for name, x in contents.items() if isinstance(x, OSError)]:
+        raise OSError("; ".join(errors))
+    return {name: x for name, x in contents.items() if not isinstance(x, OSError)}
 
 
 def saved_size(folder: Path) -> int:
@@ -277,14 +251,16 @@ def _decode(data: bytes) -> tuple[int, dict[str, _FileSums]]:
     return block, files
 
 
-def _size_problem(file: Path | _FileSums | OSError, size: int) -> str:
-    try:
-        if isinstance(file, OSError):
-            raise file
-        actual = file.stat().st_size if isinstance(file, Path) else file[0]
-    except ABSENT:
-        return "missing"
-    return "" if actual == size else f"{actual} bytes, saved with {size}"
+def _differences(saved: _FileSums, now: _FileSums, block: int) -> str:
+    """How a file differs from the one that was saved, "" if it does not."""
+    if saved[0] != now[0]:
+        return f"{now[0]} bytes, saved with {saved[0]}"
+    differences = [
+        f"within bytes {i * block} to {min(saved[0], (i + 1) * block)}: checksum {got}, saved with {value}"
+        for i, (value, got) in enumerate(zip(saved[1], now[1], strict=True))
+        if got != value
+    ]
+    return f"damaged {', and '.join(differences)}" if differences else ""
 
 
 def files_below(folder: Path) -> Iterator[str]:
@@ -296,25 +272,40 @@ def files_below(folder: Path) -> Iterator[str]:
             yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
-def _read_objects(folder: StorePath, names: Sequence[str], block: int) -> dict[str, _FileSums | OSError]:
-    """Bytes and checksums of objects, or the error of reading one; each is read by one request."""
+def _read(folder: Path, names: Sequence[str], block: int) -> dict[str, _FileSums | OSError]:
+    """Bytes and checksums of files, or the error of reading one."""
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+        if isinstance(folder, StorePath):
+            return dict(zip(names, pool.map(lambda name: _read_object(folder / name, block), names), strict=True))
+        sizes = {name: _size(folder / name) for name in names}
+        starts = [(name, at) for name, size in sizes.items() if isinstance(size, int) for at in range(0, size, block)]
+        sums = iter([*pool.map(lambda start: _checksum(folder / start[0], start[1], block), starts)])
+    contents: dict[str, _FileSums | OSError] = {}
+    for name, size in sizes.items():
+        if isinstance(size, OSError):
+            contents[name] = size
+        else:
+            values = [next(sums) for _ in range(0, size, block)]
+            contents[name] = next((x for x in values if isinstance(x, OSError)), (size, values))
+    return contents
+
+
+def _read_object(path: StorePath, block: int) -> _FileSums | OSError:
+    """As `_read`, by one request."""
     import xxhash
 
-    def read(name: str) -> _FileSums | OSError:
-        try:
-            data = memoryview((folder / name).read_bytes())
-        except OSError as error:
-            return error
-        return len(data), [xxhash.xxh3_64_intdigest(data[at : at + block]) for at in range(0, len(data), block)]
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(read, names), strict=True))
+    try:
+        data = memoryview(path.read_bytes())
+    except OSError as error:
+        return error
+    return len(data), [xxhash.xxh3_64_intdigest(data[at : at + block]) for at in range(0, len(data), block)]
 
 
-def _map(blocks: list[tuple[Path, int]], size: int) -> list[int | OSError]:
-    """Checksum of every (file, first byte), or the error of reading it; hashing releases the GIL."""
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda block: _checksum(block[0], block[1], size), blocks))
+def _size(path: Path) -> int | OSError:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        return error
 
 
 def _checksum(path: Path, start: int, size: int) -> int | OSError:

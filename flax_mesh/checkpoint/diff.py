@@ -12,6 +12,7 @@ import numpy as np
 from flax_mesh.checkpoint.base import read_arrays
 from flax_mesh.checkpoint.read import Array, Record, mesh_of
 from flax_mesh.text import array_text, mesh_text
+from flax_mesh.tree import in_batches
 
 _READ_BYTES = 2**27  # of arrays of each of two checkpoints that are in memory at a time, or the largest array
 COMPARED = 2**22  # elements of two arrays that are compared at a time, as float64
@@ -76,14 +77,7 @@ def read_batch(step: Path, batch: Sequence[Array]) -> dict[str, np.ndarray]:
 
 def batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
     """Arrays in batches of at most _READ_BYTES, or of one array."""
-    batch: list[Array] = []
-    for array in arrays:
-        if batch and sum(x.nbytes for x in batch) + array.nbytes > _READ_BYTES:
-            yield batch
-            batch = []
-        batch.append(array)
-    if batch:
-        yield batch
+    return in_batches(arrays, lambda array: array.nbytes, _READ_BYTES)
 
 
 def _section(name: str, record: Record) -> dict[str, str]:

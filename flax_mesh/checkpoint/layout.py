@@ -19,11 +19,12 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.modes import array_from
 from flax_mesh.processes.agree import Bounds, Shares, bounds, places_of
 from flax_mesh.sharding.memory import is_on_host
-from flax_mesh.text import array_text, at_most, path_lines
+from flax_mesh.text import array_text, at_most, grouped, path_lines
 from flax_mesh.tree import (
     PyTree,
     Shaped,
     array_problem,
+    in_batches,
     in_stack,
     indexed_paths,
     is_key,
@@ -31,6 +32,7 @@ from flax_mesh.tree import (
     named_leaves,
     owners_of,
     path_and_start,
+    shard_bytes,
 )
 
 Target = dict[str, jax.ShapeDtypeStruct]  # the arrays to restore, by path on disk
@@ -351,19 +353,8 @@ def _layer_sharding(stack: object) -> Any:
 
 def _batches(stacks: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[list[str]]:
     """Paths in batches of limited bytes, each on one mesh: a program cannot run on several pipeline groups."""
-    groups: dict[object, list[str]] = {}
-    for path, leaf in stacks.items():
-        groups.setdefault(getattr(leaf.sharding, "mesh", None), []).append(path)
-    for paths in groups.values():
-        batch, size = [], 0
-        for path in paths:
-            leaf = stacks[path]
-            shard = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            if batch and size + shard > _BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-            batch, size = [*batch, path], size + shard
-        yield batch
+    for paths in grouped(stacks, lambda path: getattr(stacks[path].sharding, "mesh", None)).values():
+        yield from in_batches(paths, lambda path: shard_bytes(stacks[path]), _BATCH_BYTES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,6 @@ propagate failures: if one process cannot write, the others would wait in a barr
 """
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from flax_mesh.checkpoint.layout import ShardedArray, Target
 from flax_mesh.errors import CheckpointCorruptedError
 from flax_mesh.jax_compat import deferred_callback
 from flax_mesh.store import StorePath, context
-from flax_mesh.tree import Shaped, named_leaves, nest
+from flax_mesh.tree import Shaped, in_batches, named_leaves, nest, num_bytes
 
 STATE, METADATA = "state", "metadata"  # the two items of a step
 # Bytes of arrays that are read from a store at a time. Compressed and decoded, they take up to twice as much memory.
@@ -243,7 +242,7 @@ def _read_objects(step: StorePath, target: Target) -> Iterator[tuple[str, jax.Ar
     """As `read_arrays`, of a step in a store, which Orbax cannot read; each process reads only its parts of arrays."""
     base, shared = (step / STATE).objects().spec().to_json(), tensorstore.Context(context())
     kvstore = {"driver": "ocdbt", "base": base, **_JOINED}
-    for paths in _batches(target):
+    for paths in in_batches(target, lambda path: num_bytes(target[path]), _BATCH_BYTES):
         specs = [{"driver": "zarr", "kvstore": {**kvstore, "path": f"{path.replace('/', '.')}/"}} for path in paths]
         opened = [tensorstore.open(spec, open=True, context=shared) for spec in specs]
         read = [_start(step.ask(lambda: array), target[path]) for path, array in zip(paths, opened, strict=True)]  # noqa: B023
@@ -266,18 +265,6 @@ def _assembled(leaf: jax.ShapeDtypeStruct, parts: dict[str, np.ndarray]) -> jax.
     if leaf.sharding is None:  # as Orbax: an array of NumPy
         return next(iter(parts.values()))  # pyright: ignore[reportReturnType]
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: parts[str(index)], dtype=leaf.dtype)
-
-
-def _batches(target: Target) -> Iterator[list[str]]:
-    """The paths in order, in lists of arrays that together need a limited memory on the host, or single ones."""
-    batch, size = [], 0
-    for path, leaf in target.items():
-        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
-        if batch and size + nbytes > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch, size = [*batch, path], size + nbytes
-    yield batch
 
 
 def _path(path: Path) -> Any:

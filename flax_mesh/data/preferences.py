@@ -19,7 +19,7 @@ from flax_mesh.data.chats import SAID_EVERY_S, Arrays, Chats, Dataset, Row, read
 from flax_mesh.data.config import ChatConfig
 from flax_mesh.data.evaluation import Evaluate, TracedEvaluate
 from flax_mesh.data.rows.kinds import BadRowError, Message
-from flax_mesh.data.rows.tokens import Encoder, Line
+from flax_mesh.data.rows.tokens import Encoder, Line, num_equal
 from flax_mesh.data.user_batches import RowHashes, hash_rows
 from flax_mesh.errors import ConfigError, Problem
 from flax_mesh.fields import check_types
@@ -177,9 +177,9 @@ def _without_beginning(named: Message) -> tuple[Sequence[Message], Message]:
     chosen, rejected = named.values()
     if not all(isinstance(x, list) for x in (chosen, rejected)):
         raise BadRowError("without 'prompt', 'chosen' and 'rejected' must be lists of messages")
-    same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), None)
-    if not same:
-        reason = "they differ in the first" if same == 0 else "one of them begins the other"
+    same, least = num_equal(chosen, rejected), min(len(chosen), len(rejected))
+    if same in (0, least):
+        reason = "one of them begins the other" if same == least else "they differ in the first"
         raise BadRowError(f"'chosen' and 'rejected' must begin with the same messages, and then differ, but {reason}")
     return chosen[:same], {name: messages[same:] for name, messages in named.items()}
 

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 from flax_mesh.axes import PartitionAxis
 from flax_mesh.data.batches import sample_rows
 from flax_mesh.data.iterators import KEPT, METHODS, IteratorBatches, State, StreamBatches, decode, encode
+from flax_mesh.data.rows.tokens import num_equal
 from flax_mesh.data.streams.process_rows import global_shapes, of_processes, row_digests, state_of_shard
 from flax_mesh.data.streams.rollouts import Rollouts
 from flax_mesh.errors import ConfigError
@@ -65,7 +66,7 @@ def row_changes(saved: str, now: str) -> tuple[str, list[str]]:
     ('3 rows', ['4 rows, 1 changed, the first difference at row 2', '4 rows, 1 added, the first difference at row 2'])
     """
     old, new = (_hashes(base64.b64decode(text)) for text in (saved, now))
-    first = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b), min(len(old), len(new)) + 1)
+    first = num_equal(old, new) + 1
     gone, come = (Counter(a) - Counter(b) for a, b in ((old, new), (new, old)))
     changed = min(gone.total(), come.total())
     counts = {"changed": changed, "added": come.total() - changed, "removed": gone.total() - changed}

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, or the tokenizer.json of a Hugging Face model. Files are untrusted."""
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from flax_mesh.checkpoint.hf.kept import end_tokens, read_object
 from flax_mesh.data.corpus import decode
-from flax_mesh.data.tokenizers.process import TokenizerProcess
+from flax_mesh.data.tokenizers.process import REPAIR, Process, Reply
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference.source import Source
 
@@ -56,17 +56,22 @@ class Bytes:
         return decode(np.asarray(tokens, np.int64))
 
 
-class JsonTokenizer:
+class JsonTokenizer(Process):
     """A tokenizer.json, read by the package tokenizers in a separate process."""
 
     is_bytes = False
 
     def __init__(self, path: Path):
+        if importlib.util.find_spec("tokenizers") is None:
+            raise ConfigError(
+                f'{path} requires the package tokenizers, which is not installed: pip install "flax-mesh[generate]"'
+            )
+        read_object(path)
+        super().__init__("tokenizers", path)
         self.name = str(path)
-        self._tokenizer = _read(path)
 
     def encode(self, text: str, *, special: bool = True) -> Encoded:
-        ids, ends = self._tokenizer.encode(text, special=special)
+        ids, ends = self._asked("encode every text", {"text": text, "special": special}).value
         # Special tokens end at 0. A normalizer may report more characters than the text has.
         last = np.maximum.accumulate(np.clip(np.array(ends, np.int64), 0, len(text))) if ids else np.zeros(0, np.int64)
         sizes = np.concatenate([[0], np.cumsum(_utf8_sizes(text))])
@@ -74,7 +79,13 @@ class JsonTokenizer:
         return Encoded(np.array(ids, np.int32 if is_small else np.int64), sizes[last])
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(map(int, tokens)))
+        return self._asked("decode all ids", {"ids": list(map(int, tokens))}).value
+
+    def _asked(self, must: str, request: Mapping[str, object]) -> Reply:
+        reply = self.ask(request)
+        if reply.problem is not None:
+            raise ConfigError(f"{self.path} must {must}, and failed: {reply.problem}; {REPAIR}, or use another text")
+        return reply
 
 
 def _utf8_sizes(text: str) -> np.ndarray:
@@ -92,15 +103,6 @@ def open_tokenizer(source: Source) -> Tokenizer | None:
         return Bytes()
     path = source.files / FILE
     return JsonTokenizer(path) if path.is_file() else None
-
-
-def _read(path: Path) -> TokenizerProcess:
-    if importlib.util.find_spec("tokenizers") is None:
-        raise ConfigError(
-            f'{path} requires the package tokenizers, which is not installed: pip install "flax-mesh[generate]"'
-        )
-    read_object(path)
-    return TokenizerProcess(path)
 
 
 def stop_tokens(source: Source) -> tuple[int, ...]:

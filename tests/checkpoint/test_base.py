@@ -20,7 +20,7 @@ from flax_mesh.checkpoint.checksums import RECORD
 from flax_mesh.checkpoint.find import find_valid
 from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.orbax import stored_arrays
-from flax_mesh.checkpoint.read import folder_size, read_record, read_tree
+from flax_mesh.checkpoint.read import read_record, read_tree
 from flax_mesh.cli.common import FINDINGS
 from flax_mesh.cli.main import main
 from flax_mesh.errors import CheckpointCorruptedError
@@ -90,7 +90,6 @@ def test_a_checkpoint_without_the_frozen_weights_is_restored_in_every_layout_and
     with Checkpointer(tmp_path / "whole") as checkpointer:
         checkpointer.save(1, state)
         other = checkpointer.restore(layout_of(**OTHER))
-    assert folder_size(folder / "1" / "state")[1] < folder_size(tmp_path / "whole" / "1" / "state")[1] / 2
     with Checkpointer(folder) as checkpointer:
         assert_same(checkpointer.restore(layout_of()), state)
         restored = checkpointer.restore(layout_of(**OTHER))

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
-from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh, init_state
+from flax_mesh import ConfigError, SaveError, abstract_state, create_mesh
 from flax_mesh.checkpoint import Checkpointer, orbax
 from flax_mesh.checkpoint.writer import Writer
 from flax_mesh.models import Decoder
@@ -92,30 +91,6 @@ def test_another_model_is_refused_with_the_paths_and_both_shapes(tmp_path):
     assert "model/head/kernel: only in the model, f32[16,32]" in text
     assert "optimizer/opt_state/0/mu/head/kernel: only in the model" in text and "\n  and 12 more\n" in text
     assert "layers/0/mlp/up" not in text
-
-
-def test_random_keys_and_batch_statistics_are_saved_and_restored(tmp_path):
-    split, replicated = (jax.NamedSharding(create_mesh(), spec) for spec in (jax.P("fsdp"), jax.P()))
-    kinds = (("threefry2x32", split), ("rbg", split), ("unsafe_rbg", replicated))
-    keys = {impl: jax.device_put(jax.random.split(jax.random.key(3, impl=impl), 8), place) for impl, place in kinds}
-
-    def make():
-        stack = nnx.vmap(lambda k: nnx.Dropout(0.5, rngs=nnx.Rngs(k)))(jax.random.split(jax.random.key(1), 3))
-        other = nnx.Dropout(0.5, rngs=nnx.Rngs(jax.random.key(2, impl="rbg")))
-        return nnx.Dict(other=other, layers=stack, norm=nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
-
-    state: Any = init_state(make, abstract_state(make, create_mesh(), [(".*", ())]))
-    state |= {"keys": nnx.State(keys)}
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
-        with pytest.raises(ConfigError, match="contains no checkpoint"):
-            checkpointer.restore(abstract)
-        checkpointer.save(1, state, {"step": 1, "text": "ä"})
-        checkpointer.wait()
-        got = checkpointer.restore(abstract)
-        assert checkpointer.metadata(1) == {"step": 1, "text": "ä"}
-    assert sum(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(got)) == 5
-    check_leaves(state, got)
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ DTYPES = ["bool", "int4", "int8", "uint16", "float16", "bfloat16", "float8_e4m3f
 
 def stored() -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 8)
-    split = jax.NamedSharding(fm.create_mesh((8,), ("fsdp",)), P("fsdp"))
+    mesh = fm.create_mesh((8,), ("fsdp",))
+    split, columns = (jax.NamedSharding(mesh, spec) for spec in (P("fsdp"), P(None, "fsdp")))
     dropout = nnx.Sequential(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     return {
         "jax": {name: jnp.ones((8,), name) for name in DTYPES},
@@ -33,14 +34,21 @@ def stored() -> dict[str, Any]:
             "scalar": np.int64(2**40),
             "bool": np.bool_(True),
         },
-        "empty": {"jax": jnp.zeros((0, 2)), "numpy": np.zeros((0, 2)), "keys": keys[:0], "on one": jnp.zeros(0)},
+        "empty": {
+            "jax": jnp.zeros((0, 2)),
+            "numpy": np.zeros((0, 2)),
+            "keys": keys[:0],
+            "split": jax.device_put(jnp.zeros((0, 8), jnp.bfloat16), columns),
+        },
         "keys": {"one": keys[0], "many": keys, "rbg": jax.random.key(1, impl="rbg"), "dims": keys.reshape(2, 4)},
-        "split keys": jax.device_put(keys, split),
+        "split keys": jax.device_put([keys, jax.random.split(jax.random.key(1, impl="rbg"), 8)], split),
+        "unsafe keys": jax.random.key(2, impl="unsafe_rbg"),
         "on another device": jax.device_put((jnp.ones(3), keys[1]), jax.devices()[3]),
         "python": {"int": 3, "large": 2**62, "float": 0.1, "bool": True, "complex": 1j, "none": None},
         "not contiguous": np.arange(6.0).reshape(2, 3).T,
         "model": nnx.state(dropout),
         "layers": {
+            "empty": jnp.zeros((2, 0)),
             "q": jnp.arange(6.0).reshape(2, 3),
             "numpy": np.arange(6.0).reshape(2, 3),
             "keys": keys[:2],
@@ -63,8 +71,12 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_every_kind_of_leaf_that_is_saved_is_restored_as_it_was(tmp_path):
     tree = stored()
     with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
-        checkpointer.save(1, tree)
+        with pytest.raises(ConfigError, match="contains no checkpoint"):
+            checkpointer.restore(tree)
+        checkpointer.save(1, tree, {"step": 1, "text": "ä"})
         assert_same(checkpointer.restore(tree), tree)
+        assert checkpointer.metadata(1) == {"step": 1, "text": "ä"}
+        assert not [path for path in checkpointer.arrays(1) if "empty" in path]
         found, report = checkpointer.restore_partial(
             {**tree, "python": jax.tree.map(lambda x: type(x)(), tree["python"])}
         )

@@ -1,4 +1,4 @@
-"""Partial restores: parameters alone, subtrees, other dtypes, other models, arrays of size zero."""
+"""Partial restores: parameters alone, subtrees, other dtypes, other models."""
 
 import dataclasses
 
@@ -146,21 +146,6 @@ def test_a_partial_restore_of_nothing_is_an_error(checkpointer):
         checkpointer.restore_partial(other, include="model/embed/kernel")
     with pytest.raises(ConfigError, match="no path starts with 'encoder/'"):
         checkpointer.restore_partial(other, include="encoder/")
-
-
-def test_arrays_of_size_zero_are_restored_without_being_stored(tmp_path):
-    replicated, split = (jax.NamedSharding(create_mesh(), spec) for spec in (jax.P(), jax.P(None, "fsdp")))
-    rest = {"layers": {"kernel": jnp.zeros((3, 0), jnp.bfloat16)}, "some": jnp.ones(8)}
-    rest |= {"keys": jax.random.split(jax.random.key(0), 0)}
-    state = nnx.State({"none": jax.device_put(jnp.zeros((0, 8)), split), **jax.device_put(rest, replicated)})
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    with Checkpointer(tmp_path, layers=["layers"]) as checkpointer:
-        checkpointer.save(1, state, {})
-        checkpointer.wait()
-        assert list(checkpointer.arrays(1)) == ["some"]
-        partial, report = checkpointer.restore_partial(state)
-        check_leaves(state, checkpointer.restore(abstract), partial)
-    assert report.restored == ("some",) and not report.unchanged
 
 
 def test_a_stack_is_unchanged_if_only_some_of_its_layers_are_included(checkpointer):

@@ -277,7 +277,8 @@ def check_hostile_template(template: str, problem: str, folder: Path, monkeypatc
     (folder / "tokenizer.json").touch()  # of the stand-in
     config = config_of(folder / "a.jsonl", [{"messages": CHAT}])
     source: Any = SimpleNamespace(files=folder, model=SimpleNamespace(vocab_size=len(VOCABULARY)))
-    for call in (lambda: read(config), lambda: chat.Conversation(source).ask("a")):
+    calls = (lambda: read(config), lambda: chat.Conversation(source).ask("a"))
+    for call in calls[: 1 if "did not end" in problem else 2]:  # that one computes for a second
         monkeypatch.setattr(tokenizer_process, "SECONDS", 60)
         tokenizer = open_tokenizer(str(folder), len(VOCABULARY))
         for module in (chats, chat):

@@ -1,17 +1,19 @@
 """Checkpoints of a small decoder as a run on text saves them, in any layout, and a tokenizer.json."""
 
 import json
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from flax_mesh import named_leaves
 from flax_mesh.checkpoint import Checkpointer
-from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
+from flax_mesh.models import Decoder, DecoderConfig, make_decoder, next_token_loss
 from flax_mesh.recipe.overrides import to_texts
 from flax_mesh.recipe.saved import FORMAT
 from flax_mesh.train import DataConfig, MeshConfig, RunConfig, TrainConfig, apply_overrides, build_program
@@ -79,6 +81,19 @@ def random_state(layout: Any) -> Any:
     tree = layout.to_nnx()
     leaves = [value(path, x) for path, x in named_leaves(tree)]
     return layout.with_state(jax.tree.unflatten(jax.tree.structure(tree), leaves))
+
+
+def plain_log_probs(model: Decoder, tokens: Sequence[int] | np.ndarray, length: int) -> np.ndarray:
+    """(tokens - 1, ids), float64: by NumPy from the logits of one text, whose inputs are padded to `length`."""
+    inputs = np.pad(tokens[:-1], (0, length - len(tokens) + 1))[None].astype(np.int32)
+    logits = np.asarray(_forward(*nnx.split(model, graph=True), inputs), np.float64)[0, : len(tokens) - 1]
+    logits -= logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(graphdef: Any, state: Any, tokens_BS: jax.Array) -> jax.Array:
+    return nnx.merge(graphdef, state)(tokens_BS)
 
 
 def write_tokenizer(folder: Path, **config: Any) -> Path:

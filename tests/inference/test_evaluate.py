@@ -6,7 +6,6 @@ import random
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from flax_mesh.data.corpus import load_documents
 from flax_mesh.errors import ConfigError
@@ -24,7 +23,7 @@ from flax_mesh.inference.open import open_trained
 from flax_mesh.inference.tokenizer import Bytes, JsonTokenizer
 from flax_mesh.inference.trained import TrainedModel
 from flax_mesh.models import DecoderConfig
-from tests.inference.small_run import save_run, write_byte_tokenizer, write_tokenizer
+from tests.inference.small_run import plain_log_probs, save_run, write_byte_tokenizer, write_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 LENGTH = 16
@@ -33,15 +32,10 @@ TOKENS = np.random.default_rng(1).integers(0, 256, 103)
 
 def plain_loss(trained: TrainedModel, tokens: np.ndarray) -> float:
     """Mean loss of windows one by one, in float64. Attention is causal: tokens that follow a token do not affect it."""
-    graphdef, state = nnx.split(trained.model, graph=True)
-    forward = jax.jit(lambda state, tokens_BS: nnx.merge(graphdef, state)(tokens_BS))
     total = 0.0
     for start in range(0, len(tokens) - 1, LENGTH):
         window = tokens[start : start + LENGTH + 1]
-        inputs = np.pad(window[:-1], (0, LENGTH - len(window) + 1), constant_values=7)[None].astype(np.int32)
-        logits = np.asarray(forward(state, inputs), np.float64)[0, : len(window) - 1]
-        logits -= logits.max(-1, keepdims=True)
-        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        log_probs = plain_log_probs(trained.model, window, LENGTH)
         total -= log_probs[np.arange(len(window) - 1), window[1:]].sum()
     return total / (len(tokens) - 1)
 

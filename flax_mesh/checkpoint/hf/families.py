@@ -3,11 +3,13 @@
 A family is a table of names (`names`) and the settings of `flax_mesh.models.DecoderConfig` that its keys determine.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
-from flax_mesh.checkpoint.hf.family import USE_WINDOW, WINDOW, Family, Json, Key
+from flax_mesh.checkpoint.hf.family import USE_WINDOW, WINDOW, Family, Json, Key, whole
 from flax_mesh.checkpoint.hf.layer_keys import DELTA
 
+Value = TypeVar("Value")
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
 _OF_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_tanh"} | _ACTIVATIONS
 
@@ -16,6 +18,10 @@ def _activation(value: str) -> str:
     if value not in _OF_ACTIVATION:
         raise ValueError(f"must be one of {', '.join(_OF_ACTIVATION)}, got {value!r}")
     return _OF_ACTIVATION[value]
+
+
+def _without(table: Mapping[str, Value], *keys: str) -> dict[str, Value]:
+    return {key: value for key, value in table.items() if key not in keys}
 
 
 _CAP: dict[str, Any] = {"kind": float, "write": lambda value: value or None, "null": 0.0}
@@ -38,14 +44,14 @@ KEYS = {
 }
 _EXPERT_KEYS = {"num_experts_per_tok": Key(("experts_per_token",))}
 _QWEN_MOE_KEYS = {
-    **{key: value for key, value in KEYS.items() if key != "intermediate_size"},
+    **_without(KEYS, "intermediate_size"),
     **_EXPERT_KEYS,
     "num_experts": Key(("num_experts",)),
     "moe_intermediate_size": Key(("mlp_size",)),
     "norm_topk_prob": Key(("normalize_router",), bool),
 }
 _BALANCED_KEYS = {
-    **{key: value for key, value in KEYS.items() if key != "intermediate_size"},
+    **_without(KEYS, "intermediate_size"),
     **_EXPERT_KEYS,
     "intermediate_size": Key(("dense_mlp_size",)),
     "moe_intermediate_size": Key(("mlp_size",)),
@@ -63,7 +69,7 @@ _BALANCED_KEYS = {
     "first_k_dense_replace": Key(("dense_layers",)),
 }
 _LATENT_KEYS = {
-    **{key: value for key, value in _BALANCED_KEYS.items() if key not in ("num_key_value_heads", "head_dim")},
+    **_without(_BALANCED_KEYS, "num_key_value_heads", "head_dim"),
     "num_attention_heads": Key(("num_heads", "num_kv_heads")),
     "q_lora_rank": Key(("query_latent_size",), write=lambda size: size or None, null=0),
     "kv_lora_rank": Key(("latent_size",)),
@@ -86,11 +92,11 @@ _DELTA_KEYS = {
     "linear_conv_kernel_dim": Key(("delta_conv",)),
 }
 _SHARED_KEY = {"shared_expert_intermediate_size": Key(("shared_expert_size",))}
-_GEMMA_KEYS = {key: value for key, value in KEYS.items() if key != "hidden_act"} | {"hidden_activation": _ACT}
+_GEMMA_KEYS = _without(KEYS, "hidden_act") | {"hidden_activation": _ACT}
 _GEMMA_2_KEYS = _GEMMA_KEYS | {
     "attention_bias": _BIAS,
     "query_pre_attn_scalar": Key(
-        ("attention_scale",), float, lambda value: value**-0.5, lambda value: _whole(round(value**-2, 6))
+        ("attention_scale",), float, lambda value: value**-0.5, lambda value: whole(round(value**-2, 6))
     ),
     "attn_logit_softcapping": Key(("attention_softcap",), **_CAP),
     "final_logit_softcapping": Key(("logit_softcap",), **_CAP),
@@ -102,10 +108,6 @@ _GRANITE_KEYS = {
     "residual_multiplier": Key(("residual_scale",), float),
     "logits_scaling": Key(("logits_scaling",), float),
 }
-
-
-def _whole(value: float) -> float | int:
-    return int(value) if value == int(value) else value
 
 
 def _divide(size: object, parts: object) -> int | None:
@@ -148,13 +150,13 @@ ABSENT = {
     "head_dim": lambda config: _divide(config.get("hidden_size"), config.get("num_attention_heads")),
 }
 _BIASED = ABSENT | {"num_key_value_heads": _heads, "attention_bias": False, "mlp_bias": False}
-_GEMMA_ABSENT = {key: value for key, value in ABSENT.items() if key != "hidden_act"} | {
+_GEMMA_ABSENT = _without(ABSENT, "hidden_act") | {
     **{"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
     **{"attention_bias": False, "query_pre_attn_scalar": 256, WINDOW: 4096},
 }
 _MUST = {"attention_dropout": 0.0, "quantization_config": None, "partial_rotary_factor": 1.0}
 _BIASES = {"attention_bias": False}
-_NO_ROTARY = {key: value for key, value in _MUST.items() if key != "partial_rotary_factor"}
+_NO_ROTARY = _without(_MUST, "partial_rotary_factor")
 _NO_EXPERTS = {"num_experts": 0}
 _GEMMA = {**_NO_EXPERTS, "zero_centered": True, "embedding_scale": lambda settings: settings["hidden_size"] ** 0.5}
 _GEMMA_MUST = _MUST | {"use_bidirectional_attention": False}
@@ -165,7 +167,7 @@ _PHI_MUST |= {"full_attn_mod": 1, "interpolate_factor": 1}
 _BALANCED = {"router_scores": "sigmoid", "router_balance": True}
 _BALANCED["prediction_layers"] = lambda settings: settings.get("prediction_layers", 0)
 _BALANCED_ABSENT = ABSENT | {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
-_LATENT_ABSENT = {key: value for key, value in _BALANCED_ABSENT.items() if key != "head_dim"}
+_LATENT_ABSENT = _without(_BALANCED_ABSENT, "head_dim")
 _LATENT_ABSENT |= {"attention_bias": False, "rope_interleave": True, "q_lora_rank": 1536, "kv_lora_rank": 512}
 _LATENT_ABSENT |= {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _LATENT_MUST = _MUST | {
@@ -190,10 +192,6 @@ _GLM = Family(
     {**_NO_EXPERTS, "rope_interleaved": True},
     rotary=0.5,
 )
-
-
-def _silu_only(keys: dict[str, Key], *others: str) -> dict[str, Key]:
-    return {key: value for key, value in keys.items() if key not in ("hidden_act", *others)}
 
 
 FAMILIES = {
@@ -253,7 +251,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        {key: value for key, value in _GEMMA_2_KEYS.items() if key != "attn_logit_softcapping"},
+        _without(_GEMMA_2_KEYS, "attn_logit_softcapping"),
         _GEMMA_ABSENT | {"final_logit_softcapping": None, "rope_theta": 1e6},
         _GEMMA_MUST | {"attn_logit_softcapping": None},  # transformers has the key and does not use it
         {**_GEMMA, "norms": "both", "qk_norm": True},
@@ -315,9 +313,7 @@ FAMILIES = {
     ),
     "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
-        {key: value for key, value in KEYS.items() if key != "intermediate_size"}
-        | _GRANITE_KEYS
-        | {"shared_intermediate_size": Key(("mlp_size",))},
+        _without(KEYS, "intermediate_size") | _GRANITE_KEYS | {"shared_intermediate_size": Key(("mlp_size",))},
         {**_BIASED, **dict.fromkeys(_GRANITE_KEYS, 1.0), "attention_bias": False},
         {**_MUST, "num_local_experts": 0, "normalization_function": "rmsnorm"},
         _NO_EXPERTS,
@@ -343,7 +339,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
-        {key: value for key, value in _LATENT_KEYS.items() if key not in ("norm_topk_prob", "rope_interleave")},
+        _without(_LATENT_KEYS, "norm_topk_prob", "rope_interleave"),
         {**_LATENT_ABSENT, "first_k_dense_replace": 0, "n_shared_experts": 2, "norm_topk_prob": False}
         | {"topk_method": "greedy"},
         # transformers ignores norm_topk_prob, and groups if topk_method is greedy.
@@ -352,8 +348,7 @@ FAMILIES = {
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",
-        {key: value for key, value in _LATENT_KEYS.items() if key != "first_k_dense_replace"}
-        | {"mlp_layer_types": _DENSE_FIRST},
+        _without(_LATENT_KEYS, "first_k_dense_replace") | {"mlp_layer_types": _DENSE_FIRST},
         {**_LATENT_ABSENT, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "n_shared_experts": 1}
         | {"q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "mlp_layer_types": _dense_types},
         _LATENT_MUST
@@ -362,7 +357,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS),
+        _without(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS, "hidden_act"),
         _DELTA_ABSENT | {"norm_topk_prob": True},
         {**_DELTA_MUST, "decoder_sparse_step": 1, "mlp_only_layers": []},
         {**_DELTA, "shared_expert_gate": True},
@@ -371,7 +366,7 @@ FAMILIES = {
     ),
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
-        _silu_only(KEYS | _DELTA_KEYS),
+        _without(KEYS | _DELTA_KEYS, "hidden_act"),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_NO_EXPERTS, **_DELTA},
@@ -380,7 +375,7 @@ FAMILIES = {
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3_5MoeForCausalLM",
-        _silu_only(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS, "norm_topk_prob"),
+        _without(_QWEN_MOE_KEYS | _SHARED_KEY | _DELTA_KEYS, "hidden_act", "norm_topk_prob"),
         _DELTA_ABSENT,
         _DELTA_MUST,
         {**_DELTA, "shared_expert_gate": True},

@@ -11,6 +11,11 @@ def same(value: object) -> object:
     return value
 
 
+def whole(value: float) -> float:
+    """An int if the value is one, as other programs write it."""
+    return int(value) if value == int(value) else value
+
+
 class Key(NamedTuple):
     """A key of config.json and the settings that have its value, converted by `read`; `write` is the inverse.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from flax_mesh.checkpoint.hf.family import FIRST_WITH_WINDOW, USE_WINDOW, WINDOW, Family, Json
+from flax_mesh.text import shown
 
 _NAMES = {"full_attention": "global", "attention": "global", "sliding_attention": "local", "linear_attention": "delta"}
 _ROPE_LAYERS, _ROPE_INTERVAL, _PATTERN, _POSITIONS = (
@@ -46,7 +47,7 @@ def read_layers(config: Json, family: Family, num_layers: object, problems: list
         is_list = isinstance(layer_types, list) and all(str(name) in _NAMES for name in layer_types)
         if not is_list or len(layer_types) != count:
             text = f"must be {count} of {', '.join(_NAMES)}"
-            problems.append(f"layer_types {text}, got {_short(layer_types)}")
+            problems.append(f"layer_types {text}, got {shown(layer_types)}")
         elif not _of(family)[2] and [_NAMES[x] for x in layer_types] != [kind.removesuffix("_nope") for kind in kinds]:
             problems.append(f"layer_types must all be {'sliding' if 'local' in kinds else 'full'}_attention")
         else:
@@ -79,31 +80,35 @@ def _default_kinds(config: Json, family: Family, count: int, size: object, probl
         return ["global" if config.get(_POSITIONS) == "rope" else "global_nope"] * count
     if family.layers == _NOPE:
         return _nope_kinds(config, count, problems)
-    pattern = family.layers
     if family.layers == DELTA:
-        period = config.get(_DELTA_INTERVAL, 4)
-        if type(period) is not int or period < 1:
-            problems.append(f"{_DELTA_INTERVAL} must be a positive integer, got {period!r}")
-            period = 4
-        return ["global" if (i + 1) % period == 0 else "delta" for i in range(count)]
+        return _with_global("delta", _period(config, 4, problems, _DELTA_INTERVAL), count)
     if family.layers == _GEMMA:
-        period = config.get(_PATTERN, config.get(f"_{_PATTERN}", 6))
-        if type(period) is not int or period < 1:
-            problems.append(f"{_PATTERN} must be a positive integer, got {period!r}")
-        else:
-            pattern = f"local:{period - 1},global" if period > 1 else "global"
-    return kinds_of(pattern, count) if size is not None else ["global"] * count
+        kinds = _with_global("local", _period(config, 6, problems, _PATTERN, f"_{_PATTERN}"), count)
+    else:
+        kinds = kinds_of(family.layers, count)
+    return kinds if size is not None else ["global"] * count
+
+
+def _period(config: Json, default: int, problems: list[str], *keys: str) -> int:
+    """The value of the first of these keys that config.json has, a positive integer."""
+    period = next((config[key] for key in keys if key in config), default)
+    if type(period) is int and period > 0:
+        return period
+    problems.append(f"{keys[0]} must be a positive integer, got {period!r}")
+    return default
+
+
+def _with_global(other: str, period: int, count: int) -> list[str]:
+    """The last layer of every period is global."""
+    return [other if (i + 1) % period else "global" for i in range(count)]
 
 
 def _nope_kinds(config: Json, count: int, problems: list[str]) -> list[str]:
-    interval = config.get(_ROPE_INTERVAL, 4)
-    if type(interval) is not int or interval < 1:
-        problems.append(f"{_ROPE_INTERVAL} must be a positive integer, got {interval!r}")
-        interval = 4
+    interval = _period(config, 4, problems, _ROPE_INTERVAL)
     rope = config.get(_ROPE_LAYERS)
     rope = [int((i + 1) % interval != 0) for i in range(count)] if rope is None else rope
     if not isinstance(rope, list) or len(rope) != count or not all(x in (0, 1) for x in rope):
-        problems.append(f"{_ROPE_LAYERS} must be {count} of 0 and 1, got {_short(rope)}")
+        problems.append(f"{_ROPE_LAYERS} must be {count} of 0 and 1, got {shown(rope)}")
         return ["global"] * count
     return ["global" if has else "global_nope" for has in rope]
 
@@ -160,8 +165,3 @@ def pattern_of(kinds: Sequence[str]) -> str:
     period = next(size for size in sizes if all(kind == kinds[i % size] for i, kind in enumerate(kinds)))
     runs = [(kind, len(list(run))) for kind, run in groupby(kinds[:period])]
     return ",".join(f"{kind}:{count}" if count > 1 else kind for kind, count in runs)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 200 else text[:200] + "..."

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from flax_mesh.checkpoint.hf.family import whole
 from flax_mesh.checkpoint.hf.mapping import MappedArray, MappedParam
 from flax_mesh.errors import ConfigError
 from flax_mesh.text import path_lines
@@ -94,19 +95,15 @@ def adapter_config(
     }
     patterns = {
         "rank_pattern": differing,
-        "alpha_pattern": {x: _whole(scale * of_layer) for x, of_layer in differing.items()},
+        "alpha_pattern": {x: whole(scale * of_layer) for x, of_layer in differing.items()},
     }
     return {
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank},
         **({"revision": revision} if revision else {}),
-        **{"lora_alpha": _whole(scale * rank), "lora_dropout": 0.0, "target_modules": targets},
+        **{"lora_alpha": whole(scale * rank), "lora_dropout": 0.0, "target_modules": targets},
         **(patterns if differing else {}),
         **{"bias": "none", "fan_in_fan_out": False, "inference_mode": True},
     }
-
-
-def _whole(alpha: float) -> float:
-    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _last(layer: str) -> str:

@@ -24,8 +24,8 @@ import numpy as np
 from flax_mesh.errors import CheckpointCorruptedError, ConfigError, UnreadableError
 from flax_mesh.fields import read_file, user_path
 from flax_mesh.store import model_here
-from flax_mesh.text import at_most, listed, path_lines
-from flax_mesh.tree import Shaped
+from flax_mesh.text import at_most, listed, path_lines, shown
+from flax_mesh.tree import Shaped, in_batches
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit that the format sets
@@ -207,14 +207,14 @@ def _read_header(path: Path) -> tuple[int, dict[str, _FileSlice]]:
 def _entry(entry: object) -> _FileSlice | str:
     """The entry, or a text on its error."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        return f"must have dtype, shape and data_offsets, got {_short(entry)}"
+        return f"must have dtype, shape and data_offsets, got {shown(entry)}"
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in DTYPES:
-        return f"dtype must be one of {', '.join(DTYPES)}, got {_short(code)}"
+        return f"dtype must be one of {', '.join(DTYPES)}, got {shown(code)}"
     if not _are_sizes(shape) or len(shape) > MAX_DIMS or math.prod(max(size, 1) for size in shape) > MAX_SIZE:
-        return f"shape must be at most {MAX_DIMS} non-negative integers and {MAX_SIZE} elements, got {_short(shape)}"
+        return f"shape must be at most {MAX_DIMS} non-negative integers and {MAX_SIZE} elements, got {shown(shape)}"
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"data_offsets must be two ascending non-negative integers, got {_short(offsets)}"
+        return f"data_offsets must be two ascending non-negative integers, got {shown(offsets)}"
     dtype = jnp.dtype(DTYPES[code])
     size = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != size:
@@ -239,11 +239,6 @@ def _layout_problems(entries: Mapping[str, _FileSlice], data_size: int) -> list[
 
 def _are_sizes(values: object) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MAX_SIZE for value in values)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 100 else text[:100] + "..."
 
 
 def _parse_json(path: Path, text: bytes) -> object:
@@ -271,14 +266,7 @@ def _plan(arrays: Mapping[str, Shaped], max_file_bytes: int, single: str) -> dic
     wrong += [f"{name!r}: a name must be printable text" for name in arrays if not name or not name.isprintable()]
     if wrong:
         raise ConfigError(path_lines(wrong), head="the safetensors format cannot store:")
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name in sorted(arrays, key=_natural):
-        if groups[-1] and size + sizes[name] > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += sizes[name]
+    groups = [*in_batches(sorted(arrays, key=_natural), sizes.__getitem__, max_file_bytes)] or [[]]
     planned = {}
     for number, names in enumerate(groups, 1):
         end, entries = 0, {}

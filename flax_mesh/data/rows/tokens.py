@@ -216,13 +216,18 @@ def _check_message(message: Message, number: int) -> None:
         raise BadRowError(f"'role' and 'content' of message {number} must be text")
 
 
+def num_equal(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many items at the beginning of two sequences are equal."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def _beginning(ids: list[int], asked: list[int]) -> list[int]:
     """The tokens before the answer in a conversation that begins with it: up to its generation prompt.
 
     `asked` are the same tokens with another generation prompt at their end. If the conversation has none at its
     beginning, `asked` is returned, with which it does not begin.
     """
-    same = next((n for n, (a, b) in enumerate(zip(ids, asked, strict=False)) if a != b), min(len(ids), len(asked)))
+    same = num_equal(ids, asked)
     prompt = asked[same:]
     ends = [n for n in range(len(prompt), len(ids) + 1) if ids[n - len(prompt) : n] == prompt]
     return ids[: ends[0]] if ends else asked
@@ -234,7 +239,7 @@ def _length(ids: list[int], last: list[int]) -> int | None:
     A template may add a beginning to the last message, such as thoughts, or an end, which ends all messages. None
     if it is neither, or not certain.
     """
-    same = next((n for n, (a, b) in enumerate(zip(ids, last, strict=False)) if a != b), min(len(ids), len(last)))
+    same = num_equal(ids, last)
     if last and (same == len(last) or (same and ids[same - len(last) :] == last[same:])):
         return same
     ends = [n for n in range(1, len(last)) if ids[n - 1 : n] == last[-1:] and ids[:n] == last[-n:]]

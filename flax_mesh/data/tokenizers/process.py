@@ -101,26 +101,6 @@ class Process:
         return f"{package} ended its process {how}; it had {self._limit or 'too little memory to start'}"
 
 
-class TokenizerProcess(Process):
-    """A tokenizer.json."""
-
-    def __init__(self, path: Path):
-        super().__init__("tokenizers", path)
-
-    def encode(self, text: str, *, special: bool) -> tuple[list[int], list[int]]:
-        """Ids of a text, and how many characters precede the end of each of them."""
-        return self._value("encode every text", {"text": text, "special": special})
-
-    def decode(self, ids: list[int]) -> str:
-        return self._value("decode all ids", {"ids": ids})
-
-    def _value(self, must: str, request: Mapping[str, object]) -> Any:
-        value, problem, _ = self.ask(request)
-        if problem is not None:
-            raise ConfigError(f"{self.path} must {must}, and failed: {problem}; {REPAIR}, or use another text")
-        return value
-
-
 def _end(child: "subprocess.Popen[str]") -> None:
     for pipe in (child.stdin, child.stdout):
         assert pipe is not None

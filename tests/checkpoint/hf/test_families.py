@@ -227,7 +227,7 @@ def test_experts_in_mxfp4_are_read_as_bfloat16(tmp_path):
     config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}  # as gpt-oss has it
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     settings = DecoderConfig(**decoder_config_from_hf(config))
-    state = nnx.state(make_decoder(settings, nnx.Rngs(0)))
+    state = nnx.state(with_random_parameters(lambda: make_decoder(settings, nnx.Rngs(0))))
     save_safetensors(tmp_path / "plain", state, DECODER_NAMES["gpt_oss"])
     arrays, rng = dict(open_safetensors(tmp_path / "plain")), np.random.default_rng(0)
     expected = {}
@@ -259,7 +259,8 @@ def test_float8_weights_are_multiplied_by_the_scales_of_their_blocks(tmp_path):
     config = {**read_config(DATA / "deepseek_v3"), "intermediate_size": 136, "dtype": "bfloat16"}
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
     settings = DecoderConfig(**decoder_config_from_hf(config))
-    save_safetensors(tmp_path / "plain", nnx.state(make_decoder(settings, nnx.Rngs(0))), DECODER_NAMES["deepseek_v3"])
+    model = with_random_parameters(lambda: make_decoder(settings, nnx.Rngs(0)))
+    save_safetensors(tmp_path / "plain", nnx.state(model), DECODER_NAMES["deepseek_v3"])
     arrays = {name: np.array(x) for name, x in open_safetensors(tmp_path / "plain").items()}
     name = "model.layers.0.mlp.down_proj.weight"  # (16, 136): two blocks, the second one not complete
     numbers = arrays[name].astype("float8_e4m3fn")

@@ -59,8 +59,7 @@ def fused(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return arrays
 
 
-@pytest.mark.parametrize("names", TEXT_NAMES, ids=["model.language_model", "language_model.model"])
-@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_5_moe"])
+@pytest.mark.parametrize(("model_type", "names"), [*zip(("qwen3_5_moe", "mistral3"), TEXT_NAMES, strict=True)])
 def test_the_text_decoder_is_read_and_exported_bit_for_bit(model_type, names, tmp_path):
     case = TEXT[model_type]
     folder = wrapped(case, model_type, tmp_path / "model", names, fused if model_type == "qwen3_5_moe" else dict)
