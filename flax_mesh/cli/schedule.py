@@ -19,7 +19,7 @@ from flax_mesh.mpmd.schedules import (
     simulate,
 )
 from flax_mesh.mpmd.schedules.schedule import SCHEDULE_NAMES, check_size
-from flax_mesh.mpmd.schedules.simulate import peak_activations, stage_costs
+from flax_mesh.mpmd.schedules.simulate import Costs, peak_activations, stage_costs
 from flax_mesh.mpmd.schedules.text import is_schedule_file, read_schedule, schedule_text, summary
 from flax_mesh.mpmd.schedules.validate import memory_limits
 from flax_mesh.text import one_line
@@ -120,31 +120,23 @@ def _data(choice: Found) -> dict[str, Any]:
         "rows": [[str(action) for action in row] for row in schedule.rows],
     }
     if result is not None:
-        data |= {
-            "lower_bound": result.lower_bound,
-            "optimal": result.optimal,
-            "best_named": result.best_named,
-            "best_named_makespan": result.best_named_makespan,
-            "best_named_period": result.best_named_period,
-            "objective": result.objective,
-            "interrupted": result.interrupted,
-        }
+        data |= {name: value for name, value in vars(result).items() if name not in ("schedule", *data)}
     return data
 
 
-def _set_from_file(arguments: argparse.Namespace) -> None:
-    """Set the options that a file of a schedule defines."""
+def _read(arguments: argparse.Namespace) -> Schedule:
+    """The schedule of a file, which defines some of the options."""
     given = {"--stages": arguments.stages, "--microbatches": arguments.microbatches, "--virtual": arguments.virtual}
     if redundant := [option for option, value in given.items() if value is not None]:
         raise ConfigError(f"{' '.join(redundant)}: {arguments.name} defines this; remove it")
     schedule = read_schedule(arguments.name)
     arguments.stages, arguments.microbatches = schedule.num_groups, schedule.num_microbatches
+    return schedule
 
 
 def _find(arguments: argparse.Namespace) -> Found:
     try:
-        if is_schedule_file(arguments.name):
-            _set_from_file(arguments)
+        of_file = _read(arguments) if is_schedule_file(arguments.name) else None
         sizes = {"--stages": arguments.stages, "--microbatches": arguments.microbatches}
         if missing := [option for option, value in sizes.items() if value is None]:
             raise ConfigError(f"{' and '.join(missing)}: required; see flax-mesh schedule --help")
@@ -154,11 +146,17 @@ def _find(arguments: argparse.Namespace) -> Found:
         memory = None if arguments.memory is None else _numbers("--memory", arguments.memory, kind)
         if memory is not None:
             memory = memory_limits(memory[0] if len(memory) == 1 else memory, arguments.stages)
-        costs = [StageCost(*cost) for cost in _costs(arguments.costs)]
+        costs = _costs(arguments.costs)
         if arguments.name == SEARCH:
             return _search(arguments, costs, memory)
-        schedule = _named(arguments, memory)
-        return Found(schedule, stage_costs(costs[0] if len(costs) == 1 else costs, schedule.num_stages))
+        schedule = of_file or make_schedule(
+            arguments.name,
+            num_groups=arguments.stages,
+            num_microbatches=arguments.microbatches,
+            num_virtual_stages=arguments.virtual,
+        )
+        _check_memory(arguments.name, schedule, memory)
+        return Found(schedule, stage_costs(costs, schedule.num_stages))
     except ConfigError:
         raise
     except ValueError as error:
@@ -175,11 +173,11 @@ def _summary(result: SearchResult) -> str:
     return f"{interrupted}{'optimal' if result.optimal else gap}; {named}"
 
 
-def _search(arguments: argparse.Namespace, costs: list[StageCost], memory: Sequence[float] | None) -> Found:
+def _search(arguments: argparse.Namespace, costs: Costs, memory: Sequence[float] | None) -> Found:
     virtual = 1 if arguments.virtual is None else arguments.virtual
     if arguments.stages < 1 or virtual < 1:
         raise ConfigError(f"--stages and --virtual must be at least 1, got {arguments.stages} and {virtual}")
-    of_stages = stage_costs(costs[0] if len(costs) == 1 else costs, arguments.stages * virtual)
+    of_stages = stage_costs(costs, arguments.stages * virtual)
     result = search_schedule(
         of_stages,
         memory,
@@ -201,20 +199,14 @@ def _sizes(text: str | None, num_stages: int) -> tuple[float, ...] | None:
     return sizes * num_stages if len(sizes) == 1 else sizes
 
 
-def _named(arguments: argparse.Namespace, memory: Sequence[float] | None) -> Schedule:
-    sizes = {"num_groups": arguments.stages, "num_microbatches": arguments.microbatches}
-    if is_schedule_file(arguments.name):
-        schedule = read_schedule(arguments.name)
-    else:
-        schedule = make_schedule(arguments.name, **sizes, num_virtual_stages=arguments.virtual)
+def _check_memory(name: str, schedule: Schedule, memory: Sequence[float] | None) -> None:
     peaks = peak_activations(schedule)
     if memory is not None and any(peak > limit for peak, limit in zip(peaks, memory, strict=True)):
         least = schedule.num_stages // schedule.num_groups
         raise ConfigError(
-            f"{arguments.name} stores {_listed(peaks)} activations, more than --memory {_listed(memory)}; "
+            f"{name} stores {_listed(peaks)} activations, more than --memory {_listed(memory)}; "
             f"flax-mesh schedule search accepts any limit of at least {least}"
         )
-    return schedule
 
 
 def _listed(numbers: Sequence[float]) -> str:
@@ -230,11 +222,12 @@ def _check_search_options(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{' '.join(given)}: only flax-mesh schedule search accepts this, not {arguments.name}")
 
 
-def _costs(text: str) -> list[tuple[float, ...]]:
+def _costs(text: str) -> Costs:
+    """One cost for all stages, or one per stage."""
     costs = [_numbers("--costs", part, float) for part in text.split("/")]
     if wrong := [part for part, cost in zip(text.split("/"), costs, strict=True) if not 3 <= len(cost) <= 4]:
         raise ConfigError(f"--costs must be F,B,W or F,B,W,T, got {' and '.join(wrong)}")
-    return costs
+    return StageCost(*costs[0]) if len(costs) == 1 else [StageCost(*cost) for cost in costs]
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:

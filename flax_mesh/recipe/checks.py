@@ -16,11 +16,11 @@ from flax_mesh.checkpoint.hf.decoders import open_decoder
 from flax_mesh.checkpoint.hf.kept import is_huggingface
 from flax_mesh.data.config import NO_SOURCE
 from flax_mesh.data.evaluation import eval_fn_problems
-from flax_mesh.errors import ConfigError, Problem, as_problem
+from flax_mesh.errors import ConfigError, Mistakes, Problem, as_problem, labelled
 from flax_mesh.fields import path_problem, type_problems, value_problems
 from flax_mesh.hardware import load_chip
 from flax_mesh.recipe.compiler_options import parse_compiler_options
-from flax_mesh.recipe.config import PLATFORM, PipelineConfig, TrainConfig, shard_over
+from flax_mesh.recipe.config import PLATFORM, TrainConfig, shard_over
 from flax_mesh.recipe.model import method_of
 from flax_mesh.recipe.schedule import parse_cut, pipeline_schedule
 from flax_mesh.recipe.target import AXIS_NAMES, axis_sizes
@@ -50,15 +50,13 @@ def check_config(config: TrainConfig) -> list[str]:
 
 def _check_together(config: TrainConfig) -> list[str]:
     """One line for every mistake in the texts of settings, and in settings that depend on each other."""
-    run = config.run
-    problems: list[str] = []
-    axes = ", ".join(MODEL_AXES)
-    if unknown := [name for name in shard_over(config.optimizer) if name not in MODEL_AXES]:
-        problems.append(f"optimizer.shard_over: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}")
-    if twice := sorted({name for name in shard_over(config.optimizer) if shard_over(config.optimizer).count(name) > 1}):
+    run, mistakes, over = config.run, Mistakes(), shard_over(config.optimizer)
+    problems = mistakes.problems
+    problems += _unknown_axes("optimizer.shard_over", over)
+    if twice := sorted({name for name in over if over.count(name) > 1}):
         problems.append(f"optimizer.shard_over={config.optimizer.shard_over} has {', '.join(twice)} twice; remove one")
-    if config.mesh.rules and (unknown := [a for a in config.mesh.rules.split("+") if a.strip() not in MODEL_AXES]):
-        problems.append(f"mesh.rules: {', '.join(map(repr, unknown))} is not a mesh axis; use {axes}, joined by +")
+    if config.mesh.rules:
+        problems += _unknown_axes("mesh.rules", [*map(str.strip, config.mesh.rules.split("+"))], ", joined by +")
     problems += _check_axes("model.axes", getattr(config.model, "axes", None))
     problems += _check_axes("rules.axes", getattr(config.rules, "axes", None))
     problems += check_start(config.checkpoint.start_from, config.model)
@@ -72,18 +70,19 @@ def _check_together(config: TrainConfig) -> list[str]:
     try:
         if (num_groups := axis_sizes(config.mesh)["pp"]) == -1:
             problems.append(f"mesh.shape={config.mesh.shape} leaves the size of pp to the number of devices; set it")
-        problems += [*_check_pipeline(config.pipeline, num_groups), *_check_layers(config.model, num_groups)]
+        with mistakes:
+            parse_cut(config.pipeline.cut)
+        if num_groups > 1 and config.pipeline.num_microbatches >= 1:
+            with mistakes:
+                pipeline_schedule(config.pipeline, num_groups)
+        problems += _check_layers(config.model, num_groups)
     except ValueError as error:
         problems.append(f"mesh.shape: {error}")
-    try:
+    with mistakes:
         parse_compiler_options(run.compiler_options)
-    except ConfigError as error:
-        problems += error.problems
     if run.hardware and not path_problem(run.hardware):
-        try:
+        with mistakes, labelled("run.hardware"):
             load_chip(run.hardware)
-        except ConfigError as error:
-            problems += [f"run.hardware: {problem}" for problem in error.problems]
     if config.make_batches is not None and config.sample is not None:
         problems.append(
             "sample continues text and requires the tokens of data.source; with make_batches, set sample=None"
@@ -101,8 +100,8 @@ def _check_together(config: TrainConfig) -> list[str]:
     return problems
 
 
-def check_functions(config: TrainConfig) -> list[Problem]:
-    """One problem for every function of a recipe that cannot be called as its field requires."""
+def check_functions(config: TrainConfig) -> list[str]:
+    """One line for every function of a recipe that cannot be called as its field requires."""
     functions: dict[str, tuple[Callable[..., object] | None, tuple[str, ...]]] = {
         "make_model": (config.make_model, ("config", "rngs")),
         "loss_fn": (config.loss_fn, ("model", "batch")),
@@ -115,19 +114,24 @@ def check_functions(config: TrainConfig) -> list[Problem]:
     functions |= {
         f"eval_fns[{name!r}]": (function, ("config", "evaluate")) for name, function in config.eval_fns.items()
     }
-    problems: list[Problem] = []
+    mistakes = Mistakes()
     for name, (function, arguments) in functions.items():
-        try:
-            if callable(function):  # others are reported with the types of the fields
+        if callable(function):  # others are reported with the types of the fields
+            with mistakes:
                 check_arguments(name, function, *arguments)
-        except ConfigError as error:
-            problems += error.problems
-    return problems
+    return mistakes.problems
 
 
 def sequence_length_of(config: TrainConfig) -> int | None:
     """The length of the sequences of tokens; None for batches of `make_batches`."""
     return config.data.sequence_length if config.make_batches is None else None
+
+
+def _unknown_axes(setting: str, names: Sequence[str], hint: str = "") -> list[str]:
+    """One line if a setting names axes that no mesh of a recipe has, besides the axis of the groups."""
+    unknown = [name for name in names if name not in MODEL_AXES]
+    text = f"{', '.join(map(repr, unknown))} is not a mesh axis; use {', '.join(MODEL_AXES)}{hint}"
+    return [f"{setting}: {text}"] if unknown else []
 
 
 def _check_axes(prefix: str, axes: object) -> list[str]:
@@ -137,9 +141,9 @@ def _check_axes(prefix: str, axes: object) -> list[str]:
     values = {item.name: getattr(axes, item.name) for item in dataclasses.fields(axes) if item.name != "extra"}
     values |= {f"extra[{name!r}]": value for name, value in axes.extra}
     return [
-        f"{prefix}.{name}: {', '.join(map(repr, unknown))} is not a mesh axis; use {', '.join(MODEL_AXES)} or none"
+        line
         for name, value in values.items()
-        if (unknown := [axis for axis in as_tuple(value) if axis not in MODEL_AXES])
+        for line in _unknown_axes(f"{prefix}.{name}", as_tuple(value), " or none")
     ]
 
 
@@ -176,21 +180,6 @@ def _check_filter(wrt: object) -> list[str]:
         text = shown(wrt)
         return [f"wrt must be a filter of NNX, such as nnx.Param or a function of path and variable, got {text}"]
     return []
-
-
-def _check_pipeline(config: PipelineConfig, num_groups: int) -> list[str]:
-    """One line for every mistake in the settings of a pipeline over `num_groups` groups."""
-    problems: list[str] = []
-    try:
-        parse_cut(config.cut)
-    except ConfigError as error:
-        problems += error.problems
-    if num_groups > 1 and config.num_microbatches >= 1:
-        try:
-            pipeline_schedule(config, num_groups)
-        except ConfigError as error:
-            problems += error.problems
-    return problems
 
 
 def _check_layers(model: object, num_groups: int) -> list[str]:

@@ -17,16 +17,15 @@ from flax.nnx.filterlib import Filter
 
 from flax_mesh.blockwise.transform import MODES
 from flax_mesh.data.config import DataConfig
-from flax_mesh.fields import MAX_SIZE, SAME_RESULT, changed_repr
+from flax_mesh.fields import SAME_RESULT, changed_repr
 from flax_mesh.lora.config import LoraConfig
 from flax_mesh.mpmd.runtime.pipeline import REMAT_MODES, TRANSPORTS
-from flax_mesh.recipe.optimizers.config import OptimizerConfig
+from flax_mesh.recipe.optimizers.config import AT_LEAST_0, AT_LEAST_1, OptimizerConfig
 from flax_mesh.store import stored_path_problem
 from flax_mesh.tree import Constant, PyTree
 
 PLATFORM = re.compile(r"auto|cpu(:[1-9][0-9]*)?|gpu|tpu")
 SECTIONS = ("model", "loss_fn", "lora", "mesh", "pipeline", "data", "optimizer", "checkpoint", "run")
-AT_LEAST_0, AT_LEAST_1 = {"at_least": 0, "at_most": MAX_SIZE}, {"at_least": 1, "at_most": MAX_SIZE}
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ def _recipe(
     skips, attention = run.on_nonfinite == "skip", cast(Attention, run.attention)  # checked with the config
     options = StepOptions(run.seed, optimizer.learning_rate(), xla, skips, attention)
     notes = model_notes(config.model, mesh, sequence_length_of(config))
+    table = rules if rules.table else None  # None: the model is annotated
     return Recipe(
         config=config,
         target=target,
@@ -243,7 +244,7 @@ def _recipe(
         make=TracedOnce(partial(_make_modules, make, optimizer)),
         loss_fn=loss_fn,
         rules=rules,
-        layout=layout_of_recipe(config, rules),
+        layout=StateLayout(table, rules.axes, shard_over(config.optimizer), config.optimizer.memory),
         optimizer=optimizer,
         step_options=options,
         schedule=pipeline_schedule(config.pipeline, target.num_groups) if target.num_groups > 1 else None,
@@ -293,11 +294,6 @@ def rules_of(
 ) -> PartitionRules:
     """The rules of a recipe on a mesh, with the layers of its model; `make` is its `maker`."""
     return model_rules(make or maker(config, mesh), config.mesh.rules, config.rules, config.wrt, mesh)
-
-
-def layout_of_recipe(config: TrainConfig, rules: PartitionRules) -> StateLayout:
-    table = rules if rules.table else None  # None: the model is annotated
-    return StateLayout(table, rules.axes, shard_over(config.optimizer), config.optimizer.memory)
 
 
 def optimizer_of_recipe(config: TrainConfig, rules: PartitionRules) -> RecipeOptimizer:

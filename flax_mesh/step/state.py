@@ -231,8 +231,7 @@ def abstract_train_state(make: Make, abstract: nnx.State) -> TrainState:
     graphdef, state = abstract_split(make, mesh_of_leaves(jax.tree.leaves(abstract)))
     _check_optimizer(nnx.merge(graphdef, state))
     check_same_arrays(abstract, state)
-    leaves, treedef = jax.tree.flatten(state)
-    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(abstract)
+    return _train_state(graphdef, state).with_state(abstract)
 
 
 def _check_optimizer(modules: PyTree) -> None:
@@ -241,6 +240,12 @@ def _check_optimizer(modules: PyTree) -> None:
             "make() must return (model, nnx.Optimizer) for a train state, got "
             f"an object of type {type(modules).__name__}. For a model alone, call init_model or init_state."
         )
+
+
+def _train_state(graphdef: nnx.GraphDef, state: nnx.State) -> TrainState:
+    """The result of `nnx.split`. Raises a ValueError if several leaves have one path."""
+    leaves, treedef = jax.tree.flatten(state)
+    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)
 
 
 @check_types
@@ -273,13 +278,9 @@ def init_train_state(make: Make, abstract: nnx.State) -> TrainState:
         >>> model.kernel[...].addressable_shards[0].data.shape
         (8, 2)
     """
-    graphdef, state = init_split(make, abstract, _check_modules)
-    leaves, treedef = jax.tree.flatten(state)
-    return TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)
+    return _train_state(*init_split(make, abstract, _check_modules))
 
 
 def _check_modules(modules: PyTree) -> None:
     _check_optimizer(modules)
-    graphdef, state = nnx.split(modules, graph=True)
-    leaves, treedef = jax.tree.flatten(state)
-    TrainState(tuple(leaves), TreeDefinition(graphdef, treedef)).with_state(state)  # no two leaves have one path
+    _train_state(*nnx.split(modules, graph=True))  # no two leaves have one path

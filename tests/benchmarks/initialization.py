@@ -12,11 +12,8 @@ Target: the initialization takes at most a quarter of the time of the step.
 import functools
 import json
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -28,10 +25,9 @@ from flax_mesh.models import DecoderConfig, make_decoder
 from flax_mesh.models.loss import next_token_loss
 from flax_mesh.sharding.initialize import run
 from flax_mesh.train import init_train_state, make_train_step
-from tests.benchmarks.common.report import options, print_json, print_table, use_cpu
+from tests.benchmarks.common.report import in_fresh_process, options, report, use_cpu
 from tests.sharding.initialize.models import differences, trained
 
-ROOT = Path(__file__).parent.parent.parent
 TARGET = 0.25
 ROWS, LENGTH = 4, 128
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "mlp_size": 128}
@@ -61,12 +57,6 @@ def measure(num_layers: int) -> dict[str, float]:
     return {"arrays": len(state.leaves), "by kind": by_kind, "one program": whole, "step": of_step}
 
 
-def in_fresh_process(num_layers: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.benchmarks", "initialization", f"--worker={num_layers}"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     given = options("initialization", arguments, layers=(4, 22, 96), rounds=1, worker=0)
     if given.worker:
@@ -75,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     rows: list[dict[str, Any]] = []
     for depth in given.layers:
-        measured = [in_fresh_process(depth) for _ in range(given.rounds)]
+        measured = [in_fresh_process("initialization", f"--worker={depth}") for _ in range(given.rounds)]
         best = {name: min(each[name] for each in measured) for name in measured[0]}
         rows.append({"layers": depth, **best, "by kind / step": best["by kind"] / best["step"]})
-    print_table(rows)
-    print_json("initialization", arguments, target=TARGET, rows=rows)
-    return 0
+    return report("initialization", arguments, rows, target=TARGET)

@@ -2,8 +2,6 @@
 
 import json
 import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 
 from flax_mesh.checkpoint import Checkpointer
-from tests.benchmarks.common.report import options, print_json, print_table
+from tests.benchmarks.common.report import in_fresh_process, options, report
 from tests.checkpoint.stores import store_of_files
 
 PLACES = ("disk", "store")
@@ -25,14 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.place:
         print(json.dumps(measure(given.place, given.saves)))
         return 0
-    rows = []
-    for place in PLACES:
-        command = [sys.executable, "-m", "tests.benchmarks", "saves", f"--saves={given.saves}", f"--place={place}"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows.append({"MiB after saves": place, **json.loads(done.stdout.splitlines()[-1])})
-    print_table(rows)
-    print_json("saves", arguments, rows=rows)
-    return 0
+    words = {place: (f"--saves={given.saves}", f"--place={place}") for place in PLACES}
+    rows = [{"MiB after saves": place, **in_fresh_process("saves", *words[place])} for place in PLACES]
+    return report("saves", arguments, rows)
 
 
 def measure(place: str, saves: int) -> dict[str, int]:

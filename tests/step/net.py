@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 from flax_mesh import abstract_state, create_mesh
-from flax_mesh.train import init_train_state, make_train_step
+from flax_mesh.train import abstract_train_state, init_train_state, make_train_step
 
 RULES = [("kernel$", ("embed", "mlp")), (".*", ())]
 
@@ -41,14 +41,23 @@ def make(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)
 
 def start(maker, mesh=None):
     """The initial state, as arrays of its own: a step donates them."""
-    state = _initial(maker, mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1]))
+    state = _initial(maker, mesh)
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)
+
+
+def layout(maker, mesh=None):
+    """The abstract state, for steps that are only traced."""
+    return abstract_train_state(maker, _abstract(maker, mesh))
 
 
 @functools.cache
 def _initial(maker, mesh):
-    rules = RULES if "tp" in mesh.axis_names else [(".*", ())]
-    return init_train_state(maker, abstract_state(maker, mesh, rules))
+    return init_train_state(maker, _abstract(maker, mesh))
+
+
+def _abstract(maker, mesh):
+    mesh = mesh or create_mesh((1,), ("fsdp",), devices=jax.devices()[:1])
+    return abstract_state(maker, mesh, RULES if "tp" in mesh.axis_names else [(".*", ())])
 
 
 def batch(rows=16, seed=0, live=None):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from flax_mesh import abstract_state, create_mesh, shard
 from flax_mesh.errors import ShardingError
-from flax_mesh.train import init_train_state, make_eval_step, make_train_step
+from flax_mesh.train import abstract_train_state, init_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
@@ -40,13 +40,15 @@ def sum_loss(model, x):
     return jnp.sum(model(x) ** 2), 16
 
 
-def start(operation, mesh):
+def state_of(create, operation, mesh):
+    """`create` is `init_train_state` or, for steps that are only traced, `abstract_train_state`."""
+
     def make():
         rngs = nnx.Rngs(0)
         model = nnx.Sequential(WrittenLayer(rngs, operation), WrittenLayer(rngs, operation))
         return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
-    return init_train_state(make, abstract_state(make, mesh))
+    return create(make, abstract_state(make, mesh))
 
 
 def product(x, w):
@@ -58,7 +60,7 @@ def test_a_step_and_an_evaluation_equal_those_on_auto_axes(num_microbatches):
     found = []
     for axis_types, operation in (("explicit", product), ("auto", jnp.matmul)):
         mesh = mesh_of(axis_types)
-        state = start(operation, mesh)
+        state = state_of(init_train_state, operation, mesh)
         batch = shard(np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8), P(ROWS), mesh)
         sums = make_eval_step(sum_loss, state)(state, batch)
         shardings = [x.sharding for x in state.leaves]
@@ -87,7 +89,7 @@ NOT_EXPLICIT = "refer to Explicit axes, but the axes of this mesh are Auto"
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_errors_name_the_module_and_the_line(axis_types, operation, layer, what, repair, evaluated):
     mesh = mesh_of(axis_types)
-    state = start(operation, mesh)
+    state = state_of(abstract_train_state, operation, mesh)
     run = make_eval_step(sum_loss, state) if evaluated else make_train_step(sum_loss, state)
     batch = shard(np.ones((16, 8), np.float32), P("dp", "fsdp" if "sum" in operation.__code__.co_names else None), mesh)
     place = rf"layers/{layer} \(WrittenLayer\): \S*test_explicit.py:\d+ \(<lambda>\): .*lambda x, w: "

@@ -17,7 +17,7 @@ from flax_mesh.mpmd import MpmdMesh, Pipeline, split_stages
 from flax_mesh.step.optimizer import update_parameters
 from flax_mesh.train import make_train_step
 from flax_mesh.tree import map_named, named_leaves
-from tests.step.net import batch, make, start
+from tests.step.net import batch, layout, make, start
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
@@ -152,7 +152,7 @@ def test_a_subclass_may_call_its_transformation_with_other_arrays():
         model = make()()[0]
         return model, UpdatesOneAgain(model, optax.sgd(0.1), wrt=nnx.Param)
 
-    state = start(create)
+    state = layout(create)
     _, metrics = make_train_step(row_loss, state).eval_shape(state, BATCH)
     assert metrics["grad_norm"].shape == ()
 
@@ -197,4 +197,4 @@ def test_an_optimizer_that_calls_the_loss_function_is_refused(name):
     search = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(5))
     optimizer: Any = {"lbfgs": optax.lbfgs(), "backtracking": search, "sophia": optax.contrib.sophia(0.1)}[name]
     with pytest.raises(ConfigError, match=r"calls the loss function.*Use one without a line search"):
-        plain(lambda: make()()[0], optimizer, row_loss, [BATCH])
+        make_train_step(row_loss, state := layout(make(optimizer))).eval_shape(state, BATCH)

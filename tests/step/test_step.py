@@ -19,7 +19,7 @@ from flax_mesh.step.batch import put_batch
 from flax_mesh.step.loss import reseed
 from flax_mesh.train import abstract_train_state, make_eval_step, make_train_step
 from flax_mesh.tree import named_leaves
-from tests.step.net import Net, batch, make, run, start
+from tests.step.net import Net, batch, layout, make, run, start
 
 pytestmark = pytest.mark.usefixtures("quick_unless_slow")
 
@@ -110,7 +110,7 @@ def test_layers_default_to_the_table_of_the_model_and_an_argument_overrides_them
         *(model.scale[...], 1.0),
         {"mask": jnp.sum(model(jnp.ones(64)) * 2.0 ** jnp.arange(3)[:, None])},
     )
-    state = start(create)
+    state = layout(create)
 
     def program(**kinds):
         jaxpr = make_train_step(mask, state, **kinds).trace(state, batch()).jaxpr

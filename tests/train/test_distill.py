@@ -19,6 +19,8 @@ from flax_mesh.errors import ConfigError
 from flax_mesh.models import DecoderConfig, distillation_loss, make_decoder
 from flax_mesh.models.cross_entropy import distillation
 from flax_mesh.models.ops.divergence import Divergence
+from flax_mesh.recipe import local_target, resolve
+from flax_mesh.recipe.program import train_program
 from flax_mesh.train import TrainConfig, apply_overrides, build_program, load_recipe
 from flax_mesh.tree import named_leaves
 from tests.data.chat_files import write_rows
@@ -147,8 +149,8 @@ def test_the_teacher_is_a_constant_in_the_layout_of_the_rules(tmp_path, stand_in
     for rank, dtype, wrt in ((2, "bfloat16", nnx.Param), (0, "float32", nnx.PathContains("mlp"))):
         config = config_of(tmp_path, "run", {"mesh.shape": "fsdp:4,tp:2", "lora.rank": rank, "model.dtype": dtype})
         config = replace(config, wrt=wrt)
-        state = build_program(config).layout.to_nnx()
-        leaves = dict(named_leaves(state))
+        recipe = resolve(config, local_target(config.mesh, config.run.platform))
+        leaves = dict(named_leaves(train_program(recipe).layout.to_nnx()))
         of_teacher = {path: x for path, x in leaves.items() if "teacher" in path}
         assert all(path.startswith("model/teacher/") and "lora" not in path for path in of_teacher)
         kernel = of_teacher["model/teacher/layers/mlp/up/kernel"]

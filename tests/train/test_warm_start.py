@@ -98,7 +98,6 @@ def test_settings_of_the_model_that_differ_from_the_checkpoint_are_refused_toget
     assert len(changed) == 6
     assert (tmp_path / "run" / "checkpoints" / KEPT / "generation_config.json").read_text() == "{}"
     # A run that resumes takes parameters from its checkpoints.
-    assert train(config).status == "already finished"
     (tmp_path / "run" / "checkpoints" / KEPT / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"is text.* \S+/run/checkpoints/huggingface/tokenizer\.json"):
         train(apply_overrides(config, ["run.steps=2"]))

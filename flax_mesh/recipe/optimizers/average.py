@@ -4,7 +4,8 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ import optax
 from jax.typing import ArrayLike
 
 from flax_mesh.step.state import TrainState
-from flax_mesh.tree import PyTree, named_leaves
+from flax_mesh.tree import MODEL, PyTree, map_named, named_leaves
 
 AVERAGE = re.compile(r"optimizer/opt_state/[0-9]+/average/(.+)")
 COUNT = re.compile(r"optimizer/opt_state/[0-9]+/averaged_steps")
+_Source = TypeVar("_Source")  # of the value of a parameter
 
 
 class AverageState(NamedTuple):
@@ -52,19 +54,25 @@ def average_factor(decay: float, steps: int) -> float:
 
 def with_average(state: TrainState, decay: float) -> TrainState:
     """`state` with the moving average in the place of the parameters; `state` itself before the first update."""
-    tree = state.to_nnx()
-    named = named_leaves(tree)
+    named = named_leaves(state.to_nnx())
     averages = {match[1]: x for path, x in named if (match := AVERAGE.fullmatch(path))}
     (steps,) = (x for path, x in named if COUNT.fullmatch(path))
     steps = int(jax.device_get(steps.addressable_shards[0].data))
     if not steps:
         return state
     factor = average_factor(decay, steps)
+    return with_parameters(state, averages, lambda x, average: jax.device_put(average, x.sharding) * factor)
+
+
+def with_parameters(
+    state: TrainState, sources: Mapping[str, _Source], value: Callable[[jax.Array, _Source], jax.Array]
+) -> TrainState:
+    """`state` with `value(parameter, source)` in the place of the parameters whose paths have a source."""
+    by_path = {MODEL + path: source for path, source in sources.items()}
 
     def leaf(path: str, x: jax.Array) -> jax.Array:
-        average = averages.get(path.removeprefix("model/")) if path.startswith("model/") else None
-        if average is None or not x.addressable_shards:  # of a group of other processes
+        if path not in by_path or not x.addressable_shards:  # of a group of other processes
             return x
-        return (jax.device_put(average, x.sharding) * factor).astype(x.dtype)
+        return value(x, by_path[path]).astype(x.dtype)
 
-    return state.with_state(jax.tree.unflatten(jax.tree.structure(tree), [leaf(path, x) for path, x in named]))
+    return state.with_state(map_named(leaf, state.to_nnx()))

@@ -37,7 +37,6 @@ class RecipeOptimizer:
         matrices: the value of `optimizer.matrices` where the setting is empty, from the config of the model.
         make: `make_optimizer` of the recipe: parameters -> optax transformation. None: the optimizer by name.
         make_schedule: `make_schedule` of the recipe. None: the schedule by name.
-        places: Where these functions are defined.
     """
 
     settings: OptimizerConfig

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import jax
 from optax.contrib import ScheduleFreeState, schedule_free_eval_params
 
+from flax_mesh.recipe.optimizers.average import with_parameters
 from flax_mesh.step.state import TrainState
 from flax_mesh.tree import named_leaves
 
@@ -34,19 +35,15 @@ def schedule_free_sources(paths: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 def with_evaluated(state: TrainState) -> TrainState:
     """`state` with x in the place of the parameters; `state` itself without a schedule-free optimizer."""
-    tree = state.to_nnx()
-    named = named_leaves(tree)
-    sources, values = schedule_free_sources(path for path, _ in named), dict(named)
+    values = dict(named_leaves(state.to_nnx()))
+    sources = schedule_free_sources(values)
     if not sources:
         return state
 
-    def leaf(path: str, y: jax.Array) -> jax.Array:
-        paths = sources.get(path.removeprefix("model/")) if path.startswith("model/") else None
-        if paths is None or not y.addressable_shards:  # of a group of other processes
-            return y
+    def value(y: jax.Array, paths: tuple[str, str]) -> jax.Array:
         z, b1 = (values[source] for source in paths)
         b1 = float(b1.addressable_shards[0].data)  # a number of the host: it may be on the devices of another group
         only = ScheduleFreeState(b1, None, None, None, None, jax.device_put(z, y.sharding))  # pyright: ignore
-        return schedule_free_eval_params(only, y).astype(y.dtype)
+        return schedule_free_eval_params(only, y)
 
-    return state.with_state(jax.tree.unflatten(jax.tree.structure(tree), [leaf(path, x) for path, x in named]))
+    return with_parameters(state, sources, value)

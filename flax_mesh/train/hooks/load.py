@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flax_mesh.checkpoint.read import plain
-from flax_mesh.errors import ConfigError
+from flax_mesh.errors import ConfigError, Mistakes
 from flax_mesh.user_code import check_arguments, joined, place_of, user_code
 
 _Result = TypeVar("_Result")
@@ -17,16 +17,12 @@ Row = dict[str, Any]  # of metrics
 Hook = Callable[[Row], object]
 Factory = Callable[[Path, Any, int], Hook]
 NAMES = {
-    "tensorboard": "flax_mesh.train.hooks.tensorboard:make_hook",
+    "tensorboard": "flax_mesh.train.hooks.tensorboard:TensorBoard",
     "wandb": "flax_mesh.train.hooks.trackers:wandb_hook",
     "trackio": "flax_mesh.train.hooks.trackers:trackio_hook",
 }
+REQUIRED = {name: name for name in NAMES} | {"tensorboard": "tensorboardX"}  # the package of the extra of this name
 FAILED = object()  # in place of the value of a function that raised an exception
-REQUIRED = {
-    "tensorboard": "tensorboardX",
-    "wandb": "wandb",
-    "trackio": "trackio",
-}  # the package of the extra with the name of the hook
 
 
 def numbers(row: Row) -> dict[str, int | float]:
@@ -37,27 +33,21 @@ def numbers(row: Row) -> dict[str, int | float]:
 
 def find_hooks(text: str, of_recipe: Sequence[Any]) -> list[tuple[str, Factory]]:
     """(name, factory) of the hooks in `run.hooks`, then of the recipe's own. One ConfigError with all mistakes."""
-    factories, problems = [], []
+    factories, mistakes = [], Mistakes()
     names = [*filter(None, map(str.strip, text.split(",")))]
-    problems += [
+    mistakes.problems += [
         f"run.hooks: {name!r} is there twice; once is enough" for name in sorted({*names}) if names.count(name) > 1
     ]
     for name in dict.fromkeys(names):
-        try:
+        with mistakes:
             factories.append((f"run.hooks={name}", _import(name)))
-        except ConfigError as error:
-            problems += error.lines
     factories += [(f"hooks[{at}] of the recipe", factory) for at, factory in enumerate(of_recipe)]
     for name, factory in factories:
-        if not callable(factory):
-            problems.append(f"{name} must be a function (folder, config, start) -> hook, got {factory!r}")
-            continue
-        try:
+        with mistakes:
+            if not callable(factory):
+                raise ConfigError(f"{name} must be a function (folder, config, start) -> hook, got {factory!r}")
             check_arguments(name, factory, "folder", "config", "start")
-        except ConfigError as error:
-            problems += error.lines
-    if problems:
-        raise ConfigError(problems)
+    mistakes.raise_if_any()
     return factories
 
 

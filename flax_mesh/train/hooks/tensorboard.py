@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from flax_mesh.train.hooks.load import Hook, Row, numbers
+from flax_mesh.train.hooks.load import Row, numbers
 
 FOLDER = "tensorboard"
 
 
-class _Writer:
-    def __init__(self, folder: Path, start: int):
+class TensorBoard:
+    def __init__(self, folder: Path, config: object, start: int):
         from tensorboardX import SummaryWriter
 
         # purge_step: TensorBoard then ignores the rows that this run computes again. Without the suffix, a run that
@@ -24,7 +24,3 @@ class _Writer:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def make_hook(folder: Path, config: object, start: int) -> Hook:
-    return _Writer(folder, start)

@@ -21,12 +21,11 @@ def make_pipeline(
     name: str,
     num_groups: int,
     count: int,
-    axes: Sequence[str] = ("pp", "dp"),
     rate: float = 1e-2,
     **options: Any,
 ) -> Pipeline:
     """Plain SGD on `count` microbatches by the named schedule."""
-    mesh = create_mesh((num_groups, *[1] * (len(axes) - 1)), axes, devices=jax.devices()[:num_groups])
+    mesh = create_mesh((num_groups, 1), ("pp", "dp"), devices=jax.devices()[:num_groups])
     groups = MpmdMesh(mesh, "pp")
     schedule = make_schedule(name, num_groups=num_groups, num_microbatches=count)
     micro = {key: x[: len(x) // count] for key, x in batch.items()}

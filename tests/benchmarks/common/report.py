@@ -6,13 +6,16 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 
+ROOT = Path(__file__).parents[3]
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint", "eformer", "scalax")
 
 
@@ -37,6 +40,13 @@ def options(benchmark: str, arguments: Sequence[str] | None, **defaults: Any) ->
 
 def _parts(kind: type, text: str) -> tuple[Any, ...]:
     return tuple(map(kind, text.split(",")))
+
+
+def in_fresh_process(benchmark: str, *words: str) -> dict[str, Any]:
+    """The JSON that a benchmark prints in its last line, in a process of its own."""
+    command = [sys.executable, "-m", "tests.benchmarks", benchmark, *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def report(benchmark: str, arguments: Sequence[str] | None, rows: Sequence[Mapping[str, Any]], **figures: Any) -> int:

@@ -11,7 +11,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from flax_mesh.models import DecoderConfig, make_decoder, next_token_loss
-from flax_mesh.recipe.program import batch_sharding, build_program
+from flax_mesh.recipe.program import build_program
 from flax_mesh.train import DataConfig, MeshConfig, OptimizerConfig, PipelineConfig, RunConfig, TrainConfig
 from flax_mesh.tree import map_named, named_leaves, nest
 
@@ -117,9 +117,8 @@ def trained(config, steps=STEPS):
     """(program, state after `steps` steps, metrics of every step)."""
     program = build_program(config)
     state, rows = program.init(), []
-    sharding = batch_sharding(program.mesh, program.rules.axes)
     for step in range(steps):
-        state, metrics = program.step(state, jax.device_put(host_batch(step), sharding))
+        state, metrics = program.step(state, host_batch(step))
         rows.append({name: float(value) for name, value in metrics.items()})
     return program, state, rows
 
