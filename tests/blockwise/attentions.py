@@ -16,8 +16,7 @@ LENGTH = 128
 
 
 def cast(args, dtype):
-    is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype) if is_float(x) else x, args)
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
 
 
 def operands(heads=2, kv_heads=2, length=LENGTH):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,9 +212,13 @@ def test_the_program_for_gpus_has_calls_of_cudnn_with_the_mask(name, call):
     assert largest_square(traced.jaxpr, LENGTH) == 0
 
 
+@cache
+def layout_on(mesh):
+    return abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
+
+
 def traced_step(platform, sizes, **options):
-    mesh = mesh_of(platform, **sizes)
-    layout = abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
+    layout = layout_on(mesh_of(platform, **sizes))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(1024))
     step = make_train_step(loss_fn, layout, **options)
     with jax_compat.kernels_without_devices():
