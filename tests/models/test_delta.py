@@ -35,13 +35,14 @@ CONFIG = DecoderConfig(
 )
 
 
-def tokens_of(length: int, seed: int = 0) -> Any:
+def tokens_of(length: int, seed: int = 0) -> Tokens:
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((2, length, 3, 8)) for _ in range(2))
     v, g = rng.standard_normal((2, length, 3, 4)), -rng.exponential(0.3, (2, length, 3))
     k[:, 5:20] = k[:, 5:6]  # equal keys, whose system is the worst to invert
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    return Tokens(*(x.astype(np.float32) for x in (q, k, v, g, rng.uniform(0, 1, (2, length, 3)))))
+    arrays: Any = (x.astype(np.float32) for x in (q, k, v, g, rng.uniform(0, 1, (2, length, 3))))
+    return Tokens(*arrays)
 
 
 def recurrence(tokens: Tokens, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
