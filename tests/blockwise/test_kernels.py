@@ -83,10 +83,7 @@ NO_KERNEL = {
     "a key before the first": (masked(lambda d: d > 0), "a query sees no key"),
     "a mask that sets scores to 0": (masked(lambda d: d >= 0, 0.0), "numbers are added to its scores"),
     "a mask that is not low": (masked(lambda d: d >= 0, -100.0), "numbers are added to its scores"),
-    "a capped mask": (
-        lambda s: 50 * jnp.tanh(masked(lambda d: d >= 0)(s) / 50),
-        "its scores are changed by tanh",
-    ),
+    "a capped mask": (lambda s: 50 * jnp.tanh(masked(lambda d: d >= 0)(s) / 50), "its scores are changed by tanh"),
     "a scale that grows": (lambda s: s * (1 + jnp.arange(s.shape[-1])), "its scores are multiplied by an array"),
     "a scale per head": (
         lambda s: s * jnp.asarray([0.3, 0.31], s.dtype)[:, None, None],
