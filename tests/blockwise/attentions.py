@@ -16,16 +16,12 @@ LENGTH = 128
 
 
 def cast(args, dtype):
-    is_float = lambda x: jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating)  # noqa: E731
-    return jax.tree.map(lambda x: jnp.asarray(x).astype(dtype) if is_float(x) else x, args)
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, args)
 
 
 def operands(heads=2, kv_heads=2, length=LENGTH):
-    shapes, random = (
-        ((2, length, heads, 8), (2, length, kv_heads, 8), (2, length, kv_heads, 8)),
-        np.random.default_rng(0),
-    )
-    return tuple(random.normal(size=shape).astype(np.float32) for shape in shapes)
+    random = np.random.default_rng(0)
+    return tuple(random.normal(size=(2, length, n, 8)).astype(np.float32) for n in (heads, kv_heads, kv_heads))
 
 
 def distance(s):
@@ -95,16 +91,8 @@ SINKS = (*operands(4, 2), np.asarray([0.3, -1, 2, 3], np.float32), LENGTHS)
 CASES = {
     "every key": (by_hand, operands(), "every key"),
     "causal": (with_scores(masked(lambda d: d >= 0)), operands(), "causal"),
-    "window": (
-        with_scores(masked(lambda d: (d >= 0) & (d < 20))),
-        operands(),
-        "causal in a window of 20",
-    ),
-    "both sides": (
-        with_scores(masked(lambda d: abs(d) < 9)),
-        operands(),
-        "keys 8 before to 8 after",
-    ),
+    "window": (with_scores(masked(lambda d: (d >= 0) & (d < 20))), operands(), "causal in a window of 20"),
+    "both sides": (with_scores(masked(lambda d: abs(d) < 9)), operands(), "keys 8 before to 8 after"),
     "soft cap": (
         with_scores(lambda s: masked(lambda d: d >= 0)(5 * jnp.tanh(s / 5))),
         operands(),

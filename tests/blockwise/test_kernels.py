@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,10 +83,7 @@ NO_KERNEL = {
     "a key before the first": (masked(lambda d: d > 0), "a query sees no key"),
     "a mask that sets scores to 0": (masked(lambda d: d >= 0, 0.0), "numbers are added to its scores"),
     "a mask that is not low": (masked(lambda d: d >= 0, -100.0), "numbers are added to its scores"),
-    "a capped mask": (
-        lambda s: 50 * jnp.tanh(masked(lambda d: d >= 0)(s) / 50),
-        "its scores are changed by tanh",
-    ),
+    "a capped mask": (lambda s: 50 * jnp.tanh(masked(lambda d: d >= 0)(s) / 50), "its scores are changed by tanh"),
     "a scale that grows": (lambda s: s * (1 + jnp.arange(s.shape[-1])), "its scores are multiplied by an array"),
     "a scale per head": (
         lambda s: s * jnp.asarray([0.3, 0.31], s.dtype)[:, None, None],
@@ -211,9 +209,13 @@ def test_the_program_for_gpus_has_calls_of_cudnn_with_the_mask(name, call):
     assert largest_square(traced.jaxpr, LENGTH) == 0
 
 
+@cache
+def layout_on(mesh):
+    return abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
+
+
 def traced_step(platform, sizes, **options):
-    mesh = mesh_of(platform, **sizes)
-    layout = abstract_train_state(make, fm.abstract_state(make, mesh, RULES))
+    layout = layout_on(mesh_of(platform, **sizes))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of(1024))
     step = make_train_step(loss_fn, layout, **options)
     with jax_compat.kernels_without_devices():

@@ -16,7 +16,7 @@ from flax_mesh.models import DecoderConfig, Sampling, generate, make_decoder
 from flax_mesh.models.cache import row_multiple, slot_multiple
 from flax_mesh.models.generation.generate import Programs
 from flax_mesh.models.ops.sampling import choose_tokens
-from tests.models.reference import SMALL
+from tests.models.reference import SMALL, small
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 CONFIG = dataclasses.replace(SMALL, vocab_size=48)
@@ -91,7 +91,7 @@ def test_tokens_and_log_probabilities_equal_the_training_forward_pass_on_every_m
 
 @pytest.fixture(scope="module")
 def plain():
-    return model_on(dataclasses.replace(CONFIG, num_layers=1))
+    return small(CONFIG, num_layers=1)
 
 
 @pytest.mark.slow
@@ -176,7 +176,7 @@ def test_one_compilation_of_each_program_serves_all_prompts_of_a_bucket(compilat
 def test_each_generated_token_costs_the_same(scan):
     """It costs one token of the forward pass, and attention to the slots of the cache."""
     config = dataclasses.replace(CONFIG, scan=scan, num_layers=4)
-    model, slots, rows = model_on(config), 64, 2
+    model, slots, rows = small(config), 64, 2
     graphdef, state = nnx.split(model)
     tokens: Any = np.zeros((rows, 16), np.int32)
     prefill = jax.jit(lambda state: nnx.merge(graphdef, state).prefill(tokens, jnp.asarray([3, 16]), slots))
@@ -289,7 +289,7 @@ def test_models_without_prefill_and_pipelined_models_cannot_generate():
     linear: Any = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"the methods prefill and decode, .* got Linear without prefill and decode$"):
         generate(linear, [[1]])
-    model = model_on(CONFIG)
+    model = small(CONFIG)
     devices = jax.devices()
     for n, layer in enumerate(model.layers):
         mesh = fm.create_mesh((1, 2, 1, 1, 1), devices=devices[2 * n : 2 * n + 2])

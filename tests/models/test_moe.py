@@ -121,7 +121,7 @@ def check(layer, x, *, mesh=None, k=K):
         shardings, split, compiled = compiled_on(mesh, layer.axes, k, len(x))
         got = compiled(jax.device_put(state, shardings), jax.device_put(x, split), probe)
         text = compiled.as_text() or ""
-    found = np.asarray(jax.nn.one_hot(got[1]["experts"].reshape(-1, k), len(grads[1])).sum(1) > 0)
+    found = np.eye(len(grads[1]), dtype=bool)[np.asarray(got[1]["experts"]).reshape(-1, k)].any(1)
     assert (found == chosen).all(), "routing differs"
     assert (np.asarray(got[1]["expert_tokens"]) == chosen.sum(0)).all()
     np.testing.assert_allclose(got[0], y, atol=1e-5)
@@ -195,7 +195,7 @@ def test_no_token_is_dropped_for_balanced_and_unbalanced_routers(tokens, fits):
     chosen = expected(layer, jnp.asarray(x), K)[1]
     sent = chosen.reshape(8, 8, ep, per_device).any(-1).sum(1)  # a device has one row of 8 tokens
     capacity = balanced_capacity(8, K, per_device, ep)
-    assert (sent.max() <= capacity) == fits  # so that both sizes of the exchange are tested
+    assert capacity is not None and (sent.max() <= capacity) == fits  # so that both sizes of the exchange are tested
     text = check(layer, x, mesh=make_mesh(dp=2, ep=4))
     assert " conditional(" in text
 
@@ -273,11 +273,15 @@ def batch_of(rows=4, seq=8, seed=0) -> Any:
 def test_the_loss_is_the_sum_in_its_docstring():
     model, batch = small(EXPERTS, load_balance_loss=0.5, router_z_loss=0.25), batch_of()
     batch["targets"][0, :5] = -1
-    both = jax.jit(lambda model, batch: (next_token_loss(model, batch), model.forward(batch["inputs"])))
-    (loss, weight, metrics), (logits, aux) = both(model, batch)
+
+    @jax.jit
+    def both(model, batch):
+        logits, aux = model.forward(batch["inputs"])
+        return next_token_loss(model, batch), logits, router_losses(aux)
+
+    (loss, weight, metrics), logits, found = both(model, batch)
     p = np.asarray(logits) - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     entropy = -sum(p[i, j, t] for (i, j), t in np.ndenumerate(batch["targets"]) if t >= 0)
-    found = router_losses(aux)
     assert weight == 27 and found["load_balance_loss"].shape == (2,)
     np.testing.assert_allclose(metrics["cross_entropy"], entropy, rtol=1e-5)
     added = 27 * (0.5 * sum(found["load_balance_loss"]) + 0.25 * sum(found["router_z_loss"]))
@@ -319,6 +323,7 @@ def test_the_best_group_of_four_experts_has_the_largest_pair_or_without_a_balanc
 ):
     logits = np.log(probabilities) - np.log1p(-np.array(probabilities))
     routing = Routing("sigmoid", normalize=False, groups=2, top_groups=1)
-    bias = {"balance_E": jnp.zeros(8)} if is_balanced else {}
-    _, experts, _ = route(jnp.ones((1, 1)), jnp.asarray(logits[None], jnp.float32), 2, routing=routing, **bias)
+    bias = {"balance_E": np.zeros(8, np.float32)} if is_balanced else {}
+    routed = jax.jit(route, static_argnames=("k", "routing"))
+    _, experts, _ = routed(np.ones((1, 1)), logits[None].astype(np.float32), k=2, routing=routing, **bias)
     assert set((np.asarray(experts)[0] // 4).tolist()) == {group}

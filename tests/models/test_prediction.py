@@ -23,7 +23,8 @@ def cross_entropy(logits, targets):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_equals_numpy(tied):
-    model = small(prediction_layers=2, prediction_loss=0.5, tied=tied, loss_chunk=0 if tied else 5)
+    options = {"prediction_layers": 2, "prediction_loss": 0.5, "loss_chunk": 0 if tied else 5}
+    model = small(num_layers=1, tied=tied, **options)
     tokens, targets = tokens_of(), np.random.default_rng(1).integers(-1, 64, (2, 12)).astype(np.int32)
     loss, weight, metrics = jax.jit(next_token_loss)(model, {"inputs": tokens, "targets": targets})
     each = np.moveaxis(numpy_decoder(model, tokens), 1, 0)
@@ -35,19 +36,20 @@ def test_the_loss_equals_numpy(tied):
 
 
 def test_a_prediction_ends_with_its_document():
-    model, tokens = small(prediction_layers=1), tokens_of(1)
+    model, tokens = small(num_layers=1, prediction_layers=1), tokens_of(1)
     targets = np.roll(tokens, -1, axis=1)
     targets[:, [4, 11]] = -1
     found = jax.jit(lambda model, batch: next_token_loss(model, batch)[2]["prediction_loss"])
-    packed = {"inputs": tokens, "targets": targets, "segment_ids": np.where(np.arange(12) < 5, 1, 2)[None]}
-    alone = {key: np.full((2, 12), -1 if key == "targets" else 0, np.int32) for key in packed}
-    for key, values in packed.items():
+    row = {"inputs": tokens, "targets": targets, "segment_ids": np.where(np.arange(12) < 5, 1, 2)[None]}
+    packed, alone = ({key: np.full((2, 12), -(key == "targets"), np.int32) for key in row} for _ in range(2))
+    for key, values in row.items():
+        packed[key][0] = values
         alone[key][0, :5], alone[key][1, :7] = values[0, :5], values[0, 5:]
     np.testing.assert_allclose(found(model, packed), found(model, alone), rtol=1e-5)
 
 
 def test_without_predictions_nothing_changes_and_generation_ignores_them():
-    model, plain = small(prediction_layers=1), small()
+    model, plain = small(num_layers=1, prediction_layers=1), small(num_layers=1)
     state = dict(named_leaves(nnx.state(model)))
     nnx.update(plain, nnx.state(model, lambda path, _: path[0] != "predictions"))
     assert {path for path in state if not path.startswith("predictions/")} == {*dict(named_leaves(nnx.state(plain)))}
