@@ -1,6 +1,5 @@
 """`load_decoder`: a folder in Hugging Face's format becomes a decoder whose arrays are sharded over any mesh."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -12,8 +11,8 @@ from flax import nnx
 
 from flax_mesh import CheckpointCorruptedError, ConfigError, ShardingError, abstract_state, create_mesh, named_leaves
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
-from flax_mesh.checkpoint.hf.safetensors import open_safetensors, write_safetensors
 from flax_mesh.models import Decoder, DecoderConfig, load_decoder, make_decoder, pretrained_config
+from tests.models.folders import change_arrays, change_config
 from tests.models.reference import small
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -29,19 +28,6 @@ MESHES = {
     "dp2 fsdp2 tp2": lambda: create_mesh((2, 2, 1, 2, 1)),
     "fsdp4 tp2 without other axes": lambda: create_mesh((4, 2), ("fsdp", "tp")),
 }
-
-
-def change_config(folder, **change):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-
-
-def change_arrays(folder, change):
-    """Write the arrays of `folder` again, as `change` returns them."""
-    arrays = change({name: np.array(array) for name, array in open_safetensors(folder).items()})
-    config = json.loads((folder / "config.json").read_text())
-    shutil.rmtree(folder)
-    write_safetensors(folder, arrays, arrays.items(), json_files={"config.json": config})
 
 
 def load_on_one(folder, **options):
