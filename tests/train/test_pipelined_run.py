@@ -169,7 +169,7 @@ def test_a_run_searches_after_three_steps_and_resumed_runs_take_the_file_and_hav
 def test_the_slowest_process_of_a_group_and_all_groups_count():
     first = json.dumps([["F", 0, 1.0], ["B", 0, 2.0], ["W", 0, 3.0]])
     second = json.dumps([["F", 0, 1.5], ["B", 0, 1.0], ["W", 0, 3.5], ["F", 1, 4.0], ["B", 1, 5.0]])
-    assert costs_of_processes([first, second], 2) == [(1.5, 2.0, 3.5, 0.0), (4.0, 5.0, 0.0, 0.0)]
+    assert costs_of_processes([first, second], 2) == ((1.5, 2.0, 3.5, 0.0), (4.0, 5.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
