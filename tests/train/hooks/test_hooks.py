@@ -187,7 +187,8 @@ def test_wandb_has_every_row_once_after_a_kill_and_a_resume(tmp_path, text, monk
     assert [row["_step"] for row in found] == [1, 2, 3, 4, 5]
     for row in found:
         assert {name: row[name] for name in expected[row["_step"]]} == expected[row["_step"]]
-    names = {path.name.rpartition("-")[2] for path in (folder / "wandb").glob("offline-run-*")}
+    # offline-run-TIME-ID, and for a second run that begins in the same second offline-run-TIME-ID-1
+    names = {path.name.split("-")[3] for path in (folder / "wandb").glob("offline-run-*")}
     assert names == {(folder / "wandb.id").read_text()}
 
 
