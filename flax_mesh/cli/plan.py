@@ -28,8 +28,8 @@ from flax_mesh.plan.compile import compile_recipe
 from flax_mesh.plan.compile.recipe import LIMIT_S
 from flax_mesh.plan.report import WIDTH
 from flax_mesh.plan.search import search_layouts
-from flax_mesh.plan.search.search import PLANS, SEARCHED, parse_chips
-from flax_mesh.plan.topology import EXAMPLES, Topology, parse_topology
+from flax_mesh.plan.search.search import PLANS, SEARCHED
+from flax_mesh.plan.topology import EXAMPLES
 from flax_mesh.recipe.checks import check_config
 from flax_mesh.recipe.config import PLATFORM, TrainConfig
 from flax_mesh.recipe.overrides import setting_of
@@ -88,7 +88,8 @@ def run(arguments: argparse.Namespace, argv: Sequence[str]) -> int:
         return _search(arguments, config)
     if arguments.compile:
         return _compile(arguments)
-    forecast = plan(config, topology_of(arguments.topology, config))
+    use_platform(config.run.platform if arguments.topology is None else "cpu")  # no accelerator for a topology
+    forecast = plan(config, arguments.topology)
     width = min(table_width(), WIDTH)
     print(json.dumps(forecast.to_dict(), indent=1) if arguments.json else forecast.to_text(width=width))
     return FINDINGS if forecast.fits is False else DONE
@@ -145,25 +146,16 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace, config: TrainConfig) -> int:
     use_platform("cpu")
-    topology = parse_chips(arguments.search, load_chip(config.run.hardware) if config.run.hardware else None)
     words, plans = with_files(arguments.overrides), PLANS if arguments.plans is None else arguments.plans
     fixed = [name for text in words if (name := setting_of(text)) in SEARCHED]
     with progress_line() as say:
-        search = search_layouts(config, topology, fixed=fixed, plans=plans, say=say)
+        search = search_layouts(config, arguments.search, fixed=fixed, plans=plans, say=say)
     if arguments.json:
         print(json.dumps(layouts.to_dict(search), indent=1))
     else:
         command = ["flax-mesh", "train", arguments.recipe, *arguments.overrides]
         print(layouts.to_text(search, command, min(table_width(), SEARCH_WIDTH)))
     return FINDINGS if search.planned[0].plan.fits is False else DONE
-
-
-def topology_of(text: str | None, config: TrainConfig) -> Topology | None:
-    """The named topology, whose chip may be defined by `run.hardware`; None for the devices of this machine."""
-    use_platform(config.run.platform if text is None else "cpu")  # for a topology, accelerators are left alone
-    if text is None:
-        return None
-    return parse_topology(text, load_chip(config.run.hardware) if config.run.hardware else None)
 
 
 @contextmanager
