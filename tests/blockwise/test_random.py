@@ -39,6 +39,10 @@ def problem_of(chain):
     rounded = "bfloat16" in (*chain.scores, *chain.weights)
     difference, most = apart(found, expected), 3e-2 if rounded else MOST
     if not difference <= most:
+        if rounded:  # blocks round other numbers, so they may differ by what the rounding changes
+            names = [tuple(name for name in ops if name != "bfloat16") for ops in (chain.scores, chain.weights)]
+            unrounded, _ = program_of(chain._replace(scores=names[0], weights=names[1]))
+            most = max(most, 2 * apart(expected, exact(unrounded, args)))
         reference = exact(fn, args)
         if not apart(found, reference) <= max(most, 8 * apart(expected, reference)):
             return f"{difference:.1e} from the program, {apart(found, reference):.1e} from float64, {lines}"

@@ -287,6 +287,8 @@ def test_the_usual_layouts_differ_in_one_setting():
     for text in ("cpu:1", "cpu:3", "v5e:2x2"):  # axes that 4 does not divide
         small = make_space(CONFIG, parse_topology(text), [])
         assert all(math.prod(layout.sizes) == small.topology.num_devices for layout in small.usual())
+    small = make_space(CONFIG, parse_topology("v5e:2x2"), FIXED)  # 4 microbatches, while the usual layouts have 1
+    assert all(small.layouts[small.nearest(layout)].sizes == layout.sizes for layout in small.usual())
 
 
 @pytest.mark.slow

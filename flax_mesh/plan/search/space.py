@@ -134,8 +134,10 @@ class Space:
         return self._features(self.layouts)
 
     def nearest(self, layout: Layout) -> int:
-        """The row of the layout whose features are the most similar ones."""
-        return int(((self.features - self._features([layout])) ** 2).sum(1).argmin())
+        """The row of the layout whose axis sizes, and then whose other features, are the most similar ones."""
+        distances = (self.features - self._features([layout])) ** 2
+        sizes, others = distances[:, : len(AXIS_NAMES)].sum(1), distances[:, len(AXIS_NAMES) :].sum(1)
+        return int(np.lexsort((others, sizes))[0])
 
     def _features(self, layouts: Sequence[Layout]) -> Values:
         """0 or 1 for each choice, and logarithms: of the axis sizes, of the batch, of the rows of a microbatch on one
