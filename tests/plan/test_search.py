@@ -115,8 +115,7 @@ def test_every_layout_passes_the_checks_none_is_there_twice_and_those_excluded_f
     assert len(texts) == len(set(texts)) > 500
     rules = rules_of(CONFIG)
     for layout in space.layouts[::17]:
-        config = space.apply(space.settings(layout))
-        shape = axis_sizes(config.mesh)
+        shape = axis_sizes((config := space.apply(space.settings(layout))).mesh)
         assert math.prod(shape.values()) == 8
         assert check_config(config) == []
         assert check_on_mesh(config, Target(shape, platform="tpu").abstract_mesh("auto"), rules.axes) == []
@@ -139,12 +138,10 @@ def test_every_layout_passes_the_checks_none_is_there_twice_and_those_excluded_f
 
 
 def test_the_axes_are_those_that_split_something():
-    def axes(config):
-        return make_space(config, parse_topology("v5e:2x2"), FIXED).axes
-
-    assert axes(CONFIG) == ("pp", "dp", "fsdp", "tp", "sp")
-    assert axes(EXPERTS) == ("pp", "dp", "fsdp", "ep", "tp", "sp")
-    assert axes(dataclasses.replace(CONFIG, mesh=MeshConfig("fsdp:4", rules="fsdp"))) == ("pp", "dp", "fsdp", "sp")
+    over_fsdp = dataclasses.replace(CONFIG, mesh=MeshConfig("fsdp:4", rules="fsdp"))
+    cases = (CONFIG, "pp dp fsdp tp sp"), (EXPERTS, "pp dp fsdp ep tp sp"), (over_fsdp, "pp dp fsdp sp")
+    for config, axes in cases:
+        assert make_space(config, parse_topology("v5e:2x2"), FIXED).axes == tuple(axes.split())
 
 
 @pytest.mark.slow
@@ -176,11 +173,12 @@ STATES += [("dp:4,fsdp:2", "bfloat16", ""), ("fsdp:2,tp:4", "bfloat16", ""), ("f
 @pytest.mark.parametrize(("shape", "dtype", "shard_over"), STATES)
 def test_no_plan_has_less_state_than_the_lower_bound(shape, dtype, shard_over):
     model = dataclasses.replace(PLANNED.model, param_dtype=dtype, dtype=dtype)
-    optimizer = OptimizerConfig(shard_over=shard_over)
-    config = dataclasses.replace(PLANNED, model=model, mesh=MeshConfig(shape), optimizer=optimizer)
+    optimizer, mesh = OptimizerConfig(shard_over=shard_over), MeshConfig(shape)
+    config, sizes = dataclasses.replace(PLANNED, model=model, mesh=mesh, optimizer=optimizer), axis_sizes(mesh)
     found = plan(config, "v5e:2x4").memory.at_peak
-    recipe = derive(config, Target(axis_sizes(config.mesh), platform="tpu"))
-    least = StateBytes(recipe, parse_topology("v5e:2x4")).least(axis_sizes(config.mesh), shard_over)
+    least = StateBytes(derive(config, Target(sizes, platform="tpu")), parse_topology("v5e:2x4")).least(
+        sizes, shard_over
+    )
     assert least <= found["parameters"] + found["optimizer"]
     if shape == "fsdp:8":  # only scales are replicated
         assert least == pytest.approx(found["parameters"] + found["optimizer"], rel=0.05)
@@ -314,8 +312,7 @@ def test_of_equally_fast_layouts_the_one_with_the_smallest_batch_is_the_best():
     found = search_layouts(CONFIG, "v5e:4", fixed=[name for name in FIXED if name != "data.batch_size"], plans=12)
     assert found.best is not None
     limit = 1.01 * fastest(found.planned)
-    equal = [each for each in found.planned if each.plan.fits and each.seconds_per_token <= limit]
-    assert found.best.tokens == min(each.tokens for each in equal)
+    assert found.best.tokens == min(x.tokens for x in found.planned if x.plan.fits and x.seconds_per_token <= limit)
 
 
 # --- what does not fit, and bad input ---
@@ -326,7 +323,7 @@ def test_if_no_layout_fits_the_nearest_one_shows_what_is_missing():
     found = search_layouts(CONFIG, topology_with(1e6), fixed=FIXED, plans=2)  # less than the state of a device
     assert found.best is None and found.planned
     assert found.excluded[TOO_LARGE] > 0
-    text = to_text(found, ["flax-mesh", "train", "recipe.py"])
+    text = to_text(found, ["flax-mesh", "train", "r.py"])
     missing = found.planned[0].plan.memory.peak - (found.planned[0].plan.memory.capacity or 0)
     assert f"No layout fits: the one with the least memory needs {bytes_text(missing)} more" in text
     assert "flax-mesh train" not in text
@@ -384,8 +381,7 @@ def test_every_layout_but_the_first_names_the_largest_part_of_its_time():
 def test_the_command_prints_settings_that_train_runs(capsys, tmp_path):
     small = ["data.batch_size=8", "data.sequence_length=32", "model.hidden_size=32", "model.mlp_size=64"]
     small += ["pipeline.num_microbatches=2", "model.num_layers=2"]
-    command = ["plan", "recipes/tiny.py", "--search", "cpu:8", "--plans", "3", *small]
-    assert main(command) == 0
+    assert main(["plan", "recipes/tiny.py", "--search", "cpu:8", "--plans", "3", *small]) == 0
     *tables, last = capsys.readouterr().out.splitlines()
     assert max(map(len, tables)) <= 100
     words = shlex.split(last)
