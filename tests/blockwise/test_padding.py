@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from flax_mesh.blockwise.fused import _segments
 from tests.blockwise.attentions import (
     HOLES,
     IDS,
@@ -51,6 +52,16 @@ def test_other_masks_of_data_are_no_kernel(change, given, reason):
     fn = lambda q, k, v, x: by_hand(q, k, v, lambda s: change(s, x))  # noqa: E731
     (line,) = rewritten(fn, (*operands(), given), "splash").lines
     assert line.endswith(f"; no kernel: {reason}")
+
+
+def test_padded_queries_and_keys_have_ids_that_nothing_else_has():
+    ids, kept = (
+        np.array([[0, 0, 1, 2], [-1, 1, 1, 9]]),
+        np.array([[True, False, True, True], [True, True, False, True]]),
+    )
+    q, k = _segments({"q": ids, "k": ids, "q_ids": ids, "k_ids": ids, "q_pad": kept, "k_pad": kept})
+    sees = (ids[:, :, None] == ids[:, None]) & kept[:, :, None] & kept[:, None]
+    assert np.array_equal(np.equal(q[:, :, None], k[:, None]), sees)
 
 
 @pytest.mark.parametrize(

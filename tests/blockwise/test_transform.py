@@ -31,6 +31,7 @@ def lines_of(fn, args, block=40):
         ("segments_as_input", "1 attention, q 96 k 96, blocks by data"),
         ("two_products_of_one_softmax", "2 attentions, q 96 k 96, 6 of 9 blocks"),
         ("mask_outside_of_scan_and_remat", "3 attentions, q 96 k 96, 6 of 9 blocks"),
+        ("mask_of_quotients", "1 attention, q 96 k 96, 7 of 9 blocks"),  # numbers between -1 and 1 are cut to 0
     ],
 )
 def test_a_line_counts_the_attentions_of_a_kind_and_their_blocks(name, line):
@@ -90,6 +91,9 @@ UNRECOGNIZED = {
     ),
     "gt compares its scores with values computed from the same scores": lambda x, y: (
         jax.nn.softmax(jnp.where(scores(x, y) - scores(x, y).mean(-1, keepdims=True) > 0, scores(x, y), -1e9)) @ y
+    ),
+    "it is divided by the sum of other rows": lambda x, y: (
+        (lambda e: e / e.sum(-1)[:, None])(jnp.exp(scores(x, y))) @ y
     ),
     "no product of queries and keys is above the softmax": lambda x, y: (
         jax.nn.softmax(jnp.tanh(x[:, :, None] + y[:, None]).sum(-1)) @ y

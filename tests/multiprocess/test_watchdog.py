@@ -125,6 +125,13 @@ def test_messages_of_a_process_that_is_not_admitted_yet_are_read_afterwards(exit
     assert "process 1 has failed: RuntimeError: no room\n" in exits.found[0][1]
 
 
+def test_a_heartbeat_after_the_first_message_is_no_part_of_it():
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(b"1\n.")
+        assert (watchdog._line(here), here.recv(9)) == (b"1\n", b".")
+
+
 def test_processes_that_finish_wait_for_each_other_and_strangers_are_not_admitted(exits, monkeypatch):
     finished: list[int] = []
 

@@ -16,6 +16,7 @@ from flax import nnx
 import flax_mesh as fm
 from flax_mesh.checkpoint import DECODER_NAMES, huggingface_config, save_safetensors
 from flax_mesh.data import chats
+from flax_mesh.data.prompts import read_prompts
 from flax_mesh.errors import ConfigError
 from flax_mesh.inference import for_generation
 from flax_mesh.lora import add_lora
@@ -185,6 +186,13 @@ def test_a_rollout_ahead_that_fails_raises_at_its_step_and_is_not_in_the_state()
     assert rollouts.state(1) == b""
     with pytest.raises(ZeroDivisionError):
         rollouts(1, lambda: cast(Any, None))
+
+
+def test_the_end_tokens_of_prompts_are_those_of_the_tokenizer_and_of_the_model(tmp_path):
+    config = config_of(tmp_path, "a")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [3, 7]}')
+    prompts = read_prompts(cast(Any, config.data), str(tmp_path / "hf"), SMALL.vocab_size, max_tokens=8)
+    assert prompts.end_tokens == sorted({3, 7, StandIn.eos_token_id})
 
 
 @pytest.mark.slow
