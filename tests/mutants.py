@@ -30,7 +30,8 @@ ROOT = tiers.TESTS.parent
 COPIED = ("flax_mesh", "tests", "recipes", "docs", "pyproject.toml", "README.md", "CITATION.cff")
 LIMIT = 900  # seconds of one run of pytest; a mutant that never ends is caught
 # Folders of tests -> others whose default tests find mistakes of the same code.
-ALSO = {"data": ("train",), "models": ("checkpoint/hf", "train"), "step": ("recipe/optimizers",)}
+ALSO = {"checkpoint": "checkpoint/hf", "models": "checkpoint/hf train", "step": "recipe/optimizers"}
+ALSO |= {"data": "train", "sharding": "train"}
 SWAPS: dict[type[ast.AST], str] = {  # operator -> its replacement
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -154,7 +155,7 @@ def choose(count: int, seed: int, folder: str | None) -> list[Mutant]:
 def test_files(file: str) -> list[str]:
     """The test files that guard a file, beginning with files of the same name."""
     own = sorted(tiers.touched_folders([file]))
-    folders = dict.fromkeys([*own, *(other for folder in own for other in ALSO.get(folder, ()))])
+    folders = dict.fromkeys([*own, *(other for folder in own for other in ALSO.get(folder, "").split())])
     paths = [path for folder in folders for path in sorted((tiers.TESTS / folder).glob("test_*.py"))]
     stem = Path(file).stem
     paths.sort(key=lambda path: stem not in path.stem)

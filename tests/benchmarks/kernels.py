@@ -186,10 +186,7 @@ OTHERS: dict[str, tuple[tuple[str, ...], Callable[..., Traced]]] = {
         functools.partial(of_linen, name="TransformerLM", deterministic=False),
     ),
     "Flax's examples: wmt": (("wmt.models",), functools.partial(of_linen, name="Transformer")),
-    "Flax's examples: nlp_seq": (
-        ("nlp_seq.models",),
-        functools.partial(of_linen, name="Transformer"),
-    ),
+    "Flax's examples: nlp_seq": (("nlp_seq.models",), functools.partial(of_linen, name="Transformer")),
     **{f"Tunix: {name}": ((f"tunix.models.{name}.model",), of_llama) for name in ("llama3", "qwen2", "qwen3")},
     "Tunix: gemma": (("tunix.models.gemma.model",), of_gemma),
     "bonsai: umt5": (("bonsai.models.umt5.modeling",), of_umt5),

@@ -55,10 +55,7 @@ def test_other_masks_of_data_are_no_kernel(change, given, reason):
 
 
 def test_padded_queries_and_keys_have_ids_that_nothing_else_has():
-    ids, kept = (
-        np.array([[0, 0, 1, 2], [-1, 1, 1, 9]]),
-        np.array([[True, False, True, True], [True, True, False, True]]),
-    )
+    ids, kept = jnp.array([[0, 0, 1, 2], [-1, 1, 1, 9]]), jnp.array([[1, 0, 1, 1], [1, 1, 0, 1]], bool)
     q, k = _segments({"q": ids, "k": ids, "q_ids": ids, "k_ids": ids, "q_pad": kept, "k_pad": kept})
     sees = (ids[:, :, None] == ids[:, None]) & kept[:, :, None] & kept[:, None]
     assert np.array_equal(np.equal(q[:, :, None], k[:, None]), sees)

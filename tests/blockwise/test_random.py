@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 
 from flax_mesh.blockwise.transform import blockwise_attention
 from tests.blockwise.chains import Chain, chains, program_of, rare_chains
@@ -67,14 +68,8 @@ def test_random_attentions_find_a_planted_mistake(mistake, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [chains, rare_chains])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(chains())
-def test_a_random_attention_in_blocks_equals_that_as_written(chain):
-    assert problem_of(chain) == ""
-
-
-@pytest.mark.slow
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(rare_chains())
-def test_a_random_attention_of_rare_forms_in_blocks_equals_that_as_written(chain):
-    assert problem_of(chain) == ""
+@given(data=st.data())
+def test_a_random_attention_in_blocks_equals_that_as_written(strategy, data):
+    assert problem_of(data.draw(strategy())) == ""

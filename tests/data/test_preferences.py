@@ -92,10 +92,7 @@ CHAT = "<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n[{}<|im_end|>\n]"
 def test_the_completions_of_a_pair_are_trained(row, expected, tmp_path):
     batch = next(read(config_of(tmp_path / "a.jsonl", [row], sequence_length=200, batch_size=1)).batches(0))
     found = documents(batch)
-    assert [(row, segment, text) for row, segment, text, _ in found[:2]] == [
-        (0, 1, expected[0]),
-        (0, 2, expected[1]),
-    ]
+    assert [(row, segment, text) for row, segment, text, _ in found[:2]] == [(0, 1, expected[0]), (0, 2, expected[1])]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -168,8 +165,7 @@ def test_a_reference_with_numbers_that_are_not_finite_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected", "sizes"),
-    [(30, 30, (15, 15)), (2, 60, (4, 27)), (60, 2, (27, 4)), (10, 11, (12, 13))],
+    ("chosen", "rejected", "sizes"), [(30, 30, (15, 15)), (2, 60, (4, 27)), (60, 2, (27, 4)), (10, 11, (12, 13))]
 )
 def test_the_ends_of_a_long_pair_are_cut_off(chosen, rejected, sizes, tmp_path):
     row = {"prompt": "p", "chosen": "c" * chosen, "rejected": "r" * rejected}

@@ -188,10 +188,7 @@ STRANGE = {
     "no unknown piece": ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "?", **PREFIX}}, "Missing"),
     "no unk_id": ({"model": {"type": "Unigram", "vocab": [["b", 0.0]], "unk_id": None}}, "`unk_id` is missing"),
     "a panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "index out of bounds"),
-    "no end": (
-        {"normalizer": {"type": "Sequence", "normalizers": DOUBLED}},
-        "did not end in 1 s|ended its process",
-    ),
+    "no end": ({"normalizer": {"type": "Sequence", "normalizers": DOUBLED}}, "did not end in 1 s|ended its process"),
 }
 
 

@@ -17,16 +17,7 @@ from flax_mesh.mpmd import Pipeline, split_stages
 from flax_mesh.mpmd.schedules import make_schedule
 from flax_mesh.processes.agree import get_text, put_text
 from tests.blockwise import model as long
-from tests.mpmd.runtime.pipelines import (
-    CONFIG,
-    FAST,
-    decoder_batch,
-    groups,
-    make_net,
-    make_small,
-    net_batch,
-    net_loss,
-)
+from tests.mpmd.runtime.pipelines import CONFIG, FAST, decoder_batch, groups, make_net, make_small, net_batch, net_loss
 
 ROWS, COUNT = 8, 4
 

@@ -43,7 +43,9 @@ def test_a_custom_step_is_planned_with_its_collectives():
     assert found.memory.arguments == (256 * 256 + 16 * 256) * 2
     assert found.time.flops == 2 * 16 * 256 * 256
     assert found.time.mfu is None and found.time.tokens_per_s is None
-
+    both = plan_step(jax.jit(lambda w, x: (x @ w, jnp.sin(x) @ w)), arguments, "v5e:2x4")
+    one, two = (sum(part.network_seconds for part in x.time.parts) for x in (found, both))
+    assert 0 < one < two < 2 * one, "small collectives share their latency"
     found = plan_step(jax.jit(lambda w, x: x @ w), arguments, "v5e:2x4", tokens=1000, flops=1e9)
     assert found.time.tokens_per_s == pytest.approx(1000 / found.time.seconds)
     assert found.time.mfu == pytest.approx(1e9 / found.time.seconds / (8 * 197e12))

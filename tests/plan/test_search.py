@@ -161,8 +161,8 @@ def test_settings_that_are_fixed_stay_as_they_are():
     assert [space.layouts[row].sizes for row in space.own_rows] == [(1, 1, 2, 1, 2, 1)]
     assert [space.settings(space.layouts[row]) for row in space.own_rows] == [{}]
     assert make_space(CONFIG, parse_topology("v5e:2x4"), FIXED).own_rows == []
-    first = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=1)
-    assert [each.settings for each in first.planned] == [{}]  # the recipe's own layout is the first one
+    first = search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=1).planned  # the recipe's own layout is the first one
+    assert [each.settings for each in first] == [{}]
 
 
 STATES = [("fsdp:8", "float32", ""), ("fsdp:8", "bfloat16", "dp"), ("dp:2,fsdp:4", "float32", "dp")]
@@ -298,9 +298,7 @@ def test_the_best_layout_fits_although_faster_ones_do_not():
     limit = peaks[len(peaks) // 3] + 1
     expected = next(each for each in everything if each.plan.memory.peak <= limit)
     assert everything[0].plan.memory.peak > limit
-    capacity = everything[0].plan.memory.capacity
-    assert capacity is not None
-    reserve = parse_topology("v5e:2x2").chip.memory / capacity
+    reserve = parse_topology("v5e:2x2").chip.memory / (everything[0].plan.memory.capacity or 0)
     found = search_layouts(config, topology_with(limit * reserve), fixed=FIXED, plans=14)
     assert found.best is not None and found.best.plan.memory.peak <= limit
     assert found.best.seconds_per_token <= expected.seconds_per_token * 1.01
@@ -341,16 +339,12 @@ def test_all_invalid_arguments_and_all_reasons_are_reported():
 
 
 def test_a_search_ends_if_no_layout_can_be_planned(monkeypatch):
-    tried = []
-
     def refuse(config, topology, batch):
-        tried.append(config)
         raise ConfigError("the model cannot be traced")
 
     monkeypatch.setattr(module, "plan_layout", refuse)
     with pytest.raises(ConfigError, match="5: the model cannot be traced"):
         search_layouts(CONFIG, "v5e:4", fixed=FIXED, plans=5)
-    assert len(tried) == 5
 
 
 # --- text ---

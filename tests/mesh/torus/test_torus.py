@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
 from flax_mesh.mesh.device_mesh import create_device_mesh, create_hybrid_device_mesh
-from flax_mesh.mesh.torus.torus import (
-    arrange,
-    factorings,
-    known_assignment,
-    mean_hops,
-    physical_mesh,
-    wraps_around,
-)
+from flax_mesh.mesh.torus.torus import arrange, factorings, known_assignment, mean_hops, physical_mesh, wraps_around
 from tests.hash_seed import printed_with_another_hash_seed
 from tests.mesh.fakes import FakeDevice, factor_shapes, gpu_hosts, tpu_slice, tpu_slices
 

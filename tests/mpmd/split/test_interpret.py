@@ -206,21 +206,19 @@ def test_stacks_with_different_chunks_can_be_combined():
     np.testing.assert_array_equal(whole(out), a + b)
 
 
+def in_two_chunks(fn, first, second):
+    program, _ = trace(fn, f32(first + second, 3, 3), f32(2, 3))
+    both = lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, first)), x])]  # noqa: E731
+    return trace(both, f32(first, 3, 3), f32(second, 3, 3), f32(2, 3))[0]
+
+
 def test_a_scan_over_chunks_becomes_one_scan_per_chunk():
-    program, _ = trace(STACKED["scan"], f32(4, 3, 3), f32(2, 3))
-    split, _ = trace(
-        lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 3)), x])],
-        f32(3, 3, 3), f32(1, 3, 3), f32(2, 3),
-    )  # fmt: skip
+    split = in_two_chunks(STACKED["scan"], 3, 1)
     assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [3, 1]
 
 
 def test_a_period_in_two_chunks_is_evaluated_layer_by_layer():
-    program, _ = trace(lambda w, x: lax.scan(period, x, w.reshape(5, 2, 3, 3)), f32(10, 3, 3), f32(2, 3))
-    split, _ = trace(
-        lambda a, b, x: [whole(out) for out in interpret(program, [Chunks((a, b), (0, 5)), x])],
-        f32(5, 3, 3), f32(5, 3, 3), f32(2, 3),
-    )  # fmt: skip
+    split = in_two_chunks(lambda w, x: lax.scan(period, x, w.reshape(5, 2, 3, 3)), 5, 5)
     assert [eqn.params["length"] for eqn in split.eqns if eqn.primitive.name == "scan"] == [2, 2]
     assert sum(name == "dot_general" for name in names(split)) == 2
     for of_one_chunk in split.inputs[:2]:  # no equation combines the layers of both
