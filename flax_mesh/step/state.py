@@ -1,5 +1,9 @@
 """TrainState: model and optimizer as a tuple of leaves and a static tree definition."""
 
+# States and graph definitions of NNX have no known type arguments.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownParameterType=false, reportMissingTypeArgument=false
+
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
